@@ -61,3 +61,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pictures.append(row("<image>" * len(names) + turn(6), turn(rng.randrange(3, 60)), names))
     write_dataset(folder, {"texts": texts, "pictures": pictures})
     return folder
+
+
+@pytest.fixture(scope="session")
+def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`same_training.configurations` of LLaMA-Factory's stages, with models and rows for each."""
+    from same_training import configurations, write_rows
+    from tiny_models import TinyModels
+
+    folder = tmp_path_factory.mktemp("cells")
+    return configurations(TinyModels(tiny_text, tiny_vl, folder), write_rows(folder / "rows"))

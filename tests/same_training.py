@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from distributed.launch import Run
-from distributed.ranks import run_ranks
+from distributed.ranks import Outcome, run_ranks
 from distributed.shims.training_record import TrainingRecord
 from llamafactory.hparams import get_train_args
 from llamafactory.train import callbacks, tuner
 from PIL import Image
 from safetensors.torch import load_file
-from support import read_jsonl, shimmed, training_config
+from support import read_jsonl, training_config
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
@@ -93,27 +92,24 @@ class Deviation:
 
 
 def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
-    """Run real LLaMA-Factory on `config` to its end: in this process, with several ranks in processes of their own, and
-    by torchrun where they need another environment."""
+    """Run real LLaMA-Factory on `config` to its end: in this process, or where it has several ranks or another
+    environment in processes of their own."""
     output_dir = Path(config["output_dir"])
     record = output_dir.with_name(f"{output_dir.name}_record")
     if num_ranks == 1 and env is None:
         tuner.run_exp(dict(config), callbacks=[TrainingRecord(record)])
-    elif env is None:
-        output_dir.mkdir(parents=True)
-        launch([config | {"ddp_backend": "gloo"}], record.parent, num_ranks, LIMIT_S)
     else:
-        shim = shimmed("record_training") | {"RECORD_TRAINING": str(record)}
-        with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=env | shim) as run:
-            launched = run.end()
-            assert launched.returncodes == [0], str(launched)
+        output_dir.mkdir(parents=True)
+        launch([config | {"ddp_backend": "gloo"}], record.parent, num_ranks, env=env or {})
     return read(output_dir, num_ranks)
 
 
-def launch(configs: list[dict[str, Any]], folder: Path, num_ranks: int, limit_s: float) -> None:
-    """Train all, one after the other, in the processes of one launch."""
-    ended = run_ranks("same_training:train_all", folder, world_size=num_ranks, limit_s=limit_s, configs=configs)
-    assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
+def launch(
+    configs: list[dict[str, Any]], folder: Path, num_ranks: int = 2, limit_s: float = LIMIT_S, **more: Any
+) -> list[Outcome]:
+    """Train all, one after the other, in the processes of one launch. more: arguments of `run_ranks`."""
+    more |= {"world_size": num_ranks, "limit_s": limit_s, "configs": configs}
+    return run_ranks("same_training:train_all", folder, **more)
 
 
 def train_all(rank: int, configs: list[dict[str, Any]]) -> int:
@@ -128,16 +124,6 @@ def train_all(rank: int, configs: list[dict[str, Any]]) -> int:
         run(model_args, data_args, training_args, finetuning_args, *more, watching)
         gc.collect()
     return len(configs)
-
-
-def side_by_side(
-    config: dict[str, Any], odb: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None, **stock: Any
-) -> tuple[Training, Training]:
-    """The training of `config` with this block, audited, and without, in folders of its output_dir. stock: changes of
-    the one without."""
-    folder = Path(config["output_dir"])
-    ours = config | {"output_dir": str(folder / "odb"), "odb": odb | {"audit": True}}
-    return train(ours, num_ranks, env), train(config | {"output_dir": str(folder / "stock")} | stock, num_ranks, env)
 
 
 def read(output_dir: Path, num_ranks: int) -> Training:
@@ -287,9 +273,9 @@ class Cell:
 
 
 def run_cells(
-    cells: Mapping[str, Cell], config_of: Config, folder: Path, num_ranks: int = 1, limit_s: float = LIMIT_S
+    cells: Mapping[str, Cell], config_of: Config, folder: Path, num_ranks: int = 1, **more: Any
 ) -> dict[str, tuple[Training, Training]]:
-    """Of each cell the training with odb and stock's: in this process, or in those of one launch."""
+    """Of each cell the training with odb and stock's: in this process, or in those of one launch (with `more`)."""
     configs, folders = [], {}
     for number, (name, cell) in enumerate(cells.items()):
         common = {"ddp_find_unused_parameters": cell.stage == "rm"} if num_ranks > 1 else {}
@@ -299,14 +285,14 @@ def run_cells(
             {"odb": ODB | {"layout": "flat"} | dict(cell.block)},
             WHOLE.get(cell.stage, {}) | dict(cell.stock),
         )
-        for output_dir, more in zip(folders[name], blocks):
-            configs.append(config_of(cell.stage, output_dir, model=cell.model, num_ranks=num_ranks, **common | more))
+        for output_dir, own in zip(folders[name], blocks):
+            configs.append(config_of(cell.stage, output_dir, model=cell.model, num_ranks=num_ranks, **common | own))
     if num_ranks == 1:
         for config in configs:
             tuner.run_exp(dict(config), callbacks=[TrainingRecord(f"{config['output_dir']}_record")])
     else:
         folder.mkdir(exist_ok=True)
-        launch(configs, folder, num_ranks, limit_s)
+        launch(configs, folder, num_ranks, **more)
     return {name: (read(odb, num_ranks), read(stock, num_ranks)) for name, (odb, stock) in folders.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -9,13 +10,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+BIN = Path(sys.executable).parent
+os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as in an activated environment
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tiny models gain nothing from threads, and worker processes share the cores with them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -73,29 +77,38 @@ def training_config(model: Path, data_dir: Path, output_dir: Path, **changes: An
 
 
 def run_llamafactory(config: dict[str, Any], *overrides: str, env: dict[str, str] | None = None) -> Any:
-    """Run the real `llamafactory-cli train` on `config`; kills the whole process group at the timeout."""
+    """Run the real `llamafactory-cli train` on `config`."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     yaml_path = folder.parent / f"{folder.name}.yaml"
     yaml_path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    bin_folder = str(Path(sys.executable).parent)
-    command = [f"{bin_folder}/llamafactory-cli", "train", str(yaml_path), *overrides]
-    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"  # torchrun is looked up there
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PATH": path} | (env or {}),
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output[-4000:]}")
-    return subprocess.CompletedProcess(command, process.returncode, output)
+    words = [str(BIN / "llamafactory-cli"), "train", str(yaml_path), *overrides]
+    return end_of(words, RUN_TIMEOUT_S, environment=os.environ | (env or {}))
+
+
+def need(package: str) -> None:
+    """Skip a test where this is not installed."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install {package.replace('_', '-')}")
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache that remembers errors too: what takes long and fails is not tried again for each cell that needs it."""
+    made: dict[tuple[Any, ...], tuple[Any, BaseException | None]] = {}
+
+    @functools.wraps(make)
+    def known(*args: Any) -> Any:
+        if args not in made:
+            try:
+                made[args] = make(*args), None
+            except BaseException as error:
+                made[args] = None, error
+        value, error = made[args]
+        if error is not None:
+            raise error
+        return value
+
+    return known
 
 
 def shimmed(name: str) -> dict[str, str]:
@@ -133,18 +146,13 @@ def marked_processes(mark: str) -> dict[int, list[str]]:
     return found
 
 
-def run_command(
+def end_of(
     words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] = os.environ
-) -> str:
-    """What a command prints; it ends well, and none of its processes outlives the call. It sees no CUDA device."""
-    mark, path = uuid.uuid4().hex, f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+) -> subprocess.CompletedProcess[str]:
+    """How a command ends, with all that it prints; none of its processes outlives the call."""
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        words,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment, "PATH": path, "CUDA_VISIBLE_DEVICES": "", MARK: mark},
+        words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**environment, MARK: mark}
     )
     try:
         printed, _ = process.communicate(timeout=limit_s)
@@ -154,8 +162,16 @@ def run_command(
         pytest.fail(f"{words}: no end within {limit_s} s:\n{printed[-4000:]}")
     finally:
         end_marked_processes(mark)
-    assert process.returncode == 0, f"{words}:\n{printed[-4000:]}"
-    return printed
+    return subprocess.CompletedProcess(words, process.returncode, printed)
+
+
+def run_command(
+    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> str:
+    """What a command prints, which ends well. It sees no CUDA device."""
+    ended = end_of(words, limit_s, cwd, {**environment, "CUDA_VISIBLE_DEVICES": ""})
+    assert ended.returncode == 0, f"{words}:\n{ended.stdout[-4000:]}"
+    return ended.stdout
 
 
 def end_marked_processes(mark: str) -> None:

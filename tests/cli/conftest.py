@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import BIN
 
-BIN = Path(sys.executable).parent
 TIMEOUT_S = 180
 
 
@@ -24,8 +23,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            # torchrun is looked up on PATH, as in an activated environment.
-            env=os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"} | environment,
+            env=os.environ | environment,
             start_new_session=True,
         )
 

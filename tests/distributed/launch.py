@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support import MARK, end_marked_processes, marked_processes, proc_words
+from support import BIN, MARK, end_marked_processes, marked_processes, proc_words
 
-BIN = Path(sys.executable).parent
 TIMEOUT_S = 200
 POLL_S = 0.05
 
@@ -79,8 +77,7 @@ class Run:
             "NNODES": str(len(nodes)),
             "MASTER_ADDR": master,
             "MASTER_PORT": str(free_port()),
-            # torchrun is looked up on PATH, and writes what each rank says to files of its own.
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            # torchrun writes what each rank says to files of its own.
             "PET_REDIRECTS": "3",
         }
         self.started = time.monotonic()

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,14 +53,18 @@ def run_ranks(
     world_size: int = 2,
     limit_s: float = 60,
     ends_with: int | None = None,
+    may_fail: bool = False,
+    env: Mapping[str, str] = {},
     **kwargs: Any,
 ) -> list[Outcome]:
     """Run `module:function(rank, **kwargs)` in one process a rank, with gloo between them.
 
-    kwargs and the returned value are made of what JSON knows. Fails the test if a rank has not ended in time.
+    kwargs and the returned value are made of what JSON knows. Fails the test if a rank has not ended in time, or not
+    well (unless it `may_fail`). env: beside the environment of this process.
     ends_with: the rank at whose end the others are killed, as a launcher does (None: each ends by itself).
     """
     env = os.environ | {
+        **env,
         "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -95,6 +99,7 @@ def run_ranks(
     if hung:
         pytest.fail(f"ranks {hung} did not end within {limit_s} s:\n" + "\n".join(text[-4000:] for text in said))
     values = [json.loads(path.read_text()) if path.exists() else None for path in results]
+    assert may_fail or not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in said)
     return [Outcome(process.returncode, *rest) for process, *rest in zip(processes, values, said)]
 
 

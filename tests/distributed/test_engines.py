@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.invariants import Audits, check_audits, check_books, losses, read_audits
-from distributed.launch import Run
 from distributed.rows import INVALID, row
 from PIL import Image
-from support import run_llamafactory, shimmed, training_config, write_dataset
+from same_training import launch
+from same_training import train as train_here
+from support import need, once, shimmed, training_config, write_dataset
 
 ACCUMULATION, BATCH = 2, 2
 TOKEN_BUDGET, MAX_PATCHES = 256, 140
@@ -82,19 +83,14 @@ def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory, request) -> Callable[[str, int], Path]:
+def train(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """`train("zero3", 2)` is the output of that training, which has ended well; each is run once."""
-    done: dict[tuple[str, int], Path] = {}
 
+    @once
     def train(name: str, num_ranks: int) -> Path:
-        if (name, num_ranks) not in done:
-            done[name, num_ranks] = _train(ENGINES[name], num_ranks, tmp_path_factory.mktemp(name.split(",")[0]))
-        return done[name, num_ranks]
-
-    def _train(engine: Engine, num_ranks: int, folder: Path) -> Path:
+        engine, folder = ENGINES[name], tmp_path_factory.mktemp(name.split(",")[0])
         changes = dict(engine.changes)
         if engine.deepspeed_stage:
-            request.getfixturevalue("deepspeed_op")
             changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, folder)
         odb = {"token_budget": TOKEN_BUDGET, "max_patches": MAX_PATCHES, "audit": True, "balance": engine.balance}
         config = configuration(tiny_vl, mix, folder / "out", num_ranks, odb=odb)
@@ -108,8 +104,7 @@ def train(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory, re
 def stock(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each optimizer step of stock LLaMA-Factory in one process, with the same batches."""
     out = tmp_path_factory.mktemp("stock") / "out"
-    run = run_llamafactory(configuration(tiny_vl, mix, out, num_ranks=1))
-    assert run.returncode == 0, run.stdout[-4000:]
+    train_here(configuration(tiny_vl, mix, out, num_ranks=1))
     return losses(out)
 
 
@@ -133,6 +128,7 @@ def configuration(model: Path, data: Path, out: Path, num_ranks: int, **changes:
 
 def deepspeed_config(stage: int, folder: Path) -> str:
     """LLaMA-Factory's own configuration of a ZeRO stage, as `examples/deepspeed` has it."""
+    need("deepspeed")
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -148,11 +144,9 @@ def deepspeed_config(stage: int, folder: Path) -> str:
     return str(path)
 
 
-def run_to_end(config: dict[str, Any], num_ranks: int = 2, env: dict[str, str] | None = None) -> None:
-    with Run(config, num_ranks=num_ranks, env=env) as run:
-        ended = run.end()
-        assert ended.returncodes == [0], str(ended)
-        assert not run.left_behind()
+def run_to_end(config: dict[str, Any], num_ranks: int = 2, env: Mapping[str, str] = {}) -> None:
+    """As `llamafactory-cli train` would; what it starts itself: test_two_nodes.py, test_resume_runs.py."""
+    launch([config], Path(config["output_dir"]).parent, num_ranks, env=env)
 
 
 def check_engine(
@@ -280,7 +274,7 @@ def test_balanced_ranks_share_unequal_shards(tiny_text, tmp_path) -> None:
     assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
 
 
-def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path, deepspeed_op) -> None:
+def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:
     """I2 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or not."""
     Image.effect_noise((96, 64), 60).convert("RGB").save(tmp_path / "picture.png")
     world = World((cycle(12, 12), cycle(0, 12)))

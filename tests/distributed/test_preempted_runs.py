@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from distributed.launch import Run
 from distributed.test_engines import deepspeed_config
-from distributed.test_resume_runs import ENV, checkpoint_of, configuration, to_the_end
+from distributed.test_resume_runs import ENV, checkpoint_of, configuration, to_the_end, unbroken
 from support import read_jsonl
 
 TOLERANCE = 2e-6
@@ -61,15 +61,14 @@ def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bo
     ],
 )
 def test_a_preempted_run_goes_on(
-    tiny_text: Path, tmp_path: Path, request: Any, engine: str, num_ranks: int, ranks: list[int], kill: bool
+    tiny_text: Path, tmp_path: Path, engine: str, num_ranks: int, ranks: list[int], kill: bool
 ) -> None:
     changes: dict[str, Any] = {"enable_jit_checkpoint": True, "num_train_epochs": 2, "save_total_limit": 1}
     changes |= {"save_steps": 5 if kill else 1000, "gradient_accumulation_steps": 8 // num_ranks}
     if engine == "zero3":
-        request.getfixturevalue("deepspeed_op")
         changes |= {"deepspeed": deepspeed_config(3, tmp_path), "use_cpu": False}
     whole = configuration(tiny_text, tmp_path / "whole", **changes | {"save_strategy": "no"})
-    to_the_end(whole, num_ranks)
+    unbroken(whole, num_ranks)
     config = configuration(tiny_text, tmp_path / "preempted", **changes)
     out = Path(config["output_dir"])
     preempted(config, num_ranks, ranks, kill)

@@ -14,6 +14,7 @@ from distributed.launch import Run
 from distributed.rows import row
 from distributed.test_engines import deepspeed_config
 from safetensors.torch import load_file
+from same_training import launch
 from support import training_config, without_clock, write_dataset
 
 NUM_ROWS = 200
@@ -40,6 +41,11 @@ def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         )
         | changes
     )
+
+
+def unbroken(config: dict[str, Any], num_ranks: int) -> None:
+    """Without a launcher."""
+    launch([config], Path(config["output_dir"]).parent, num_ranks, env=ENV)
 
 
 def to_the_end(config: dict[str, Any], num_ranks: int) -> None:
@@ -84,14 +90,13 @@ def up_to(audits: Audits, optimizer_step: int) -> Audits:
     ("engine", "num_ranks"),
     [("ddp", 2), *(pytest.param(*cell, marks=pytest.mark.full_grid) for cell in (("none", 1), ("zero2", 2)))],
 )
-def test_killed_and_started_again(tiny_text, tmp_path, request, engine: str, num_ranks: int) -> None:
+def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: int) -> None:
     """Every row once; only steps behind the last checkpoint come again, as they were; the same weights at the end."""
     changes = {}
     if engine == "zero2":
-        request.getfixturevalue("deepspeed_op")
         changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False}
-    whole = configuration(tiny_text, tmp_path / "whole", **changes)
-    to_the_end(whole, num_ranks)
+    whole = configuration(tiny_text, tmp_path / "whole", save_strategy="no", **changes)
+    unbroken(whole, num_ranks)
     config = configuration(tiny_text, tmp_path / "killed", **changes)
     checkpoint, first = killed_on_the_way(config, num_ranks, signal.SIGKILL)
     to_the_end(config, num_ranks)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
 from distributed.test_engines import ENGINES, deepspeed_config
 from same_training import Config, Training, configurations, launch, read, train, write_rows
 from support import shimmed
@@ -188,21 +187,16 @@ def test_one_rank(name: str, config_of: Config, tmp_path: Path) -> None:
 @pytest.mark.full_grid
 @pytest.mark.timeout(LIMIT_S + 300)
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
-def test_two_ranks(
-    engine: str, config_of: Config, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in shimmed("bf16_on_cpu").items():
-        monkeypatch.setenv(name, value)
+def test_two_ranks(engine: str, config_of: Config, tmp_path: Path) -> None:
     common = dict(ENGINES[engine].changes)
     if stage := ENGINES[engine].deepspeed_stage:
-        request.getfixturevalue("deepspeed_op")
         common["deepspeed"] = deepspeed_config(stage, tmp_path)
     configs = {
         (name, kind): config_of(cell.stage, tmp_path / f"{name}_{kind}", **changes | common)
         for name, cell in ON_TWO_RANKS.items()
         for kind, changes in cell.trainings(2).items()
     }
-    launch([*configs.values()], tmp_path, 2, LIMIT_S)
+    launch([*configs.values()], tmp_path, limit_s=LIMIT_S, env=shimmed("bf16_on_cpu"))
     for name in ON_TWO_RANKS:
         folders = {kind: tmp_path / f"{name}_{kind}" for of, kind in configs if of == name}
         trained = {kind: read(path, 2) for kind, path in folders.items()}

@@ -7,7 +7,6 @@ is from stock's. docs/engines.md has the table.
 
 from __future__ import annotations
 
-import functools
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torchaudio
 import transformers
-from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
 from distributed.rows import INVALID, row
 from distributed.test_engines import ENGINES, NORM_TOLERANCE, deepspeed_config
 from llamafactory.hparams import FinetuningArguments
@@ -32,15 +30,12 @@ from same_training import (
     Training,
     check_cell,
     check_same_training,
-    configurations,
     deviation,
     report,
     run_cells,
     train,
-    write_rows,
 )
-from support import read_jsonl, shimmed, training_config, write_dataset
-from tiny_models import TinyModels
+from support import once, read_jsonl, shimmed, training_config, write_dataset
 from transformers import TrainerCallback
 
 LIMIT_S, GRID_LIMIT_S = 540, 1500
@@ -175,12 +170,11 @@ CELLS |= {
 }
 
 ON_ONE = (
-    "sft, saved", "sft, images, saved", "sft, images, exact", "sft, images and videos", "sft, Qwen3.5",
-    "sft, Qwen3.5, images",
+    "sft, saved", "sft, images, saved", "sft, images, exact", "sft, images and videos", "sft, Qwen3.5, images",
     "sft, Qwen2-Audio", "sft, Mamba", "sft, accuracy", "asft, images", "dft", "eaft, images",
-    "smoothed, images", "pt", "rm", "dpo, images, lora", "orpo", "simpo", "kto", "kto, exact",
+    "smoothed, images", "pt, padded", "dpo, images, lora", "orpo", "simpo", "kto", "kto, exact",
 )  # fmt: skip
-ON_TWO = ("sft", "sft, images", "sft, Qwen3.5", "asft", "pt", "pt, padded", "rm", "dpo", "kto", "encoder, lora")
+ON_TWO = ("sft", "sft, images", "pt", "rm", "dpo", "kto", "encoder, lora")
 TUNED = ("sft", "sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
 ON_ENGINES = {
     "full": (*TUNED, "sft, padded", "pt, padded", "sft, Qwen3.5", "orpo", "dft", "eaft", "asft, images"),
@@ -230,12 +224,6 @@ VERSIONS = {("1_rank", "kto"), ("1_rank", "sft, images, saved"), ("2_ranks", "sf
 Trained = Callable[[str, str], tuple[Training, Training]]
 
 
-@pytest.fixture(scope="module")
-def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("cells")
-    return configurations(TinyModels(tiny_text, tiny_vl, folder), write_rows(folder / "rows"))
-
-
 def load_wav(path: str) -> tuple[torch.Tensor, int]:
     """In the place of torchaudio's, which needs torchcodec and FFmpeg."""
     with wave.open(path, "rb") as file:
@@ -244,16 +232,15 @@ def load_wav(path: str) -> tuple[torch.Tensor, int]:
 
 
 @pytest.fixture(scope="module")
-def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Trained:
+def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """`trained("2_ranks", "dpo")`: the training with odb and stock's; those of several ranks are all run at once."""
 
-    @functools.cache
+    @once
     def of_set(name: str) -> dict[str, tuple[Training, Training]]:
         one, folder = (SETS | GRID)[name], tmp_path_factory.mktemp("set")
         by = ENGINES[one.engine]
         common: dict[str, Any] = by.changes | ONCE | (NO_EVAL if one.engine != "ddp" else {})
         if by.deepspeed_stage:
-            request.getfixturevalue("deepspeed_op")
             common["deepspeed"] = deepspeed_config(by.deepspeed_stage, folder)
         cells = {}
         for cell in filter(is_here, one.cells):
@@ -263,22 +250,14 @@ def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory, request
                 layers = OF_FSDP[given.model]
                 changes["fsdp_config"] = common["fsdp_config"] | {"transformer_layer_cls_to_wrap": layers}
             cells[cell] = Cell(given.stage, changes, given.model, given.block, given.stock)
-        with pytest.MonkeyPatch.context() as patch:
-            # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
-            for key, value in (by.env | (shimmed("small_groups") if one.engine in ("zero3", "fsdp2") else {})).items():
-                patch.setenv(key, value)
-            limit_s = LIMIT_S if name in SETS else GRID_LIMIT_S
-            return run_cells(cells, config_of, folder, one.num_ranks, limit_s)
-
-    failed: set[str] = set()
+        # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
+        env = by.env | (shimmed("small_groups") if one.engine in ("zero3", "fsdp2") else {})
+        limit_s = LIMIT_S if name in SETS else GRID_LIMIT_S
+        return run_cells(cells, config_of, folder, one.num_ranks, limit_s=limit_s, env=env)
 
     def trained(name: str, cell: str) -> tuple[Training, Training]:
         if (SETS | GRID)[name].num_ranks > 1:
-            assert name not in failed, "the first cell of this launch says why it failed"
-            failed.add(name)
-            found = of_set(name)[cell]
-            failed.discard(name)
-            return found
+            return of_set(name)[cell]
         return run_cells({cell: CELLS[cell]}, config_of, tmp_path_factory.mktemp("cell"))[cell]
 
     return trained

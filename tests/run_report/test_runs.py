@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.ranks import run_ranks
 from run_report.browser import Opened, open_page
+from same_training import launch
 from support import read_jsonl, read_log, training_config
 from training.test_resume import BLOCK, train
 
@@ -43,8 +43,7 @@ def runs(tiny_vl: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
         training_config(tiny_vl, data_dir, folder / "with_odb", **common, odb=odb),
         training_config(tiny_vl, data_dir, folder / "stock", **common),
     ]
-    outcomes = run_ranks("same_training:train_all", folder, world_size=NUM_RANKS, limit_s=LIMIT_S, configs=configs)
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
+    launch(configs, folder, NUM_RANKS)
     return folder / "with_odb", folder / "stock"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +113,6 @@ def train_all(rank: int, cases: list[dict[str, Any]], models: dict[str, str], ou
     """Train every case; the files of case k are in `output_dir`/k. Returns how many."""
     if dist.get_world_size() > 1:
         os.environ["LOCAL_RANK"] = str(rank)
-    # DeepSpeed looks up the ninja that has compiled its operator (see the `deepspeed_op` fixture).
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for number, fields in enumerate(cases):
         case = Case(**fields)
         model = load_model(case, models[case.model])

