@@ -206,6 +206,7 @@ def test_asleep_for_ever(config) -> None:
         last_line_says(ended, rank, "rank 1, which is alive", "pause_at_a_step_border.py:", "in pause", "ddp_timeout")
 
 
+@pytest.mark.full_grid  # in a loop: test_failing_ranks.py; out of memory in a Trainer: tests/training/test_oom.py
 def test_forward_raises_on_one_rank(config) -> None:
     config["odb"]["layout"] = "padded"  # without a check before training, which would be where it raises
     with Run(config, nodes=NODES, env=shimmed("failing_forward")) as run:

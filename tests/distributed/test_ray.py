@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
-from distributed.launch import BIN, Run
+from distributed.launch import Run
 from same_training import RELATIVE, configurations, write_rows
-from support import MARK, end_marked_processes, marked_processes, proc_words, read_log
+from support import BIN, MARK, end_marked_processes, marked_processes, proc_words, read_log
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install -e '.[ray]'")
 

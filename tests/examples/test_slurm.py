@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 from support import read_log, run_command, training_config
 
@@ -15,18 +17,44 @@ shift
 for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done
 for task in "${tasks[@]}"; do wait $task || exit 1; done
 """
+NOTES_WHAT_IT_IS_GIVEN = '#!/bin/bash\n{ env; printf "%s\\n" "$@"; } > "${0%/*}/node$NODE_RANK"\n'
+OVERRIDE = "odb.global_batch_size=16"
 
 
-def test_the_script_trains_on_two_nodes(tiny_text, data_dir, tmp_path, monkeypatch) -> None:
-    for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs the script on a YAML, with these commands in place of those of PATH."""
+    given = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "NPROC_PER_NODE": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    def run(path: Path, **commands: str) -> None:
+        for name, text in {"scontrol": SCONTROL, "srun": SRUN, **commands}.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        run_command([str(SCRIPT), str(path), OVERRIDE], 200)
+
+    return run
+
+
+def test_each_node_is_told_its_part(job: Callable[..., None], tmp_path: Path) -> None:
+    """By what LLaMA-Factory's launcher reads, as in tests/distributed/test_two_nodes.py."""
+    job(tmp_path / "my.yaml", **{"llamafactory-cli": NOTES_WHAT_IT_IS_GIVEN})
+    port = 20000 + os.getpid() % 20000
+    shared = {"FORCE_TORCHRUN=1", "NNODES=2", "NPROC_PER_NODE=1", "MASTER_ADDR=localhost", f"MASTER_PORT={port}"}
+    for node in range(2):
+        lines = (tmp_path / f"node{node}").read_text().splitlines()
+        assert shared | {f"NODE_RANK={node}"} <= set(lines)
+        assert lines[-3:] == ["train", str(tmp_path / "my.yaml"), OVERRIDE]
+
+
+@pytest.mark.full_grid
+def test_the_script_trains_on_two_nodes(
+    job: Callable[..., None], tiny_text: Path, data_dir: Path, tmp_path: Path
+) -> None:
     odb = {"token_budget": 1024, "global_batch_size": 12}
     config = training_config(tiny_text, data_dir, tmp_path / "out", ddp_backend="gloo", odb=odb)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "NPROC_PER_NODE": "1"}
-    for name, value in job.items():
-        monkeypatch.setenv(name, value)
-    run_command([str(SCRIPT), str(tmp_path / "my.yaml"), "odb.global_batch_size=16"], 200)
+    job(tmp_path / "my.yaml")
     assert [entry["step"] for entry in read_log(tmp_path / "out") if "loss" in entry] == [1, 2, 3]

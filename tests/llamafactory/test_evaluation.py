@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from distributed.rows import write_uneven_rows
-from same_training import Cell, Training, configurations, run_cells, train, write_rows
+from same_training import Cell, Config, Training, run_cells, train
 from support import training_config
-from tiny_models import TinyModels
 from transformers import GenerationMixin, Qwen2ForCausalLM
 
 from odb_factory.training.session import Session
@@ -36,11 +35,11 @@ CELLS = {
         changes=EVALUATED | {"average_tokens_across_devices": False}, block=BLOCK | {"layout": "padded"}
     ),
     "images": Cell(changes=EVALUATED | OF_IMAGES, model="vl", block=BLOCK | {"max_patches": 300}),
-    "dpo": Cell("dpo", EVALUATED, block=BLOCK),
-    "rm": Cell("rm", EVALUATED, block=BLOCK),
     "kto": Cell("kto", EVALUATED, block=BLOCK),
     "smoothed": Cell(changes=EVALUATED | {"label_smoothing_factor": 0.1}, block=BLOCK),
 }
+MORE = {stage: Cell(stage, EVALUATED, block=BLOCK) for stage in ("dpo", "rm")}
+"""Of the full grid: their trainings on two ranks are evaluated in `test_same_training.py`."""
 STOCK_S = (
     "this evaluation: figures of CustomKTOTrainer depend on which rows share a batch",
     "this evaluation: the trainer computes the loss in place of the model, by label_smoothing_factor: 0.1",
@@ -61,16 +60,22 @@ def evaluated(training: Training) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(600)
-def test_figures_are_those_of_stock_on_two_ranks(tiny_text: Path, tiny_vl: Path, tmp_path: Path) -> None:
-    config_of = configurations(TinyModels(tiny_text, tiny_vl, tmp_path), write_rows(tmp_path / "rows"))
-    for name, (ours, stock) in run_cells(CELLS, config_of, tmp_path / "ranks", 2, limit_s=560).items():
+@pytest.mark.parametrize(
+    ("cells", "stocks"),
+    [(CELLS, STOCK_S), pytest.param(MORE, (), marks=pytest.mark.full_grid)],
+    ids=["cells", "more"],
+)
+def test_figures_are_those_of_stock_on_two_ranks(
+    cells: dict[str, Cell], stocks: tuple[str, ...], config_of: Config, tmp_path: Path
+) -> None:
+    for name, (ours, stock) in run_cells(cells, config_of, tmp_path / "ranks", 2, limit_s=560).items():
         assert evaluated(stock)
         for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
             assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}, name
     log = (tmp_path / "ranks" / "rank0.log").read_text(encoding="utf-8")
     in_and_after = 2  # evaluations of a training
-    assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - len(STOCK_S))
-    assert all(log.count(f"has no effect on {one}") == in_and_after for one in STOCK_S)
+    assert log.count("[odb] evaluated ") == in_and_after * (len(cells) - len(stocks))
+    assert all(log.count(f"has no effect on {one}") == in_and_after for one in stocks)
 
 
 def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(

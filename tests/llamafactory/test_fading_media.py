@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.invariants import check_books, losses, read_audits
-from distributed.launch import Ended, Run
+from distributed.ranks import Outcome
 from distributed.rows import row
 from PIL import Image
-from support import read_jsonl, run_llamafactory, shimmed, training_config, write_dataset
+from same_training import launch
+from same_training import train as train_stock
+from support import read_jsonl, read_log, shimmed, training_config, write_dataset
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,9 +35,9 @@ def configured(tiny_vl: Path, folder: Path, fading: dict[int, str], **changes: A
     return training_config(tiny_vl, folder, folder / "out", dataset="rows", odb=block, **settings | changes)
 
 
-def trained(config: dict[str, Any], num_ranks: int) -> Ended:
-    with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=shimmed("fading_pictures")) as run:
-        return run.end()
+def trained(config: dict[str, Any], num_ranks: int, **more: Any) -> list[Outcome]:
+    folder = Path(config["output_dir"]).parent
+    return launch([config | {"ddp_backend": "gloo"}], folder, num_ranks, env=shimmed("fading_pictures"), **more)
 
 
 def left_out(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
@@ -48,9 +49,7 @@ def left_out(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full_grid), 2])
 def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path, num_ranks: int) -> None:
     config = configured(tiny_vl, tmp_path / "odb", FADING, gradient_accumulation_steps=ACCUMULATION // num_ranks)
-    ended = trained(config, num_ranks)
-    assert ended.returncodes == [0], str(ended)
-    folder = Path(config["output_dir"])
+    ended, folder = trained(config, num_ranks), Path(config["output_dir"])
     audits = read_audits(folder, num_ranks)
     ids = Counter(id for audit in audits for line in audit for id in line["ids"])
     assert ids == Counter(set(range(NUM_ROWS)) - LOST), "I2"
@@ -58,14 +57,13 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
     lines = {line["id"]: line for line in left_out(folder, num_ranks)}
     assert {id: line["optimizer_step"] for id, line in lines.items()} == {5: 2, 19: 5}
     assert f"has changed since it was observed (was {SIZE}, is {SWAPPED})" in lines[19]["message"]
-    said = "\n".join(ended.ranks)
+    said = "\n".join(rank.said for rank in ended)
     for id in LOST:
-        assert f"left out (collation): {lines[id]['message']}" in said, str(ended)
+        assert f"left out (collation): {lines[id]['message']}" in said
     # The other optimizer steps are stock's; those that have lost a row are divided by what is left.
     stock = configured(tiny_vl, tmp_path / "stock", FADING)
     del stock["odb"]
-    process = run_llamafactory(stock)
-    assert process.returncode == 0, process.stdout[-3000:]
+    train_stock(stock)
     ours, theirs = (losses(Path(one["output_dir"])) for one in (config, stock))
     for step, (mine, its) in enumerate(zip(ours, theirs, strict=True), 1):
         if step not in (2, 5):
@@ -84,10 +82,8 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
 def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, tmp_path) -> None:
     changes = {"gradient_accumulation_steps": 2, "odb": {"on_error": "raise"}}
     config = configured(tiny_vl, tmp_path / "odb", FADING, **changes)
-    ended = trained(config, 2)
-    assert ended.returncodes != [0]
-    # torchrun may end the other rank before it has said so, too.
-    assert any("row 5 of" in said and "cannot be collated" in said for said in ended.ranks), str(ended)
+    for rank in trained(config, 2, may_fail=True):
+        assert rank.returncode and "row 5 of" in rank.said and "cannot be collated" in rank.said, rank
 
 
 @pytest.mark.full_grid
@@ -97,8 +93,7 @@ def test_a_row_that_is_found_too_late_weighs_nothing_and_its_share_is_told(tiny_
     fading = {k: f"gone{k}.png" for k in range(12, 16)}
     changes = {"gradient_accumulation_steps": 8 // num_ranks, "odb": {"token_budget": 40, "layout": "padded"}}
     config = configured(tiny_vl, tmp_path / "odb", fading, **changes)
-    ended = trained(config, num_ranks)
-    assert ended.returncodes == [0], str(ended)
+    trained(config, num_ranks)
     folder = Path(config["output_dir"])
     lines = left_out(folder, num_ranks)
     assert {line["id"] for line in lines} == set(fading) and {line["optimizer_step"] for line in lines} == {2}
@@ -108,9 +103,5 @@ def test_a_row_that_is_found_too_late_weighs_nothing_and_its_share_is_told(tiny_
     assert summary["lost_weight"] == pytest.approx(lost) and lost > 0
     weights = [line["weight"] for audit in audits for line in audit if line["optimizer_step"] == 2]
     assert sum(weights) / num_ranks + lost == pytest.approx(1)
-    logged = [
-        entry["odb/lost_weight"]
-        for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        if "loss" in entry
-    ]
+    logged = [entry["odb/lost_weight"] for entry in read_log(folder) if "loss" in entry]
     assert sum(logged) == pytest.approx(lost, abs=1e-5)

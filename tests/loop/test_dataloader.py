@@ -322,6 +322,6 @@ def raises_in_its_loop(rank: int) -> None:
 
 
 def test_a_loop_that_raises_ends_both_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks("loop.test_dataloader:raises_in_its_loop", tmp_path)
+    first, second = run_ranks("loop.test_dataloader:raises_in_its_loop", tmp_path, may_fail=True)
     assert first.returncode and second.returncode
     assert "out of memory, the test pretends" in second.said

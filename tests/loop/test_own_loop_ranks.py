@@ -269,7 +269,7 @@ def leaves_early(rank: int, how: str) -> Any:
 def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
     """By garbage collection, which waits for no rank and calls no collective, or by `sys.exit(0)`."""
     for how in ("garbage", "exit"):
-        first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, how=how)
+        first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)
         assert "left the epoch before its end" in first.value, how
         assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
         assert second.value < 15

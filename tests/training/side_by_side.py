@@ -30,6 +30,8 @@ NUM_EVAL_ROWS = 5
 EVERY = 2
 """Optimizer steps between two evaluations, and between two checkpoints."""
 STOCK, ODB = "stock", "odb"
+RESUMED = (1, 4, 6)
+"""Optimizer steps of two epochs of four: in the middle of either, and between them."""
 EXACT = (
     "global_step",
     "max_steps",
@@ -128,7 +130,7 @@ def train_all(rank: int, trainings: list[dict[str, Any]], models: dict[str, str]
 
 
 def resume_all(rank: int, training: dict[str, Any], model: str, source: str, output_dir: str) -> list[int]:
-    """Go on with odb from every checkpoint of `source` but the last; those of step k into `output_dir`/k."""
+    """Go on with odb from the checkpoints RESUMED of `source`; those of step k into `output_dir`/k."""
     if dist.get_world_size() > 1:
         os.environ["LOCAL_RANK"] = str(rank)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, as which torch cannot load the optimizer
@@ -137,7 +139,7 @@ def resume_all(rank: int, training: dict[str, Any], model: str, source: str, out
 
 def resume_from_each(training: Training, model: str, source: Path, output_dir: Path) -> list[int]:
     """The first of these saves checkpoints of its own."""
-    steps = sorted(int(path.name.rpartition("-")[2]) for path in source.glob("checkpoint-*"))[:-1]
+    steps = [step for step in RESUMED if (source / f"checkpoint-{step}").exists()]
     for step in steps:
         saves = "steps" if step == steps[0] else "no"
         again = dataclasses.replace(training, arguments=training.arguments | {"save_strategy": saves})

@@ -16,7 +16,7 @@ import pytest
 from distributed.ranks import run_ranks
 from same_training import Deviation, report
 from support import once
-from training.side_by_side import ODB, STOCK, Training, compare, compare_resumed, resume_from_each, train
+from training.side_by_side import ODB, RESUMED, STOCK, Training, compare, compare_resumed, resume_from_each, train
 
 LIMIT_S = 240
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -104,7 +104,7 @@ IN_PAIRS = Training(batch=2, accumulation=2, more=4, arguments=SAVING, block={"t
 
 @pytest.fixture(scope="module")
 def resumed(tiny_text, tmp_path_factory) -> Path:
-    """Trainings with a checkpoint of every optimizer step, and others that go on from each of these."""
+    """Trainings with a checkpoint of every optimizer step, and others that go on from some of these."""
     folder, model = tmp_path_factory.mktemp("resumed"), str(tiny_text)
     for kind in (STOCK, ODB):
         train(ALONE, model, folder / kind, odb=kind == ODB)
@@ -128,9 +128,10 @@ def resumed(tiny_text, tmp_path_factory) -> Path:
     [(f"from {STOCK}", 1), (f"from {ODB}", 1), ("on two ranks", 2), ("from two ranks", 1)],
     ids=str,
 )
-def test_the_same_training_from_every_checkpoint(resumed: Path, name: str, num_ranks: int) -> None:
-    """Of a stock training, of one with odb, and onto another number of ranks."""
+def test_the_same_training_from_a_checkpoint(resumed: Path, name: str, num_ranks: int) -> None:
+    """Of a stock training, of one with odb, and onto another number of ranks; from every one: test_resume.py, and
+    tests/data/test_resume.py without a model."""
     steps = sorted(int(path.name) for path in (resumed / name).iterdir() if path.is_dir())
-    assert steps == list(range(2 if name == "from two ranks" else 1, 8))
+    assert steps == list(RESUMED[name == "from two ranks" :])
     found = [compare_resumed(resumed / name / str(step), step, resumed / STOCK, num_ranks) for step in steps]
     assert max(one.grad_norm for one in found) < TOLERANCE["float32"]
