@@ -31,7 +31,6 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from typing import Any
 import numpy as np
 import page
 from simulation import PROFILES
-from workloads import of_tokenizer, vocabulary, walker
+from workloads import forked, of_tokenizer, vocabulary, walker
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
@@ -336,24 +335,6 @@ def train(name: str, config: dict[str, Any], saved: Path) -> None:
     saved.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
-def forked(work: Callable[[], None], log: Path) -> int:
-    """The exit status of `work` in a child process that writes to `log`."""
-    sys.stdout.flush()
-    if not (child := os.fork()):
-        with log.open("w", encoding="utf-8") as lines:
-            for stream in (1, 2):
-                os.dup2(lines.fileno(), stream)
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def run_all(name: str, folder: Path, samples: int, limit_s: float, tiny: bool) -> bool:
     """Whether all trainings of a model have their figures now."""
     import llamafactory.train.tuner  # noqa: F401  # once, before the forks
@@ -361,8 +342,8 @@ def run_all(name: str, folder: Path, samples: int, limit_s: float, tiny: bool) -
     began, longest = time.time(), 0.0
     model, place = MODELS[name], folder / name
     place.mkdir(parents=True, exist_ok=True)
-    if forked(lambda: str(build(model, place, samples, tiny)), place / "build.log"):
-        sys.exit(f"the model was not built: {_last_line(place / 'build.log')} (all of it: {place / 'build.log'})")
+    if failed := forked(lambda: build(model, place, samples, tiny), place / "build.log"):
+        sys.exit(f"the model was not built: {failed} (all of it: {place / 'build.log'})")
     for dataset in ("mix", "alike"):
         for contestant, changes in contestants(model, dataset, tiny).items():
             run = place / f"{dataset}_{contestant}".replace(", ", "_").replace(" ", "_")
@@ -374,19 +355,14 @@ def run_all(name: str, folder: Path, samples: int, limit_s: float, tiny: bool) -
             run.mkdir(exist_ok=True)
             config = configuration(model, place / "model", place / "data", dataset, run, tiny) | changes
             started = time.time()
-            if forked(functools.partial(train, contestant, config, saved), run / "train.log") and not saved.exists():
-                saved.write_text(
-                    json.dumps({"name": contestant, "failed": _last_line(run / "train.log")}), encoding="utf-8"
-                )
+            failed = forked(functools.partial(train, contestant, config, saved), run / "train.log")
+            if failed and not saved.exists():
+                saved.write_text(json.dumps({"name": contestant, "failed": failed}), encoding="utf-8")
             for weights in run.glob("**/*.safetensors"):
                 weights.unlink()
             longest = max(longest, time.time() - started)
             print(f"{name}, {dataset}, {contestant}: {time.time() - started:.0f} s", flush=True)
     return True
-
-
-def _last_line(log: Path) -> str:
-    return (log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() or ["(it said nothing)"])[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +80,24 @@ class Workload:
             **(unbalanced if ranks > 1 else {}),
             "odb, fill": kept | {"gradient_accumulation_steps": 1, "odb": online | {"global_batch_size": "fill"}},
         }
+
+
+def forked(work: Callable[[], object], log: Path) -> str | None:
+    """Run in a child process that writes to `log`. Its last line if it fails, else None."""
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        with log.open("w", encoding="utf-8") as lines:
+            for stream in (1, 2):
+                os.dup2(lines.fileno(), stream)
+        try:
+            work()
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        sys.exit()
+    if not os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        return None
+    return (log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() or ["(it said nothing)"])[-1]
 
 
 def vocabulary() -> list[str]:

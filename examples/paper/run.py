@@ -25,7 +25,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,24 +61,6 @@ class Cell(NamedTuple):
     name: str
     changes: dict[str, Any]
     sampler: dict[str, Any] | None = None
-
-
-def forked(work: Callable[[], None], log: Path) -> None:
-    """Run in a child process that writes to `log`. Ends this one with the child's last line where it fails."""
-    sys.stdout.flush()
-    if not (child := os.fork()):
-        with log.open("w") as lines:
-            for stream in (1, 2):
-                os.dup2(lines.fileno(), stream)
-        try:
-            work()
-        except Exception:
-            traceback.print_exc()
-            sys.exit(1)
-        sys.exit()
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        tail = log.read_text(errors="replace").rstrip().splitlines()[-1:]
-        sys.exit(f"the cell failed: {' '.join(tail)} (all of it: {log})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,7 +175,7 @@ class Kit:
             record_of(output / file, RANK).unlink(missing_ok=True)
         config = {key: value for key, value in self.base.items() if key != "odb"} | {"output_dir": str(output)}
         port = int(os.environ.get("MASTER_PORT", 0)) + 1 + self.count
-        forked(lambda: train(config | cell.changes, cell.sampler, port), output / f"train.{RANK}.log")
+        _in_child(lambda: train(config | cell.changes, cell.sampler, port), output / f"train.{RANK}.log")
         records = [_lines(record_of(output / "batches.jsonl", rank)) for rank in range(RANKS)]
         if not self.lengths:
             self.lengths = [length for mine in records for batch in mine for length in batch["lengths"]]
@@ -207,6 +188,13 @@ class Kit:
         found = figures(name, output, records, evaluations, self.lengths)
         print(f"{name}: {found['samples_per_second']:.1f} samples/s in {found['seconds']:.1f} s", flush=True)
         return found
+
+
+def _in_child(work: Callable[[], None], log: Path) -> None:
+    from workloads import forked  # data.py has put its folder on the path
+
+    if failed := forked(work, log):
+        sys.exit(f"the cell failed: {failed} (all of it: {log})")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -345,7 +333,7 @@ def base_config(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any]
             sys.exit(f"--samples: {samples} on {RANKS} ranks are no whole optimizer steps of {whole}; give a multiple.")
         place = folder / "data.json"
         if not RANK:
-            forked(lambda: _build(profile, folder, samples, place), folder / "build.log")
+            _in_child(lambda: _build(profile, folder, samples, place), folder / "build.log")
         _wait_for_all()
         model, data = map(Path, json.loads(place.read_text(encoding="utf-8")))
         config = profile.config(folder, model, data)

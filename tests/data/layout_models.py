@@ -14,43 +14,17 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import flash_attention_mask
 
+from training.flat_models import ALLOWED, COMMON, HEAD, SLIDING, WINDOW
+
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153
 WORDS = (3, 140)
 """Ids of tokens that mean nothing in particular, from and up to."""
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-    "use_cache": False,
-}
-_SLIDING = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+_TEXT: dict[str, Any] = COMMON | HEAD | {"vocab_size": VOCABULARY, "attention_dropout": 0.0}
 
-TEXT: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": 7},
-    "phi3": {},
-    "gemma2": {"sliding_window": 7, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"query_pre_attn_scalar": 8} | _SLIDING,
-    "glm4": {},
-    "granite": {},
-    "olmo2": {},
-    "qwen3_moe": _EXPERTS,
-    "mixtral": {"num_local_experts": 4},
-}
+TEXT = {family: changes for family, changes in ALLOWED.items() if family not in ("opt", "gpt_oss")}
+TEXT["gemma2"] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 COMPUTES_IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gemma3", "cohere2")
 """Whose norms are float32 in a model of float64."""
 
@@ -213,7 +187,7 @@ VISION: dict[str, Vision] = {
     "gemma3": Vision(
         4,
         lambda: transformers.Gemma3Config(
-            text_config={"query_pre_attn_scalar": 8} | _SLIDING | _TEXT,
+            text_config={"query_pre_attn_scalar": 8} | SLIDING | _TEXT,
             vision_config={"model_type": "siglip_vision_model"} | _TOWER,
             mm_tokens_per_image=4,
             image_token_id=IMAGE,

@@ -185,20 +185,6 @@ def test_a_task_carries_what_its_step_says(case: Case) -> None:
                 assert any(dummy in usable(shard) for shard in world)
 
 
-@settings(deadline=None, max_examples=15)
-@given(cases())
-def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
-    """That rank ends with them, having idled from the first step to the last (I1, I2)."""
-    world, options = case
-    options |= {"join": True, "balance": False}
-    rows = [*world, [rejection(10_000 + i) for i in range(9)]]
-    assume(any(map(usable, world)))
-    epochs = run_shards(rows, **options)
-    check_promises(rows, epochs, **options)
-    assert all(one.idle for one in epochs[-1].micro_batches)
-    assert len(epochs[-1].rejected) == 9
-
-
 def test_the_buffer_is_filled_and_never_above_its_size() -> None:
     """Host memory: at most `buffer_size` samples wait, and one is drawn ahead to know when the sampler is exhausted."""
     drawn = 0

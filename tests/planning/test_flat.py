@@ -139,25 +139,6 @@ def test_no_other_plan_of_a_tiny_optimizer_step_is_much_better(model: CostModel,
     assert max(ratios) < 1.06 and sum(ratio > 1 for ratio in ratios) <= 3
 
 
-mixed_worlds = st.lists(st.lists(costs(num_modalities=2), max_size=10), min_size=1, max_size=4)
-
-
-@given(mixed_worlds, flat_budgets, st.booleans())
-def test_modalities_never_share_a_micro_batch(world: World, budget: Budget, balance: bool) -> None:
-    """I1, I2, I4, I7 where some samples have images and some have videos."""
-    plan = planned(world, budget, balance=balance)
-    check_optimizer_step(world, budget, plan, balance and len(world) > 1, CostModel())
-
-
-@given(mixed_worlds, st.lists(st.booleans(), min_size=4, max_size=4), flat_budgets, st.booleans())
-def test_nor_do_they_where_the_budget_is_filled(
-    world: World, exhausted: list[bool], budget: Budget, balance: bool
-) -> None:
-    buffers = [BufferMetadata(own, [0] * len(own), not own or done) for own, done in zip(world, exhausted)]
-    plan = plan_buffers(buffers, budget, seed=0, epoch=0, round_index=0, balance=balance)
-    check_round(buffers, budget, plan, balance and len(world) > 1)
-
-
 def test_samples_that_cannot_share_a_bin_take_as_many_micro_steps_as_that() -> None:
     """Where exchanges find no way into few bins: 60 and 40 share one, but no two of 51 and no three of 34 do."""
     for world, num_steps in (([[Cost(51)] * 20], 20), ([[Cost(60)] * 9 + [Cost(40)] * 9], 9), ([[Cost(34)] * 9], 5)):

@@ -25,7 +25,7 @@ from odb_factory.planning import (
     plan_optimizer_step,
 )
 
-worlds = st.lists(st.lists(costs(), max_size=10), min_size=1, max_size=4)
+worlds = st.lists(st.lists(costs(num_modalities=2), max_size=10), min_size=1, max_size=4)
 models = st.builds(CostModel, *[st.integers(0, 10**6)] * 4) | st.just(CostModel())
 
 
@@ -40,7 +40,7 @@ MANY_DUMMY_MEDIA = Budget(110, collation=Collation(dummy_media_tokens=200, dummy
 @example([[Cost(3)] * 3], Budget(9, 3, Collation(dummy_media_patches=4)), False, CostModel(fixed=1000))
 @example([[Cost(9, modality=1), Cost(8)], [Cost(8, modality=1), Cost(7)]], Budget(100), True, CostModel())
 def test_an_optimizer_step_keeps_its_promises(world: World, budget: Budget, balance: bool, model: CostModel) -> None:
-    """I1, I2, I4, I7 with media, max_patches, dummy media, overlong samples and any cost model."""
+    """I1, I2, I4, I7 with media of two modalities, max_patches, dummy media, overlong samples and any cost model."""
     plan = planned(world, budget, balance=balance, model=model)
     check_optimizer_step(world, budget, plan, balance and len(world) > 1, model)
 
