@@ -17,34 +17,22 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training.flat_models import COMMON, HEAD, MOE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from odb_factory.model import chunked
 from odb_factory.model.chunked import AfterHead, weighted_loss_of
 from odb_factory.model.head import WithoutLogits
 
-VOCABULARY = 97
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+VOCABULARY = COMMON["vocab_size"]
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("qwen2", {"tie_word_embeddings": False}),
     "tied": ("qwen2", {"tie_word_embeddings": True}),
     "bias of the head": ("phi", {}),
-    "soft cap": ("gemma2", {"head_dim": 8, "final_logit_softcapping": 1.5}),
+    "soft cap": ("gemma2", HEAD | {"final_logit_softcapping": 1.5}),
     "factor": ("granite", {"logits_scaling": 4.0}),
-    "router loss": ("qwen3_moe", MOE | ROUTERS),
+    "router loss": ("qwen3_moe", HEAD | MOE | ROUTERS),
     "loss code of its own": ("mamba", {"state_size": 4}),
 }
 
@@ -52,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     kind, changes = MODELS[name]
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | changes))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | changes))
     if name == "router loss":
         model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     with torch.no_grad():
