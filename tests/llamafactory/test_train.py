@@ -69,10 +69,13 @@ def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, t
 def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None:
     """The same YAML and seed give the same losses to the last digit, with the plugin and without."""
     losses = []
-    for name, env in (("with", {}), ("without", {"ODB_FACTORY_DISABLE": "1"})):
+    for name in ("with", "without"):
         config = training_config(tiny_vl, data_dir, tmp_path / name, dataset="texts,pictures", max_steps=6)
-        done = run_llamafactory(config, env=env)
-        assert done.returncode == 0, done.stdout[-3000:]
+        if name == "with":  # as pytest runs with it
+            train(config)
+        else:
+            done = run_llamafactory(config, env={"ODB_FACTORY_DISABLE": "1"})
+            assert done.returncode == 0, done.stdout[-3000:]
         losses.append([(entry.get("loss"), entry.get("grad_norm")) for entry in read_log(tmp_path / name)])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 7
