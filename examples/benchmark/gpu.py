@@ -430,7 +430,7 @@ def _table(title: str, model: Model, results: list[Result], machine: dict[str, A
 def _furthest(compared: Result | None, one: Result) -> str:
     if compared is None or len(compared["losses"]) != len(one["losses"]):
         return "other steps"
-    return f"{max(abs(a - b) / abs(a) for a, b in zip(compared['losses'], one['losses'])):.1e}"
+    return f"{page.furthest(compared['losses'], one['losses']):.1e}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
