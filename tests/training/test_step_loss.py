@@ -9,36 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from toy import Rows, item, pad
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from toy import Rows, item
+from training.toy_training import losses, train
+from transformers import AutoModelForCausalLM
 
-from odb_factory import enable_odb
-
-STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 3}
+STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 3, "learning_rate": 5e-5}
 
 
-def losses(model: Path, folder: Path, loss_of: Any, dtype: torch.dtype, odb: bool, **changes: Any) -> list[float]:
-    """As the Trainer logs them. loss_of: its `compute_loss_func`."""
-    dataset = changes.pop("dataset", Rows())
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=dtype),
-        args=TrainingArguments(
-            output_dir=str(folder),
-            use_cpu=True,
-            report_to="none",
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            **STEPS | changes,
-        ),
-        train_dataset=dataset,
-        data_collator=pad,
-        compute_loss_func=loss_of,
-    )
-    if odb:
-        enable_odb(trainer, token_budget=64)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def logged(model: Path, folder: Path, loss_of: Any, dtype: torch.dtype, odb: bool, **changes: Any) -> list[float]:
+    """loss_of: the `compute_loss_func` of the Trainer."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    changes = STEPS | {"compute_loss_func": loss_of} | changes
+    return losses(train(network, folder, block={"token_budget": 64} if odb else None, **changes))
 
 
 def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -49,7 +31,7 @@ def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = Non
 
 def test_losses_in_bfloat16_add_up_in_float32(tiny_text: Path, tmp_path: Path) -> None:
     """Stock adds every micro-batch to a float32 number; a sum in bfloat16 would have 8 bits."""
-    stock, ours = (losses(tiny_text, tmp_path, token_mean, torch.bfloat16, odb) for odb in (False, True))
+    stock, ours = (logged(tiny_text, tmp_path, token_mean, torch.bfloat16, odb) for odb in (False, True))
     assert ours == pytest.approx(stock, rel=4e-3)
     assert any(float(torch.tensor(loss).bfloat16()) != loss for loss in ours)
 
@@ -61,10 +43,10 @@ def test_one_loss_that_is_nan_leaves_the_others_in_the_log(tiny_text: Path, tmp_
         loss = token_mean(outputs, labels, num_items_in_batch)
         return loss + math.nan if (labels == item(0)["input_ids"][0]).any() else loss
 
-    def logged(loss_of: Any, **changes: Any) -> float:
+    def of_one_step(loss_of: Any, **changes: Any) -> float:
         one_step = {"max_steps": 1, "dataset": Rows(num_rows=8)}
-        (loss,) = losses(tiny_text, tmp_path, loss_of, torch.float32, odb=True, **one_step | changes)
+        (loss,) = logged(tiny_text, tmp_path, loss_of, torch.float32, odb=True, **one_step | changes)
         return loss
 
-    assert 0.2 < logged(nan_where_row_0_is) / logged(token_mean) < 0.98
-    assert math.isnan(logged(nan_where_row_0_is, logging_nan_inf_filter=False))
+    assert 0.2 < of_one_step(nan_where_row_0_is) / of_one_step(token_mean) < 0.98
+    assert math.isnan(of_one_step(nan_where_row_0_is, logging_nan_inf_filter=False))

@@ -11,10 +11,9 @@ from llamafactory.train.trainer_utils import dft_loss_func
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toy import Rows, pad
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-
-from odb_factory import enable_odb
+from toy import Rows
+from training.toy_training import losses, make
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 
 class LargestLogits(TorchDispatchMode):
@@ -51,23 +50,11 @@ def trained(
 ) -> tuple[Any, list[float], int]:
     """The trainer, its losses and the elements of the largest logits."""
     network = AutoModelForCausalLM.from_pretrained(model)
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4,
-        max_steps=3,
-    )
-    trainer = kind(model=network, args=arguments, train_dataset=Rows(), data_collator=pad, compute_loss_func=loss)
-    if odb:
-        enable_odb(trainer, **odb)
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "learning_rate": 5e-5}
+    trainer = make(network, folder, block=odb or None, trainer_class=kind, compute_loss_func=loss, **arguments)
     with LargestLogits(network.config.vocab_size) as logits:
         trainer.train()
-    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], logits.largest
+    return trainer, losses(trainer), logits.largest
 
 
 @pytest.mark.parametrize("loss", [None, dft_loss_func])
