@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from training.flat_models import ALLOWED, COMMON, HEAD, SLIDING, WINDOW
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import flash_attention_mask
-
-from training.flat_models import ALLOWED, COMMON, HEAD, SLIDING, WINDOW
 
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model.test_head import SMALL, batch_of, check, state, text_model
+from model.test_head import batch_of, check, state, text_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
+from training.flat_models import COMMON
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.own_loss import counts_items, own_loss
 
-TEXT = SMALL | {"vocab_size": 200, "head_dim": 8}
+TEXT = COMMON | {"vocab_size": 200, "head_dim": 8}
 SIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGES = SIDE | {"image_size": 32, "patch_size": 8}
 SOUNDS = {"num_mel_bins": 8, "max_source_positions": 48}
@@ -100,7 +101,7 @@ def test_families_with_loss_code_of_their_own(name: str) -> None:
 def test_text_models_that_count_items_are_told_from_those_that_do_not(kind: str, counts: bool) -> None:
     """As their own losses with two numbers say; the trial needs no weights."""
     more = {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48} if kind == "xglm" else {}
-    config = AutoConfig.for_model(kind, **{"n_embd": 32, "n_head": 4, "n_layer": 2} | SMALL | more)
+    config = AutoConfig.for_model(kind, **{"n_embd": 32, "n_head": 4, "n_layer": 2} | COMMON | more)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     batch, _ = batch_of()
     one, other = (model(**batch, num_items_in_batch=torch.tensor(number)).loss.item() for number in (10, 20))

@@ -63,7 +63,7 @@ def configs(tiny_text, tiny_vl, tmp_path_factory) -> dict[tuple[str, str], dict[
 def cells(configs, tmp_path_factory) -> dict[tuple[str, str], Cell]:
     odb = {"token_budget": 256, "max_patches": 120, "buffer_size": 8, "global_batch_size": "fill", "audit": True}
     odb |= {"balance": False, "layout": "padded"}
-    outcomes = run_ranks(
+    run_ranks(
         "training.gradient_ranks:train_llamafactory",
         tmp_path_factory.mktemp("ranks"),
         world_size=WORLD_SIZE,

@@ -50,7 +50,12 @@ def trained(
 ) -> tuple[Any, list[float], int]:
     """The trainer, its losses and the elements of the largest logits."""
     network = AutoModelForCausalLM.from_pretrained(model)
-    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 3, "learning_rate": 5e-5}
+    arguments = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 3,
+        "learning_rate": 5e-5,
+    }
     trainer = make(network, folder, block=odb or None, trainer_class=kind, compute_loss_func=loss, **arguments)
     with LargestLogits(network.config.vocab_size) as logits:
         trainer.train()

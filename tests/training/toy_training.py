@@ -43,7 +43,9 @@ def make(
     **changes: Any,
 ) -> Any:
     """A trainer under this block, or without one. changes: to its arguments, or other arguments of a Trainer."""
-    extra = {key: changes.pop(key) for key in ("eval_dataset", "callbacks", "compute_loss_func", "odb") if key in changes}
+    extra = {
+        key: changes.pop(key) for key in ("eval_dataset", "callbacks", "compute_loss_func", "odb") if key in changes
+    }
     if isinstance(model, Path):
         model = AutoModelForCausalLM.from_pretrained(model, attention_dropout=dropout)
     trainer = trainer_class(
