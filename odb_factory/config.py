@@ -255,6 +255,15 @@ class ResolvedConfig(ODBConfig):
         assert not self.auto_keys, "a budget has not been chosen yet"
 
 
+def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
+    """The config given whole, or made of its keys."""
+    if config is None:
+        return ODBConfig.from_block(block)
+    if block:
+        raise ConfigError(f"odb: give config= or its keys ({', '.join(block)}), not both.")
+    return config
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The rules of one key, from its type.
 

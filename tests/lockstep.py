@@ -17,7 +17,7 @@ from thread_ranks import Seat
 
 from odb_factory.comm.ranks import Failure, RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
-from odb_factory.data.order import OF_STEP, ShardSampler, Share, Start, StockMean, StockSteps, shard
+from odb_factory.data.order import MEAN_OF_STEP, ShardSampler, ShareProgress, Start, StockMean, StockSteps, shard
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
@@ -187,7 +187,7 @@ class RecordedKeep(KeepEpoch):
         return held
 
 
-FILL_OPTIONS: dict[str, Any] = {"share": Share(), "buffer_size": 8, "accumulation": 1, "join": True}
+FILL_OPTIONS: dict[str, Any] = {"share": ShareProgress(), "buffer_size": 8, "accumulation": 1, "join": True}
 CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "seed": 0}
 
 
@@ -279,17 +279,17 @@ def stock_steps(
     batch_size: int = 1,
     world_size: int = 1,
     drop_last: bool = False,
-    mean: StockMean = OF_STEP,
+    mean: StockMean = MEAN_OF_STEP,
     is_split: bool = False,
 ) -> StockSteps:
     """size: N. num_rows: of the epoch, None where nobody knows."""
-    not_trained = num_rows % (batch_size * world_size) if drop_last and num_rows else 0
+    remainder = num_rows % (batch_size * world_size) if drop_last and num_rows else 0
     return StockSteps(
         global_batch_size=size,
         batch_size=batch_size,
         world_size=world_size,
-        num_samples=None if num_rows is None else num_rows - not_trained,
-        not_trained=not_trained,
+        num_samples=None if num_rows is None else num_rows - remainder,
+        remainder=remainder,
         mean=mean,
         is_split=is_split,
     )
@@ -297,9 +297,10 @@ def stock_steps(
 
 def kept_shards(rows: Sequence[Row], stock: StockSteps, first_step: int = 0) -> list[list[Row]]:
     """What each rank draws of `rows` from an optimizer step on."""
-    stop = stock.num_samples if stock.not_trained else None
+    stop = stock.num_samples if stock.remainder else None
     starts = [
-        Start(done=Share(drawn=stock.first_number(rank, first_step)), stop=stop) for rank in range(stock.world_size)
+        Start(done=ShareProgress(drawn=stock.first_number(rank, first_step)), stop=stop)
+        for rank in range(stock.world_size)
     ]
     return [[row for _, row in shard(rows, rank, stock.world_size, start)] for rank, start in enumerate(starts)]
 
@@ -372,13 +373,13 @@ def check_promises(
         idle = [one.idle for one in epoch.micro_batches]
         assert join or not any(idle), "I3"
         assert balance or idle == sorted(idle), "I7: a rank idles behind its last sample"
-    assert steps[-1].not_trained == num_rows - len(emitted) - num_rejected
-    assert not any(step.not_trained for step in steps[:-1]) and steps[-1].epoch_steps == len(steps)
+    assert steps[-1].remainder == num_rows - len(emitted) - num_rejected
+    assert not any(step.remainder for step in steps[:-1]) and steps[-1].epoch_steps == len(steps)
     if join:
         assert [epoch.rejected for epoch in epochs] == [
             [row.id for row in shard if isinstance(row, Rejection)] for shard in shards
         ]
-        assert len(emitted) == len(costs) and steps[-1].not_trained == 0, "I2"
+        assert len(emitted) == len(costs) and steps[-1].remainder == 0, "I2"
     else:
         assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"
     assert all(step.active_ranks for step in totals), "I7: never all at once"
@@ -434,7 +435,7 @@ def check_kept(
     rows: in the order of all ranks, those that `drop_last` leaves out among them.
     """
     size, world_size = stock.global_batch_size, stock.world_size
-    end = len(rows) - stock.not_trained
+    end = len(rows) - stock.remainder
     expected = [rows[start : min(start + size, end)] for start in range(first_step * size, end, size)]
     costs = {row.id: row.cost for row in usable(rows)}
     if not any(map(usable, expected)):
@@ -453,7 +454,7 @@ def check_kept(
         assert step.index == first_step + k and step.rejected == rejected
         assert step.samples == len(ids) and step.tokens == sum(costs[id].tokens for id in ids)
         assert step.done == min((step.index + 1) * size, end)
-        assert step.not_trained == (stock.not_trained if step.last else 0)
+        assert step.remainder == (stock.remainder if step.last else 0)
         if not ids:
             assert len(micro_steps) == 1 and step.num_active == 0
         for micro_step in micro_steps:

@@ -66,7 +66,7 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         progress=1.0,
         rejected=Counter(),
         overlong=0,
-        not_trained=0,
+        remainder=0,
         epoch_steps=1,
         last=True,
     )

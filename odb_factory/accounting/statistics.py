@@ -23,7 +23,7 @@ from odb_factory.planning import EncoderPlan, MicroStepTotals
 # Sums over what was trained on, and the figures that are made of them. The fields of `StepStatistics` are the one list
 # of sums: the others name the fields they use.
 
-OF_MICRO_STEP = ("samples", "tokens", "padded_tokens", "units", "patches", "moved", "moved_bytes", "squares")
+FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "patches", "moved", "moved_bytes", "squares")
 """Sums of fields of `MicroStepTotals`."""
 SUMMARY = (
     "samples", "micro_steps", "idle_micro_batches", "tokens", "padded_tokens", "units", "units_cv", "padding_ratio",
@@ -39,8 +39,8 @@ class StepStatistics:
     awaited_tokens, awaited_patches: the sums if every rank had as many as the fullest one in each micro-step.
     encoder_work, awaited_encoder_work: the same of what the vision tower costs, where its work is shared out.
     squared_units: of optimizer steps, all ranks together. squares: of the tokens of each sample. oom_cuts: how often a
-    micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the loss of rows lost
-    after their optimizer step had begun, as a share of the loss of an optimizer step.
+    micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the loss of late rows,
+    as a share of the loss of an optimizer step.
     """
 
     micro_steps: int = 0
@@ -66,7 +66,7 @@ class StepStatistics:
 
     def add(self, totals: MicroStepTotals, world_size: int) -> None:
         """Count a micro-step over all ranks."""
-        for name in OF_MICRO_STEP:
+        for name in FROM_TOTALS:
             setattr(self, name, getattr(self, name) + getattr(totals, name))
         self.micro_steps += 1
         self.idle_micro_batches += world_size - totals.active_ranks
@@ -84,7 +84,7 @@ class StepStatistics:
         self.squared_units += step.units**2
 
     def lose(self, rows: Sequence[LateRow]) -> None:
-        """Subtract rows that were counted and not trained on."""
+        """Subtract late rows: they were counted and not trained on."""
         self.samples -= len(rows)
         self.tokens -= sum(row.tokens for row in rows)
         self.squares -= sum(row.tokens**2 for row in rows)
@@ -273,7 +273,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     """summary: as `StepAccounting.summary` returns it."""
     left_out = ", ".join(f"{count} {reason}" for reason, count in summary["left_out"].items()) or "none"
     overlong = f", {summary['overlong']} overlong ones alone" if summary["overlong"] else ""
-    not_trained = f", not trained on: {summary['not_trained']}" if summary["not_trained"] else ""
+    remainder = f", remainder of epochs: {summary['remainder']}" if summary["remainder"] else ""
     mib = summary["moved_bytes"] / 2**20
     moved = f"; {summary['moved']} samples ({mib:.1f} MiB) moved between ranks" if summary["moved"] else ""
     cuts = f"; memory was short {summary['oom_cuts']} times" if summary["oom_cuts"] else ""
@@ -281,7 +281,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         lowered = ", ".join(f"{key} {value}" for key, value in summary["lowered_to"].items() if value is not None)
         cuts = f"{cuts}, budgets lowered to: {lowered}"
     return (
-        f"done: {summary['samples']} samples trained on{overlong}, left out: {left_out}{not_trained}; "
+        f"done: {summary['samples']} samples trained on{overlong}, left out: {left_out}{remainder}; "
         f"{summary['optimizer_steps']} optimizer steps of {summary['micro_steps']} micro-steps "
         f"({summary['idle_micro_batches']} idle micro-batches); padding {summary['padding_ratio']:.1%} of "
         f"{summary['padded_tokens']} tokens, balance {summary['balance']:.3f}{moved}{cuts}"

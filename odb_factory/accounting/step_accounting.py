@@ -246,7 +246,7 @@ class StepAccounting:
         self._has_logged = True
         self._step: OptimizerStep | None = None
         self._left_out: Counter[str] = Counter()
-        self._not_trained = self._overlong = 0
+        self._remainder = self._overlong = 0
         self._waited = 0.0  # since the audit's last line
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
@@ -335,7 +335,7 @@ class StepAccounting:
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
         collator made larger than the budget."""
-        self._take_lost()
+        self._take_reports()
         return self.metrics() | {"odb/left_out": self.left_out.total(), "odb/over_budget": self.num_over_budget}
 
     @property
@@ -349,7 +349,7 @@ class StepAccounting:
 
     def summary(self) -> dict[str, Any]:
         """The content of `odb_summary.json`; the names are public."""
-        self._take_lost()
+        self._take_reports()
         self._tick()
         return {
             "dataset_samples": self.loader.num_samples,
@@ -363,10 +363,10 @@ class StepAccounting:
         }
 
     def rows_apart(self) -> dict[str, Any]:
-        """Summary entries of rows not trained on, or over a budget; in the current epoch as of its last plan."""
+        """Summary entries of rows left out, remaining, or over a budget; in the current epoch as of its last plan."""
         return {
             "left_out": dict(self.left_out),
-            "not_trained": self._not_trained,
+            "remainder": self._remainder,
             "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
             "over_budget": self.num_over_budget,
         }
@@ -378,7 +378,7 @@ class StepAccounting:
             "total": vars(self.total).copy(),
             "over_budget": self.num_over_budget,
             "left_out": dict(self._left_out),
-            "not_trained": self._not_trained,
+            "remainder": self._remainder,
             "overlong": self._overlong,
         }
 
@@ -387,7 +387,7 @@ class StepAccounting:
         self.total, self._at_start, self._at_log = (StepStatistics(**state["total"]) for _ in range(3))
         self.num_over_budget = state["over_budget"]
         self._left_out = Counter(state["left_out"])
-        self._not_trained, self._overlong = state["not_trained"], state["overlong"]
+        self._remainder, self._overlong = state["remainder"], state["overlong"]
 
     def resume_at(self, optimizer_steps: int) -> None:
         """Continue after that many optimizer steps of the run; files are appended to."""
@@ -409,18 +409,18 @@ class StepAccounting:
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
         return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
 
-    def _take_lost(self) -> None:
-        """Count the rows that could not be collated and the micro-batches over budget, on all ranks."""
-        lost = self.loader.take_lost()
-        self.num_over_budget += lost.over_budget
-        if lost.rows:
-            self._left_out[COLLATION] += lost.rows
-        self.total.lose(lost.late)
+    def _take_reports(self) -> None:
+        """Count the rows that failed to be collated and the micro-batches over budget, on all ranks."""
+        reports = self.loader.take_reports()
+        self.num_over_budget += reports.over_budget
+        if reports.failed:
+            self._left_out[COLLATION] += reports.failed
+        self.total.lose(reports.late)
 
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1
         self.loader.consume(step)
-        self._take_lost()
+        self._take_reports()
         for row in self.loader.left_out.through(step.index):
             if self._left_out_file is not None:
                 self._left_out_file.add({**row, "optimizer_step": self.optimizer_steps})
@@ -433,6 +433,6 @@ class StepAccounting:
     def _end_epoch(self, step: OptimizerStep) -> None:
         """step: the last one of the epoch that was trained on."""
         self._left_out += step.rejected
-        self._not_trained += step.not_trained
+        self._remainder += step.remainder
         self._overlong += step.overlong
         self._step = None

@@ -45,7 +45,7 @@ class MayDiffer:
     value: object
 
 
-def of_block(config: ODBConfig) -> dict[str, object]:
+def block_settings(config: ODBConfig) -> dict[str, object]:
     """The keys of the odb: block as settings."""
     values = config.to_dict().items()
     return {f"odb.{key}": MayDiffer(value) if key in LOCAL_KEYS else value for key, value in values}

@@ -112,7 +112,7 @@ SPARE_FILES = 256
 """Open files for what the training opens later: data files, pipes of its workers."""
 
 _kept: list[Any] = []
-_meshes: weakref.WeakKeyDictionary[Lifeline, dict[int, Mesh]] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[Lifeline, dict[int, Connections]] = weakref.WeakKeyDictionary()
 """The connections of each lifeline's ranks, by the size of a group."""
 
 
@@ -131,8 +131,8 @@ def _end_exchanges(process: int) -> None:
     """A thread that still waits in gloo would abort the process, too. process: not one that was forked from it."""
     if os.getpid() == process:
         time.sleep(EXIT_PAUSE_S)
-        for mesh in [one for meshes in _meshes.values() for one in meshes.values() if one.users]:
-            mesh.cancel()
+        for connections in [one for by_size in _connections.values() for one in by_size.values() if one.users]:
+            connections.cancel()
 
 
 def allow_open_files(num_sockets: int) -> None:
@@ -314,7 +314,7 @@ def _frames(text: bytes, room: int) -> Iterator[tuple[int, bytes]]:
         position += min(length, room)
 
 
-class Mesh:
+class Connections:
     """Connections of a rank: to the ranks of its group and, if it leads it, to the other leaders.
 
     group, leaders: gloo backends of these, None where there is nobody else. Threads may run exchanges at the same time,
@@ -384,7 +384,7 @@ class Group:
         self.is_busy = False
         self.lifeline = lifeline_of(parent, silence_s)
         self.exchanges = Exchanges(0, 1, 1)
-        self._mesh: Mesh | None = None
+        self._connections: Connections | None = None
         if self.world_size == 1:
             return
         pause_at_exit()
@@ -392,22 +392,22 @@ class Group:
         self._stream, self._steps = self.lifeline.stream(name), ""
         self._count = itertools.count(1)
         self._patience_s = patience_of(parent)
-        meshes, training = _meshes.setdefault(self.lifeline, {}), self.lifeline.generation
-        for size, one in list(meshes.items()):
+        by_size, training = _connections.setdefault(self.lifeline, {}), self.lifeline.generation
+        for size, one in list(by_size.items()):
             if one.training != training:
-                del meshes[size]
-        mesh = next(iter(meshes.values()), None) if group_size is None else None
-        if mesh is None:
+                del by_size[size]
+        connections = next(iter(by_size.values()), None) if group_size is None else None
+        if connections is None:
             every, phase = dist.get_process_group_ranks(parent), f"making the process group for {name}"
             limit_s = self._patience_s + MARGIN_S
             size = self._call(phase, lambda: self._common_size(every, group_size or GROUP_SIZE), limit_s)
-            mesh = meshes[size] = meshes.get(size) or self._connect(size, phase, limit_s)
-        mesh.users += 1
-        self._mesh, self._tag = mesh, next(mesh.tags)
+            connections = by_size[size] = by_size.get(size) or self._connect(size, phase, limit_s)
+        connections.users += 1
+        self._connections, self._tag = connections, next(connections.tags)
         # What has been learnt from one thread's messages is of no use to another's.
-        self.exchanges = Exchanges(self.rank, self.world_size, mesh.exchanges.group_size)
+        self.exchanges = Exchanges(self.rank, self.world_size, connections.exchanges.group_size)
 
-    def _connect(self, size: int, phase: str, limit_s: float) -> Mesh:
+    def _connect(self, size: int, phase: str, limit_s: float) -> Connections:
         mine = Exchanges(self.rank, self.world_size, size)
         leaders = mine.leaders if self.rank == mine.leader else range(0)
         try:
@@ -426,7 +426,7 @@ class Group:
             return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), patience)
 
         generation = self.lifeline.generation
-        return self._call(phase, lambda: Mesh(mine, make(mine.group), make(leaders), generation), limit_s)
+        return self._call(phase, lambda: Connections(mine, make(mine.group), make(leaders), generation), limit_s)
 
     def _common_size(self, every: Sequence[int], group_size: int) -> int:
         """The ranks of a group, from rank 0: its setting, in whole nodes."""
@@ -463,26 +463,26 @@ class Group:
 
     def close(self, *, failed: bool = False) -> None:
         """Give the connections back; safe to call twice."""
-        mesh, self._mesh = self._mesh, None
-        if mesh is None:
+        connections, self._connections = self._connections, None
+        if connections is None:
             return
         for stream in (self._stream, self._steps):
             self.lifeline.leave(stream)
-        mesh.users -= 1
+        connections.users -= 1
         if self.is_busy:
-            mesh.cancel()
+            connections.cancel()
         if failed or self.is_busy or self.lifeline.failure is not None:
-            meshes = _meshes.get(self.lifeline, {})
-            for size in [size for size, one in meshes.items() if one is mesh]:
-                del meshes[size]  # what comes next has connections of its own
-            _kept.append(mesh)
+            by_size = _connections.get(self.lifeline, {})
+            for size in [size for size, one in by_size.items() if one is connections]:
+                del by_size[size]  # what comes next has connections of its own
+            _kept.append(connections)
 
     def _run(self, exchange: Exchange[T], phase: str) -> T:
         if self.world_size == 1:
-            return Mesh(self.exchanges).run(exchange, 0)
-        assert self._mesh is not None
-        mesh, tag = self._mesh, self._tag
-        return self._call(phase, lambda: mesh.run(exchange, tag))
+            return Connections(self.exchanges).run(exchange, 0)
+        assert self._connections is not None
+        connections, tag = self._connections, self._tag
+        return self._call(phase, lambda: connections.run(exchange, tag))
 
     def _call(self, phase: str, call: Callable[[], T], limit_s: float = math.inf) -> T:
         self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")

@@ -41,7 +41,7 @@ LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same opt
 class RankMetadata:
     """What a rank tells the others before each plan: the samples it holds, and counts since this pass began.
 
-    rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are trained on.
+    rejected: rows left out when read, by reason. overlong: samples that break a budget alone and are trained on.
     order: a checksum of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
     limits: to which it has lowered its budgets, if it has; the least of all ranks are taken.
     """
@@ -239,7 +239,7 @@ class Ranks:
         """The training thread does its next step, `phase`; a rank that comes there late is named."""
         self._lifeline.enter(self._training, phase)
 
-    def agree(self, settings: Mapping[str, object]) -> None:
+    def compare_settings(self, settings: Mapping[str, object]) -> None:
         """Raise `CollectiveError` on every rank if the ranks' settings differ (I11); the message says in what."""
         self._check_not_left()
         compare(settings, lambda message: self._group.all_gather(message, "comparing settings"), rank=self.rank)

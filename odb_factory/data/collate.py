@@ -32,20 +32,20 @@ gives the shape."""
 class Outcome(NamedTuple):
     """What a task has become. A tuple, so that torch pins the batch in it.
 
-    micro_batch: as planned. lost: by its id why a sample cannot be collated. measured, batch: of the other samples;
+    micro_batch: as planned. failed: by its id why a sample cannot be collated. measured, batch: of the other samples;
     None where none is left. problem: why the task failed whatever `on_error` says, or "".
     """
 
     micro_batch: MicroBatch
-    lost: Mapping[int, str]
+    failed: Mapping[int, str]
     measured: Measured | None = None
     batch: Any = None
     problem: str = ""
 
     @property
-    def lost_places(self) -> list[int]:
-        """The places in the micro-batch of the rows that are lost; the sample of an idle one is in none."""
-        return [number for number, id in enumerate(self.micro_batch.ids) if id in self.lost]
+    def failed_places(self) -> list[int]:
+        """The places in the micro-batch of the rows that failed; the sample of an idle one is in none."""
+        return [number for number, id in enumerate(self.micro_batch.ids) if id in self.failed]
 
 
 class NotCollated(DataError):
@@ -56,7 +56,7 @@ class NotCollated(DataError):
         self.ids = tuple(ids)
 
 
-class GroupDataset(WorkerDataset):
+class CollatedDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
 
     layout: how batches are laid flat, or the budget whose sizes they are padded to; None: they stay as the collator
@@ -84,9 +84,9 @@ class GroupDataset(WorkerDataset):
         self.notes: CollateNotes | None = None
         self.busy = BusyRows()
 
-    def padded(self) -> GroupDataset:
+    def padded(self) -> CollatedDataset:
         """The same, with batches as the collator returns them."""
-        return GroupDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure, budget=self.budget)
+        return CollatedDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure, budget=self.budget)
 
     def __getitem__(self, task: Task | None) -> Outcome | None:
         if task is None:
@@ -103,13 +103,13 @@ class GroupDataset(WorkerDataset):
             outcome = Outcome(micro_batch, {}, problem=problem)
         worker = get_worker_info()
         if worker is not None and self.notes is not None:
-            self.notes.tell(worker.id, micro_batch, outcome.lost_places if self.skips else ())
+            self.notes.tell(worker.id, micro_batch, outcome.failed_places if self.skips else ())
         return outcome
 
     def collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         """The batch of these samples, made in this process. Raises `NotCollated`, `LayoutError`."""
-        lost, measured, batch = self._salvage(samples)
-        for id, cause in lost.items():
+        failed, measured, batch = self._salvage(samples)
+        for id, cause in failed.items():
             raise NotCollated([id], cause)
         assert measured is not None
         return measured, batch
@@ -124,15 +124,15 @@ class GroupDataset(WorkerDataset):
         except LayoutError:
             raise
         except Exception:
-            lost = {}
+            failed = {}
             for sample in samples:
                 try:
                     retried(lambda sample=sample: self._collate([sample]))  # type: ignore[misc]
                 except Exception as error:
-                    lost[sample.id] = one_line(error)
-        kept = [sample for sample in samples if sample.id not in lost]
+                    failed[sample.id] = one_line(error)
+        kept = [sample for sample in samples if sample.id not in failed]
         try:
-            return lost, *(self._collate(kept) if kept else (None, None))
+            return failed, *(self._collate(kept) if kept else (None, None))
         except Exception as error:
             raise NotCollated([sample.id for sample in kept], one_line(error)) from error
 
@@ -190,7 +190,7 @@ class TrialBatches(NamedTuple):
     has_logits: bool
 
 
-def trial_batches(first_samples: Iterator[Sample], groups: GroupDataset, count: int) -> TrialBatches:
+def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, count: int) -> TrialBatches:
     """`count` of the first samples of an epoch. groups: collates flat micro-batches. Samples that cannot be collated
     are skipped. Raises `DataError` if none is left."""
     logger.info("the check of the layout reads rows before the first step, at most %d", ROWS_TRIED)
@@ -233,7 +233,7 @@ def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
     return list(itertools.islice(itertools.cycle(chosen), count)) if chosen else []
 
 
-def _collate_trial(samples: list[Sample], flat: GroupDataset) -> TrialBatches:
+def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> TrialBatches:
     layout, padded = flat.layout, flat.padded()
     assert isinstance(layout, FlatLayout)
 

@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odb_factory.comm.ranks import RankMetadata, Ranks, Sums, redistribute
-from odb_factory.data.order import Share, StockSteps, by_weight, stock_input_tokens, stock_means, sums_of_means
+from odb_factory.data.order import (
+    ShareProgress,
+    StockSteps,
+    split_by_weight,
+    stock_input_tokens,
+    stock_means,
+    sums_of_means,
+)
 from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
@@ -110,8 +117,8 @@ class EpochPlanner(ABC):
 
     observed: what this rank draws of the epoch from `place` on.
     first_index: of the first plan. final: the last plan of the epoch has been made.
-    of_all: every rank plans with the metadata of all ranks, else with those of its group. planned: ranks that make one
-    plan together, those between which samples travel.
+    of_all: every rank plans with the metadata of all ranks, else with those of its group. planning_ranks: those that
+    make one plan together, between which samples travel.
     rejected, overlong: of this rank, since `place`.
     shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
     """
@@ -124,19 +131,19 @@ class EpochPlanner(ABC):
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
         self.epoch, self.trained = place.epoch, place.trained
-        self.rank, self.planned = context.ranks.rank, range(context.ranks.world_size)
+        self.rank, self.planning_ranks = context.ranks.rank, range(context.ranks.world_size)
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
-        self.shares: dict[int, Share] = {}
-        self._dummy: Sample | None = None
+        self.shares: dict[int, ShareProgress] = {}
+        self._idle_sample: Sample | None = None
         self._has_warned = False
 
     def step(self, index: int) -> list[Task]:
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
         held = self.collect(index)  # observed samples of this rank
         samples = [one.sample for one in held]
-        self._dummy = min(samples, key=lambda sample: sample.cost.tokens, default=self._dummy)
+        self._idle_sample = min(samples, key=lambda sample: sample.cost.tokens, default=self._idle_sample)
         ranks = self.agree(held, index)  # what the ranks hold: integers only
         plan = self.plan(ranks, index)  # pure, the same on all ranks that make it together
         mine = self.distribute(plan, samples)  # samples travel to the rank that computes them
@@ -174,7 +181,7 @@ class EpochPlanner(ABC):
         with self._telling_others("redistributing samples"):
             return redistribute(
                 plan,
-                self.planned,
+                self.planning_ranks,
                 self.rank,
                 held,
                 self.context.ranks.swap,
@@ -241,7 +248,7 @@ class EpochPlanner(ABC):
             epoch=self.epoch,
             index=index,
             root_units=sums.roots / ROOT_SCALE,
-            rejected=sums.rejected + Counter(self.place.rejected),
+            rejected=self._all_rejected(sums),
             overlong=self.place.overlong + sums.overlong,
             **figures,
         )
@@ -260,6 +267,18 @@ class EpochPlanner(ABC):
         self.rejected[row.reason] += 1
         self.context.leave_out([row.id], row.reason, row.message, epoch=self.epoch, step=step)
 
+    def _all_rejected(self, sums: Sums) -> Counter[str]:
+        """Rows of the epoch that all ranks have rejected until now, by reason. sums: of all ranks."""
+        return sums.rejected + Counter(self.place.rejected)
+
+    def _nothing_left(self, rejected: Counter[str], remainder: int, why: str) -> CollectiveError:
+        """The error of an epoch that has no sample to train on. remainder: usable rows, for the reason `why`."""
+        empty = "it is empty"
+        if self.epoch:
+            empty = f"it yields nothing in epoch {self.epoch}; its `__iter__` must restart each time it is called"
+        others = [f"{remainder} {why}"] if remainder else []
+        return CollectiveError(no_usable_row(rejected, others, empty))
+
     def _sums(self, ranks: Sequence[RankMetadata], units: Sequence[int] | np.ndarray, **others: Any) -> Sums:
         """Of these ranks. units: of their samples that are planned. others: fields of `Sums`."""
         values, counts = np.unique(np.asarray(units, dtype=np.int64), return_counts=True)
@@ -275,9 +294,10 @@ class EpochPlanner(ABC):
 
     def _samples_for(self, group: list[Sample]) -> list[Sample]:
         """The group; for an idle micro-batch the shortest sample of the last buffer, or any usable row."""
-        if not group and self._dummy is None:
-            self._dummy = self.context.stand_in()
-        return group or [sample for sample in (self._dummy,) if sample is not None]
+        if group:
+            return group
+        self._idle_sample = self._idle_sample or self.context.stand_in()
+        return [self._idle_sample]
 
 
 def _reason(error: Exception, task: str) -> str:
@@ -285,18 +305,6 @@ def _reason(error: Exception, task: str) -> str:
         # Logged here and not chained: its traceback would keep the worker processes alive.
         logger.error("%s failed", task, exc_info=error)
     return one_line(error)
-
-
-def _nothing_left(rejected: Counter[str], not_trained: int, why: str, epoch: int) -> str:
-    """Why an epoch has no sample to train on. not_trained: usable rows, for the reason `why`."""
-    reasons = [f"{count} {reason}" for reason, count in rejected.items()]
-    if not_trained:
-        reasons.append(f"{not_trained} left out {why}")
-    empty = "it is empty"
-    if epoch:
-        empty = f"it yields nothing in epoch {epoch}; its `__iter__` must restart each time it is called"
-    named = "; the warnings above name the first of them" if rejected else ""
-    return f"no row of the training dataset can be trained on: {', '.join(reasons) or empty}{named}."
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -317,7 +325,7 @@ class KeepEpoch(EpochPlanner):
     ):
         super().__init__(observed, context, place)
         self.stock, self.first_index = stock, place.optimizer_steps
-        self.planned = context.ranks.group if context.balance else range(self.rank, self.rank + 1)
+        self.planning_ranks = context.ranks.group if context.balance else range(self.rank, self.rank + 1)
         first = stock.first_number(self.rank, place.optimizer_steps)
         self._positions = (stock.position(self.rank, number) for number in itertools.count(first))
         self._next: tuple[int, Sample | Rejection] | None = None
@@ -340,16 +348,16 @@ class KeepEpoch(EpochPlanner):
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
     ) -> list[Task]:
         stock, sums, group = self.stock, self.sums, self.context.ranks.group
-        rejected = sums.rejected + Counter(self.place.rejected)
+        rejected = self._all_rejected(sums)
         rows, starts, _ = pool([rank.buffer for rank in ranks])
         self.trained += sum(one.samples for one in plan.totals)
         if self.final and self.trained == 0:
-            raise CollectiveError(_nothing_left(rejected, stock.not_trained, "by drop_last", self.epoch))
-        groups, totals = plan.groups[self.rank - self.planned.start], plan.totals
+            raise self._nothing_left(rejected, stock.remainder, "dropped by drop_last")
+        groups, totals = plan.groups[self.rank - self.planning_ranks.start], plan.totals
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
-        of_stock = stock_means(rows, stock, sums.means)[starts[self.planned.start - group.start] :]
+        of_stock = stock_means(rows, stock, sums.means)[starts[self.planning_ranks.start - group.start] :]
         done = self.trained + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
@@ -369,7 +377,7 @@ class KeepEpoch(EpochPlanner):
             ),
             done=done,
             progress=stock.progress(index),
-            not_trained=stock.not_trained if self.final else 0,
+            remainder=stock.remainder if self.final else 0,
             epoch_steps=stock.steps_an_epoch or (index + 1 if self.final else 0),
             last=self.final,
         )
@@ -392,24 +400,25 @@ class KeepEpoch(EpochPlanner):
             # Where all ranks are one group it shares no mean with another.
             is_known = len(group) == context.ranks.world_size
             shared = means if is_known else context.ranks.sum_up(Sums(means=means if leads else Counter()), index).means
-            buffers = by_weight(buffers, stock, shared)
+            buffers = split_by_weight(buffers, stock, shared)
         mine = Sums()
         if leads:
             # Positions in a split stream differ from rank to rank; they are compared once.
-            orders = [(rank.order, number, number) for number, rank in enumerate(ranks, group.start)]
-            is_first = index == self.first_index or context.compare_orders([1, 2]) is not None
-            mine = self._sums(ranks, rows["units"], means=means, num_means=num_means, orders=orders if is_first else ())
+            is_compared = index == self.first_index or not stock.is_split
+            held = enumerate(ranks if is_compared else (), group.start)
+            orders = tuple((rank.order, number, number) for number, rank in held)
+            mine = self._sums(ranks, rows["units"], means=means, num_means=num_means, orders=orders)
 
         def make(least_steps: int) -> Plan:
-            own = buffers[self.planned.start - group.start : self.planned.stop - group.start]
+            own = buffers[self.planning_ranks.start - group.start : self.planning_ranks.stop - group.start]
             balance, model = context.balance, context.model
             return context.compute(
                 plan_optimizer_step, own, budget, balance=balance, model=model, least_steps=least_steps
             )
 
         def exchange(plans: Sequence[Plan], outline: GroupOutline) -> GroupOutline:
-            speaks = self.rank == self.planned.start
-            told = (self.planned.start, plans[0].checksum(), self.rank)
+            speaks = self.rank == self.planning_ranks.start
+            told = (self.planning_ranks.start, plans[0].checksum(), self.rank)
             self.sums = context.ranks.sum_up(replace(mine, plans=[told], outline=outline if speaks else None), index)
             assert self.sums.outline is not None
             return self.sums.outline
@@ -445,7 +454,7 @@ class FillEpoch(EpochPlanner):
         context: EpochContext,
         place: Place,
         *,
-        share: Share,
+        share: ShareProgress,
         buffer_size: int,
         accumulation: int,
         join: bool,
@@ -474,24 +483,20 @@ class FillEpoch(EpochPlanner):
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
     ) -> list[Task]:
         buffers, sums = [rank.buffer for rank in ranks], self._sums(ranks, ())
-        rejected = (sums.rejected + Counter(self.place.rejected)).total()
-        epoch_steps = self._epoch_steps(buffers, plan, rejected)
+        rejected = self._all_rejected(sums)
+        epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
         self._carry_out(plan, mine, buffers)
         num_samples = self.context.num_samples
         if self.final and self.place.trained + self._emitted == 0:
-            not_trained = (num_samples or 0) - rejected
-            raise CollectiveError(
-                _nothing_left(
-                    sums.rejected + Counter(self.place.rejected), not_trained, "because a rank ran short", self.epoch
-                )
-            )
+            remainder = max((num_samples or 0) - rejected.total(), 0)
+            raise self._nothing_left(rejected, remainder, "that remain because a rank ran short")
         tasks: list[Task] = []
         # Without join, the end may turn out to have been the step before: one is kept until the next plan.
         kept = 0 if self.final or self.join else self.accumulation
         while len(self._planned) >= self.accumulation + kept or (self.final and self._planned):
             planned, self._planned = self._planned[: self.accumulation], self._planned[self.accumulation :]
             self.trained += sum(one.totals.samples for one in planned)
-            processed, last = self.trained + rejected, self.final and not self._planned
+            processed, last = self.trained + rejected.total(), self.final and not self._planned
             done = num_samples if last and num_samples is not None else processed
             self.shares[self._next_step] = self._share_now()
             tasks += self._optimizer_step(
@@ -502,7 +507,7 @@ class FillEpoch(EpochPlanner):
                 stock_input_tokens=None,
                 done=done,
                 progress=None if num_samples is None else min(done / max(num_samples, 1), 1.0),
-                not_trained=done - processed,
+                remainder=done - processed,
                 epoch_steps=epoch_steps,
                 last=last,
             )
@@ -565,12 +570,12 @@ class FillEpoch(EpochPlanner):
         for one in self.held:
             one.age += 1
 
-    def _share_now(self) -> Share:
+    def _share_now(self) -> ShareProgress:
         """What this rank has done once the optimizer steps handed on so far are taken."""
         waiting = [one.draw for one in self.held] + [draw for one in self._planned for draw in one.given]
         if self._next is not None:
             waiting.append(self._next.draw)
-        return Share(done_before=self._done_before, drawn=self._num_drawn, waiting=tuple(sorted(waiting)))
+        return ShareProgress(done_before=self._done_before, drawn=self._num_drawn, waiting=tuple(sorted(waiting)))
 
     def _epoch_steps(self, buffers: Sequence[BufferMetadata], plan: Plan, rejected: int) -> int:
         """Optimizer steps of the whole epoch; estimated, unless this is its last plan.

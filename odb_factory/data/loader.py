@@ -12,23 +12,31 @@ import functools
 import itertools
 import queue
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from odb_factory.comm.agreement import of_block, releases
+from odb_factory.comm.agreement import block_settings, releases
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
-from odb_factory.data.collate import Collated, GroupDataset, Outcome
+from odb_factory.data.collate import Collated, CollatedDataset, Outcome
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.flat import FlatLayout
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
-from odb_factory.data.order import DataLoaderParts, Share
+from odb_factory.data.order import DataLoaderParts, ShareProgress
 from odb_factory.data.processes import PlanProcess, compute_here
-from odb_factory.data.progress import DataState, OptimizerStepRule, Progress, TrainingData
+from odb_factory.data.progress import (
+    RESTART,
+    DataState,
+    FilledProgress,
+    KeptProgress,
+    OptimizerStepRule,
+    Progress,
+    TrainingData,
+)
 from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable, of_rows
-from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
+from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
@@ -149,8 +157,7 @@ class ODBLoader:
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
-    epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over. rejected: rows of
-    the epoch that cannot be used, as counted until the optimizer step handed on last, by reason.
+    epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     weights: of each sample of a micro-batch the share of the loss of its optimizer step; the training sets it.
     Call `close` when done; it ends the worker processes.
     """
@@ -174,7 +181,7 @@ class ODBLoader:
         keeps_samples: bool = False,
         plans_here: bool = False,
     ):
-        self.dataset, self.config, self.layout = parts.dataset, config, layout
+        self.dataset, self.config, self.layout, self.rule = parts.dataset, config, layout, rule
         self._keeps_samples, self._plans_here = keeps_samples, plans_here
         # The Trainer wraps its collator to remove columns from items.
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
@@ -188,7 +195,7 @@ class ODBLoader:
         done_to_batches: FlatLayout | Budget | None = budget if budget.rounds_up else None
         if layout == "flat":
             done_to_batches = FlatLayout(budget.collation, budget.sizes, with_boundaries)
-        self.groups = GroupDataset(
+        self.groups = CollatedDataset(
             Picklable(parts.collate_fn, "collate_fn"),
             patch_size,
             parts.dataset,
@@ -217,8 +224,7 @@ class ODBLoader:
             model=CostModel() if config.cost_model is None else CostModel(*config.cost_model),
             lowered=lambda: self.lowered,
         )
-        stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
-        self._accumulation = rule.accumulation
+        self._stock = stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
         named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
         begin = DataState(
             rank=rank,
@@ -228,16 +234,19 @@ class ODBLoader:
                 seed=seed,
                 split=is_split,
                 global_batch_size=None if stock is None else stock.global_batch_size,
-                left_out_by_drop_last=0 if stock is None else stock.not_trained,
+                drop_last_remainder=0 if stock is None else stock.remainder,
             ),
-            share=Share() if stock is None else None,
+            share=ShareProgress() if stock is None else None,
             probes=(),
             rows_from={name: str(value) for name, value in named.items()},
         )
-        self._progress = Progress(begin, stock, self._workers.read_row)
+        read_row = self._workers.read_row
+        self._progress: Progress = (
+            FilledProgress(begin, read_row) if stock is None else KeptProgress(begin, stock, read_row)
+        )
         self._settings = {
             **releases(),
-            **of_block(config),
+            **block_settings(config),
             **rule.settings,
             "seed": seed,
             "collation": collation,
@@ -248,25 +257,23 @@ class ODBLoader:
         if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
             # A sampler that is already a rank's part would be split again; the first and the last row show it.
             self._settings["what the first and the last row of the dataset say"] = of_rows(parts.dataset)
-        # Lost rows change the divisor, unless stock's is fixed or samples cannot be weighed.
+        # Rows that fail change the divisor, unless stock's is fixed or samples cannot be weighed.
         self._reweighs = config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights)
         self.epoch = 0
         self.under_way: Pass | None = None
-        self.rejected: Counter[str] = Counter()
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
-        self._lost = Lost()
+        self._reports = Reports()
 
     @property
     def global_batch_size(self) -> int | None:
         """Samples of an optimizer step on all ranks; None with `fill`."""
-        return self._progress.now.data.global_batch_size
+        return None if self._stock is None else self._stock.global_batch_size
 
     @property
     def num_optimizer_steps(self) -> int | None:
         """Optimizer steps of an epoch; None if not known (`fill`, no length)."""
-        stock = self._progress.stock
-        return None if stock is None else stock.steps_an_epoch
+        return None if self._stock is None else self._stock.steps_an_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; each epoch has its own order."""
@@ -292,9 +299,9 @@ class ODBLoader:
             for index in [index for index in list(shares) if index <= step.index]:
                 del shares[index]
 
-    def take_lost(self) -> Lost:
+    def take_reports(self) -> Reports:
         """What all ranks have reported since the last call."""
-        return self._lost.take()
+        return self._reports.take()
 
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
@@ -329,7 +336,7 @@ class ODBLoader:
         """Collate these samples in this process. Raises `DataError` if that fails."""
         outcome = self.groups[micro_batch, samples]
         assert outcome is not None
-        if outcome.problem or outcome.lost or outcome.measured is None:
+        if outcome.problem or outcome.failed or outcome.measured is None:
             raise DataError(self._problem(outcome))
         return micro_batch, outcome.measured, outcome.batch
 
@@ -346,9 +353,20 @@ class ODBLoader:
 
         Raises `DataError` if the data are not those of the states (see the key `resume`).
         """
+        if self.config.resume == "ignore_data":  # whatever the states are
+            epoch = states[0].get("epoch") if states and isinstance(states[0], Mapping) else None
+            self.restart(epoch if isinstance(epoch, int) and epoch >= 0 else 0)
+            return
         self.leave()
-        self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
+        self._progress.load(states, self._fingerprint)
         self.epoch = self._progress.now.epoch
+
+    def restart(self, epoch: int) -> None:
+        """Stand before the first optimizer step of this epoch (`resume: ignore_data`)."""
+        self.leave()
+        self._progress.open(epoch, is_loaded=True)
+        self.epoch = epoch
+        logger.warning("resume: ignore_data: epoch %d is restarted, whatever was done of it", epoch)
 
     def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
         """Go to the place of a stock training after these optimizer steps and epochs.
@@ -437,36 +455,36 @@ class ODBLoader:
         progress.turn_to(self.epoch)
         self._not_consumed.clear()
         self.left_out.forget()
-        place = progress.place
+        now = progress.now
         self._order.set_epoch(self.epoch)
         self._order.start = progress.start
-        process = None if self._plans_here else workers.plan()
+        process = None if self._plans_here else workers.plan_process()
         context = dataclasses.replace(
             self._context,
-            order=functools.partial(self._checked_order, tuple(place.values()), progress.order),
+            order=functools.partial(self._checked_order, tuple(now.settings.values()), progress.order),
             compute=process or compute_here,
         )
-        observed, stock, share = workers.observe(self.epoch), progress.stock, progress.now.share
+        observed, stock = workers.observe(self.epoch), self._stock
         planner: EpochPlanner
         if stock is not None:
-            planner = KeepEpoch(observed, context, progress.now, stock=stock)
+            planner = KeepEpoch(observed, context, now, stock=stock)
             # With the optimizer step handed on, one more is held than the buffer has room for.
             ahead = max(1, self.config.buffer_size * self.world_size // stock.global_batch_size)
         else:
-            assert share is not None
+            assert now.share is not None
             planner = FillEpoch(
                 observed,
                 context,
-                progress.now,
-                share=share,
+                now,
+                share=now.share,
                 buffer_size=self.config.buffer_size,
-                accumulation=self._accumulation,
+                accumulation=self.rule.accumulation,
                 join=self.config.join,
             )
             ahead = 2
         if not workers.num_collating:
             ahead = 0
-        agreement = StepAgreement(ranks, self._lost, reweighs=self._reweighs)
+        agreement = StepAgreement(ranks, self._reports, reweighs=self._reweighs)
         current = Pass(planner, Prefetcher(iter(planner), ahead), agreement, process)
         self.under_way = current
         if process is not None:
@@ -474,7 +492,7 @@ class ODBLoader:
         tasks = current.feed(workers.num_collating, keeps_samples=self._keeps_samples)
         current.batches = workers.collate(self.epoch, tasks)
         ranks.start()
-        ranks.agree({**self._settings, **place})
+        ranks.compare_settings({**self._settings, **now.settings})
         current.plans.start()
         while not current.tasks:
             try:
@@ -505,14 +523,13 @@ class ODBLoader:
                     self._ranks.check()
                     continue
                 samples = current.in_flight.popleft()
-                lost = outcome.lost
+                failed = outcome.failed
                 handed, outcome = [self._agree_on(current, outcome)], None
                 micro_batch = handed[0][0]
-                if samples is not None and lost:
-                    left = [sample for sample in samples if sample.id not in lost]
+                if samples is not None and failed:
+                    left = [sample for sample in samples if sample.id not in failed]
                     samples = left or [self.stand_in()]
                 self._not_consumed.append((micro_batch, samples))
-                self.rejected = micro_batch.step.rejected
                 # The receiver holds the only reference.
                 yield handed.pop()
             if current.error is not None:
@@ -534,12 +551,12 @@ class ODBLoader:
     def _agree_on(self, current: Pass, outcome: Outcome) -> Collated:
         """The micro-batch without the rows that are left out. The first of a step waits for the agreement on it."""
         planned = outcome.micro_batch
-        if outcome.problem or (outcome.lost and self.config.on_error == "raise"):
+        if outcome.problem or (outcome.failed and self.config.on_error == "raise"):
             raise DataError(self._problem(outcome))
         if planned.index == 0:
-            current.agreed = current.agreement.of(planned, outcome.lost_places)
+            current.agreed = current.agreement.agree_on(planned, outcome.failed_places)
         micro_batch, measured, batch = current.agreed.apply(planned), outcome.measured, outcome.batch
-        if outcome.lost and not planned.idle:
+        if outcome.failed and not planned.idle:
             micro_batch = self._leave_out(current, micro_batch, outcome)
         if measured is None:
             try:
@@ -551,12 +568,12 @@ class ODBLoader:
         return micro_batch, measured, batch
 
     def _leave_out(self, current: Pass, micro_batch: MicroBatch, outcome: Outcome) -> MicroBatch:
-        """Leave out the rows that are lost. micro_batch: as agreed on, perhaps with rows that were found too late."""
-        late = [number for number, id in enumerate(micro_batch.ids) if id in outcome.lost]
+        """Leave out the rows that failed. micro_batch: as agreed on, with those of them that are late."""
+        late = [number for number, id in enumerate(micro_batch.ids) if id in outcome.failed]
         weights = self.weights(micro_batch) if late else ()
         shares = {micro_batch.ids[number]: weights[number] for number in late}
         step = micro_batch.step
-        for id, cause in outcome.lost.items():
+        for id, cause in outcome.failed.items():
             message = f"{self._workers.describe(id)}: cannot be collated: {cause}"
             if id in shares:
                 message += f"; its optimizer step had begun, of whose loss {shares[id]:.2%} is lost"
@@ -575,7 +592,7 @@ class ODBLoader:
         """Why the micro-batch cannot be trained on."""
         if outcome.problem:
             return outcome.problem
-        id, cause = next(iter(outcome.lost.items()))
+        id, cause = next(iter(outcome.failed.items()))
         skips = " (`on_error: skip` leaves out media that cannot be decoded)" if self.config.on_error == "raise" else ""
         return f"{self._workers.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
 
@@ -593,7 +610,7 @@ class ODBLoader:
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(
                 "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
-                "one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
+                f"one whose order depends on its seed and epoch alone, or {RESTART}"
             )
         return self._order.common(place, optimizer_step)
 

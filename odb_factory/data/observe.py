@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
-from odb_factory.data.samples import Measured, Rejection, Sample, described
+from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost
 from odb_factory.data.serialize import checksum, pack, unpack
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
@@ -256,7 +256,7 @@ class ObservedDataset(WorkerDataset):
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
             return reject(
                 "overlong",
-                f"{described(cost.tokens, cost.by_modality)} break the budget of {self.budget} alone",
+                f"{describe_cost(cost.tokens, cost.by_modality)} break the budget of {self.budget} alone",
                 "raise the budget, or set `overlong: singleton` or `drop`",
                 fatal=self.config.overlong == "error",
             )

@@ -20,7 +20,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.lifeline import world_size_of
-from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ItemError, ItemObserver, RawItem
 from odb_factory.data.processes import WorkerDataset
 from odb_factory.data.samples import Rejection
@@ -253,15 +252,6 @@ def _whole(sampler: Any, seed: int) -> Any:
     return copy.copy(sampler)
 
 
-def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
-    """The config given whole, or made of its keys."""
-    if config is None:
-        return ODBConfig.from_block(block)
-    if block:
-        raise ConfigError(f"odb: give config= or its keys ({', '.join(block)}), not both.")
-    return config
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The order of an epoch, and the shard of it that one rank draws.
 
@@ -273,7 +263,7 @@ DIFFERENT_ORDERS = (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
+class ShareProgress:
     """What a rank has done of its share of the order: its first `drawn` rows, without `waiting`.
 
     done_before: bool a position of the order, done before the rest was dealt out to the ranks (None: none).
@@ -292,7 +282,7 @@ class Start:
     (None: its end). block: positions of an optimizer step, for `ShardSampler.checksum_through` (0: none are kept).
     """
 
-    done: Share = field(default_factory=Share)
+    done: ShareProgress = field(default_factory=ShareProgress)
     stop: int | None = None
     block: int = 0
 
@@ -521,8 +511,8 @@ class StockMean:
     counts_first: bool = True
 
 
-OF_STEP = StockMean()
-OF_MICRO_BATCH = StockMean("micro_batch", counts_first=False)
+MEAN_OF_STEP = StockMean()
+MEAN_OF_MICRO_BATCH = StockMean("micro_batch", counts_first=False)
 """Of a model that takes the mean itself."""
 
 
@@ -531,8 +521,8 @@ class StockSteps:
     """The optimizer steps of stock training, which are kept.
 
     global_batch_size: N, samples of an optimizer step on all ranks. batch_size: rows of a micro-batch of stock's.
-    world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
-    out), None if nobody knows. not_trained: those that `drop_last` leaves out.
+    world_size: data-parallel ranks. num_samples: of an epoch without its remainder, None if nobody knows. remainder:
+    samples that `drop_last` drops.
     mean: what stock's loss is made of.
     equal_weights: samples that stock weighs differently do not share a micro-batch.
     is_split: every rank iterates a stream of its own.
@@ -542,8 +532,8 @@ class StockSteps:
     batch_size: int
     world_size: int
     num_samples: int | None
-    not_trained: int = 0
-    mean: StockMean = OF_STEP
+    remainder: int = 0
+    mean: StockMean = MEAN_OF_STEP
     equal_weights: bool = False
     is_split: bool = False
 
@@ -586,14 +576,20 @@ def _of_stock(rows: np.ndarray, stock: StockSteps) -> np.ndarray:
     return np.stack((counted, means[stock.mean.over], batch))
 
 
+def _tokens_by_mean(counted: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The numbers of the means [m], the tokens of each [m], and the place of the mean of each sample in these [n]."""
+    means, which = np.unique(mean, return_inverse=True)
+    which = which.reshape(-1)
+    return means, np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64), which
+
+
 def sums_of_means(rows: np.ndarray, stock: StockSteps, ranks: range) -> tuple[Counter[int], int]:
     """Tokens of the means that other ranks than these have samples of too, by number; how many other ones have tokens.
 
     rows: of the samples that these ranks have drawn for an optimizer step, as `ROW`.
     """
     counted, mean, _ = _of_stock(rows, stock)
-    means, which = np.unique(mean, return_inverse=True)
-    tokens = np.bincount(which.reshape(-1), weights=counted, minlength=len(means)).astype(np.int64)
+    means, tokens, _ = _tokens_by_mean(counted, mean)
     first = means * stock.batch_size % stock.world_size  # the rank that draws its first row
     is_shared = (first < ranks.start) | (first + stock.batch_size > ranks.stop)
     if len(ranks) == stock.world_size or (stock.is_split and stock.mean.over in ("rank", "micro_batch")):
@@ -612,15 +608,13 @@ def stock_means(rows: np.ndarray, stock: StockSteps, shared: Mapping[int, int] =
     fields of `SampleInfo`.
     """
     counted, mean, batch = _of_stock(rows, stock)
-    means, which = np.unique(mean, return_inverse=True)
-    which = which.reshape(-1)
-    tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
+    means, tokens, which = _tokens_by_mean(counted, mean)
     for number, one in enumerate(means.tolist() if shared else ()):
         tokens[number] = shared.get(one, tokens[number])
     return np.stack((tokens[which], counted, mean, batch), axis=1)
 
 
-def by_weight(
+def split_by_weight(
     buffers: Sequence[BufferMetadata], stock: StockSteps, shared: Mapping[int, int] = MappingProxyType({})
 ) -> list[BufferMetadata]:
     """The same samples, with a modality for each weight that stock gives, so that no group mixes them.

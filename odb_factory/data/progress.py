@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from odb_factory.config import BUDGETS, ODBConfig
-from odb_factory.data.order import OF_STEP, Share, Start, StockMean, StockSteps
+from odb_factory.data.order import MEAN_OF_STEP, ShareProgress, Start, StockMean, StockSteps
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
 from odb_factory.data.saved import VERSION, AnyInt, Positive, check_version, dump, load, require
 from odb_factory.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ class OptimizerStepRule:
     """The optimizer steps of the training as it would be without odb.
 
     batch_size: rows of a micro-batch; accumulation: micro-batches of an optimizer step (with `fill`, ours too).
-    drop_last: samples that do not fill a micro-batch on every rank are left out.
+    drop_last: samples that do not fill a micro-batch on every rank are the remainder of the epoch: not trained on.
     stock_mean: what the loss is made of.
     equal_weights: samples that stock weighs differently must not share a micro-batch.
     """
@@ -34,7 +35,7 @@ class OptimizerStepRule:
     batch_size: int = 1
     accumulation: int = 1
     drop_last: bool = False
-    stock_mean: StockMean = OF_STEP
+    stock_mean: StockMean = MEAN_OF_STEP
     equal_weights: bool = False
 
     @property
@@ -54,7 +55,7 @@ class OptimizerStepRule:
         if not config.keeps:
             if self.drop_last:
                 raise ConfigError(
-                    "drop_last: True (dataloader_drop_last) would leave out the samples of a last, smaller batch, and "
+                    "drop_last: True (dataloader_drop_last) would drop the samples of a last, smaller batch, and "
                     "`global_batch_size: fill` trains on every sample; set it to False, or keep the optimizer steps."
                 )
             return None
@@ -67,13 +68,13 @@ class OptimizerStepRule:
                 f"odb.global_batch_size: {size} is no multiple of {self.batch_size} rows x {world_size} ranks, and "
                 "each rank has a stream of its own to take them from; choose a multiple."
             )
-        not_trained = num_samples % of_all_ranks if self.drop_last and num_samples is not None else 0
+        remainder = num_samples % of_all_ranks if self.drop_last and num_samples is not None else 0
         return StockSteps(
             global_batch_size=size,
             batch_size=self.batch_size,
             world_size=world_size,
-            num_samples=None if num_samples is None else num_samples - not_trained,
-            not_trained=not_trained,
+            num_samples=None if num_samples is None else num_samples - remainder,
+            remainder=remainder,
             mean=self.stock_mean,
             equal_weights=self.equal_weights and config.loss_scaling == "stock",
             is_split=is_split,
@@ -89,7 +90,7 @@ class TrainingData:
     """What must be as it was for a state to mean anything.
 
     samples: of an epoch, on all ranks; None where nobody knows. split: a stream that gives each rank its own part.
-    order: a checksum of the order of the epoch. global_batch_size, left_out_by_drop_last: where steps are kept.
+    order: a checksum of the order of the epoch. global_batch_size, drop_last_remainder: where steps are kept.
     """
 
     samples: int | None
@@ -97,7 +98,7 @@ class TrainingData:
     split: bool
     order: int = 0
     global_batch_size: Positive | None = None
-    left_out_by_drop_last: int = 0
+    drop_last_remainder: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,15 @@ class Place:
         """Samples trained on or rejected."""
         return self.trained + sum(self.rejected.values())
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """What ranks compare."""
+        return {
+            "epoch": self.epoch,
+            "optimizer steps done in it": self.optimizer_steps,
+            "samples done in it": self.done,
+        }
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataState(Place):
@@ -130,7 +140,7 @@ class DataState(Place):
     rank: int
     world_size: Positive
     data: TrainingData
-    share: Share | None
+    share: ShareProgress | None
     probes: tuple[tuple[int, int], ...]
     rows_from: dict[str, str]
 
@@ -141,7 +151,7 @@ class DataState(Place):
     @property
     def is_at_begin(self) -> bool:
         """Whether nothing of the epoch is done."""
-        share = self.share or Share()
+        share = self.share or ShareProgress()
         return not self.optimizer_steps and share.done_before is None and not share.drawn
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,55 +227,36 @@ def done_positions(states: Sequence[DataState]) -> np.ndarray:
 
 NUM_PROBES = 8
 """The rows that a rank has trained on last and reads again when it resumes, to see that they are the same."""
-WAY_OUT = "take an older state, or set `resume: ignore_data` to begin the epoch anew"
+RESTART = "set `resume: ignore_data` to restart the epoch"
 
 
-class Progress:
+class Progress(ABC):
     """Follows the optimizer steps that are consumed, writes states and reads them.
 
-    begin: the state before the first step of the first epoch. stock: the kept optimizer steps, of which a state is a
-    cursor, the same on all ranks: budget, workers and (but for a stream that is split beforehand) ranks may change at
-    any optimizer step. None: they are filled; a rank resumes with what is left of its share, and where there are other
-    ranks, what is left of all shares is dealt out anew.
-    read_row: observes a row of the dataset by its number (None where that cannot be: a stream).
+    begin: the state before the first step of the first epoch. read_row: observes a row of the dataset by its number
+    (None where that cannot be: a stream).
     now: the state after the optimizer step consumed last. is_loaded: a state has been loaded, and no step taken since.
     order: the fingerprint that the order of the epoch must have, if a state was loaded.
     """
 
-    def __init__(
-        self, begin: DataState, stock: StockSteps | None, read_row: Callable[[int], Sample | Rejection] | None = None
-    ):
-        self._begin, self.stock, self.read_row = begin, stock, read_row
+    def __init__(self, begin: DataState, read_row: Callable[[int], Sample | Rejection] | None = None):
+        self._begin, self._read_row = begin, read_row
         self.now = begin
         self.open(0)
 
     @property
-    def place(self) -> dict[str, int]:
-        """Where the pass begins, in words of which all ranks must have the same."""
-        now = self.now
-        return {
-            "epoch": now.epoch,
-            "optimizer steps done in it": now.optimizer_steps,
-            "samples done in it": now.done,
-        }
-
-    @property
+    @abstractmethod
     def start(self) -> Start:
         """Where this rank begins to draw."""
-        stock, now = self.stock, self.now
-        if stock is None:
-            assert now.share is not None
-            return Start(done=now.share)
-        return Start(
-            done=Share(drawn=stock.first_number(now.rank, now.optimizer_steps)),
-            stop=stock.num_samples if stock.not_trained else None,
-            block=stock.global_batch_size,
-        )
 
-    def open(self, epoch: int, **place: Any) -> None:
+    @abstractmethod
+    def skip(self, optimizer_steps: int, epochs: float) -> int | None:
+        """Stand where stock training stands after these optimizer steps and epochs (see `ODBLoader.skip`)."""
+
+    def open(self, epoch: int, *, is_loaded: bool = False, **place: Any) -> None:
         """Stand before the first optimizer step of an epoch, or at `place` (fields of `DataState`)."""
         self.order: int | None = None
-        self.has_moved = self.is_loaded = False
+        self.has_moved, self.is_loaded = False, is_loaded
         place.setdefault("probes", self.now.probes)
         self.now = replace(self._begin, epoch=epoch, **place)
 
@@ -274,7 +265,7 @@ class Progress:
         if epoch != self.now.epoch or self.has_moved:
             self.open(epoch)
 
-    def consume(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], share: Share | None) -> None:
+    def consume(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], share: ShareProgress | None) -> None:
         """Stand after `step`. micro_batches: those of this rank since the last call. share: with `fill`, after it."""
         trained_on = [(sample.id, sample.content) for one in micro_batches for sample in one.samples]
         probes = (*self.now.probes, *trained_on)[-NUM_PROBES:]
@@ -282,12 +273,11 @@ class Progress:
             self.open(step.epoch + 1, probes=probes)
             return
         self.has_moved, self.is_loaded = True, False
-        rejected = dict(step.rejected)
         self.now = replace(
             self.now,
             optimizer_steps=step.index + 1,
-            trained=step.done - sum(rejected.values()),  # of steps that were passed over, too
-            rejected=rejected,
+            trained=step.done - step.rejected.total(),  # of steps that were passed over, too
+            rejected=dict(step.rejected),
             overlong=step.overlong,
             share=share,
             probes=probes,
@@ -297,49 +287,17 @@ class Progress:
         """order: the fingerprint of the epoch's."""
         return replace(self.now, data=replace(self.now.data, order=order))
 
-    def skip(self, optimizer_steps: int, epochs: float) -> int | None:
-        """Stand where stock training stands after these optimizer steps and epochs (see `ODBLoader.skip`).
-
-        Raises `DataError` with kept steps of a dataset without a length.
-        """
-        if self.stock is None:
-            num_samples = self.now.data.samples or 0
-            done = round((epochs - int(epochs)) * num_samples)
-            share = Share(done_before=np.arange(num_samples) < done if done else None)
-            self.open(int(epochs), trained=done, share=share)
-            self.is_loaded = True
-            return done
-        an_epoch = self.stock.steps_an_epoch
-        if an_epoch is None:
-            raise DataError(
-                "the checkpoint was written without odb, and where its optimizer steps end in a dataset without a "
-                "length is not known; set `resume: ignore_data` to begin an epoch anew"
-            )
-        epoch, steps = divmod(optimizer_steps, max(an_epoch, 1))
-        self.open(epoch, optimizer_steps=steps, trained=steps * self.stock.global_batch_size)
-        self.is_loaded = True
-        return None
-
-    def load(
-        self, saved: Sequence[Mapping[str, Any]], fingerprint: Callable[[int], int], *, ignore_data: bool = False
-    ) -> None:
+    def load(self, saved: Sequence[Mapping[str, Any]], fingerprint: Callable[[int], int]) -> None:
         """Resume from the states of all ranks, or from one alone if that is enough: with kept steps, or if it is this
         rank's and there are as many ranks as before.
 
         fingerprint: that of the order of an epoch, here. Raises `DataError` with what differs or is damaged.
         """
-        if ignore_data:
-            epoch = saved[0].get("epoch") if saved and isinstance(saved[0], Mapping) else None
-            self.open(epoch if isinstance(epoch, int) and epoch >= 0 else 0)  # the state may be damaged
-            self.is_loaded = True
-            logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", self.now.epoch)
-            return
         try:
             states = [read_state(one) for one in saved]
         except DataError as error:
-            raise DataError(f"the data state cannot be read: {error}; {WAY_OUT}") from None
-        begin = self._begin
-        mine = next((state for state in states if state.rank == begin.rank), states[0])
+            raise DataError(f"the data state cannot be read: {error}; take an older state, or {RESTART}") from None
+        mine = next((state for state in states if state.rank == self._begin.rank), states[0])
         changed = self._changed_settings(mine)
         self._check_data(mine, fingerprint(mine.epoch), changed)
         self._check_rows(mine, changed)
@@ -347,29 +305,34 @@ class Progress:
             logger.warning(
                 "%s since the checkpoint; the rows to come are made with what is set now", ", ".join(changed.values())
             )
-        change = f"ranks {mine.world_size} -> {begin.world_size}" if mine.world_size != begin.world_size else ""
-        if not change and self.stock is None and mine.rank != begin.rank:
-            change = f"the state of rank {mine.rank} for rank {begin.rank}"
-        if change and mine.data.split and not mine.is_at_begin:
-            raise DataError(
-                f"{change}: a stream that was split between the ranks beforehand cannot be dealt out anew; go on as "
-                "before, give the ranks the whole stream, or set `resume: ignore_data`"
-            )
-        share = mine.share
-        if self.stock is None and change and not mine.is_at_begin:
-            share = self._deal_out_anew(states, change)
-        self.open(mine.epoch)
-        self.now = replace(
-            mine,
-            rank=begin.rank,
-            world_size=begin.world_size,
-            data=begin.data,
+        share, change = mine.share, self._change_of_ranks(mine)
+        if change and not mine.is_at_begin:
+            if mine.data.split:
+                raise DataError(
+                    f"{change}: a stream that was split between the ranks beforehand cannot be dealt out again; go on "
+                    f"as before, give the ranks the whole stream, or {RESTART}"
+                )
+            share = self._deal_out(states, change)
+        self.open(
+            mine.epoch,
+            is_loaded=True,
+            optimizer_steps=mine.optimizer_steps,
+            trained=mine.trained,
+            rejected=mine.rejected,
+            overlong=mine.overlong,
             share=share,
             probes=mine.probes[-NUM_PROBES:],
-            rows_from=begin.rows_from,
         )
         self.order = None if mine.is_at_begin else mine.data.order
-        self.is_loaded = True
+
+    def _change_of_ranks(self, state: DataState) -> str:
+        """What is not as it was, in words; "": nothing."""
+        before, now = state.world_size, self._begin.world_size
+        return f"ranks {before} -> {now}" if before != now else ""
+
+    @abstractmethod
+    def _deal_out(self, states: Sequence[DataState], change: str) -> ShareProgress | None:
+        """What counts as done of the share of any rank, after this change of the ranks. states: of all ranks."""
 
     def _changed_settings(self, state: DataState) -> dict[str, str]:
         """By name, in words: what rows are made with now and were not made with then."""
@@ -389,8 +352,7 @@ class Progress:
         if state.mode != mode:
             raise DataError(
                 f"global_batch_size: the state was written with `{state.mode}`, so where it stands among the steps of "
-                f"`{mode}` cannot be told; go on with what it was, or set `resume: ignore_data` to begin the "
-                "epoch anew"
+                f"`{mode}` cannot be told; go on with what it was, or {RESTART}"
             )
         then, now = asdict(state.data), asdict(replace(self._begin.data, order=order))
         if then == now:
@@ -401,18 +363,18 @@ class Progress:
         differs = [*changed.values(), *differs] or ["rows come in another order: another shuffling or other data sets"]
         raise DataError(
             f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is left "
-            "of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin it anew"
+            f"of the epoch cannot be told; bring them back, or {RESTART}"
         )
 
     def _check_rows(self, state: DataState, changed: Mapping[str, str]) -> None:
         """Read a few trained rows again. Raises `DataError` where one has changed; warns where rows are random."""
-        if self.read_row is None:
+        if self._read_row is None:
             return
         for row, content in state.probes:
-            now = self.read_row(row)
+            now = self._read_row(row)
             if not content or (isinstance(now, Sample) and now.content == content):
                 continue
-            again = self.read_row(row)
+            again = self._read_row(row)
             if isinstance(now, Sample) and isinstance(again, Sample) and now.content != again.content:
                 logger.warning(
                     "row %d of the training dataset is another each time it is read, so it is not known whether the "
@@ -421,22 +383,78 @@ class Progress:
                 )
                 return
             found = "it says something else" if isinstance(now, Sample) else now.message.rstrip(".;")
-            if changed:
-                raise DataError(
-                    f"{', '.join(changed.values())}: row {row} of the training dataset was trained on, and now: "
-                    f"{found}; set it back, or set `resume: ignore_data` to begin the epoch anew"
-                )
+            cause = ", ".join(changed.values()) or "the training data have changed since the checkpoint"
             raise DataError(
-                f"the training data have changed since the checkpoint: row {row} of the training dataset was trained "
-                f"on, and now: {found}; bring it back, or set `resume: ignore_data` to begin the epoch anew"
+                f"{cause}: row {row} of the training dataset was trained on, and now: {found}; bring back what it was, "
+                f"or {RESTART}"
             )
 
-    def _deal_out_anew(self, states: Sequence[DataState], change: str) -> Share:
-        """The share of any rank in what all ranks have left. change: of the ranks."""
+
+class KeptProgress(Progress):
+    """Of kept optimizer steps: a state is a cursor, the same on all ranks.
+
+    Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step.
+    """
+
+    def __init__(
+        self, begin: DataState, stock: StockSteps, read_row: Callable[[int], Sample | Rejection] | None = None
+    ):
+        super().__init__(begin, read_row)
+        self._stock = stock
+
+    @property
+    def start(self) -> Start:
+        stock, now = self._stock, self.now
+        return Start(
+            done=ShareProgress(drawn=stock.first_number(now.rank, now.optimizer_steps)),
+            stop=stock.num_samples if stock.remainder else None,
+            block=stock.global_batch_size,
+        )
+
+    def skip(self, optimizer_steps: int, epochs: float) -> None:
+        """Exact. Raises `DataError` for a dataset without a length."""
+        an_epoch = self._stock.steps_an_epoch
+        if an_epoch is None:
+            raise DataError(
+                "the checkpoint was written without odb, and where its optimizer steps end in a dataset without a "
+                f"length is not known; {RESTART}"
+            )
+        epoch, steps = divmod(optimizer_steps, max(an_epoch, 1))
+        self.open(epoch, is_loaded=True, optimizer_steps=steps, trained=steps * self._stock.global_batch_size)
+
+    def _deal_out(self, states: Sequence[DataState], change: str) -> None:
+        """Nothing: a cursor is in the order of all ranks."""
+
+
+class FilledProgress(Progress):
+    """Of filled optimizer steps: a state has what its rank has done of its share of the order.
+
+    A rank resumes with what is left of its share; where there are other ranks, what is left of all shares is dealt out
+    again.
+    """
+
+    @property
+    def start(self) -> Start:
+        assert self.now.share is not None
+        return Start(done=self.now.share)
+
+    def skip(self, optimizer_steps: int, epochs: float) -> int:
+        """By the share of the last epoch that is done: the samples that count as done."""
+        num_samples = self.now.data.samples or 0
+        done = round((epochs - int(epochs)) * num_samples)
+        share = ShareProgress(done_before=np.arange(num_samples) < done if done else None)
+        self.open(int(epochs), is_loaded=True, trained=done, share=share)
+        return done
+
+    def _change_of_ranks(self, state: DataState) -> str:
+        given = f"the state of rank {state.rank} for rank {self._begin.rank}" if state.rank != self._begin.rank else ""
+        return super()._change_of_ranks(state) or given
+
+    def _deal_out(self, states: Sequence[DataState], change: str) -> ShareProgress:
         try:
             done = done_positions(states)
         except DataError as error:
-            raise DataError(f"{error}; {WAY_OUT}") from None
+            raise DataError(f"{error}; take an older state, or {RESTART}") from None
         left = "other samples" if self._begin.data.samples is None else f"{int((~done).sum())} samples left"
-        logger.info("epoch %d goes on with %s: its %s are dealt out anew", states[0].epoch, change, left)
-        return Share(done_before=done)
+        logger.info("epoch %d goes on with %s: its %s are dealt out again", states[0].epoch, change, left)
+        return ShareProgress(done_before=done)

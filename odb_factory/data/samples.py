@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Rejection:
-    """One row that will not be trained on. fatal: the training stops with `message`."""
+    """A row that is left out when it is read, before any plan. fatal: the training stops with `message`."""
 
     id: int
     reason: str
@@ -47,11 +47,11 @@ class OptimizerStep:
     num_stock_means: what stock divides the sum of its means over units by: their number, but for losses that it adds
         up (0: there is no stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
-    done: samples of the epoch trained on or rejected, on all ranks, once this step is taken.
+    done: samples of the epoch planned or rejected, on all ranks, once this step is taken.
     progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.
     rejected: rows of the epoch rejected on all ranks until this step was planned, by reason.
     overlong: samples of the epoch that break a budget alone, on all ranks, seen until this step was planned.
-    not_trained: on the last step, rows neither trained on nor left out (`join: false`, `drop_last`); 0 before.
+    remainder: on the last step, rows that the epoch ends without (`join: false`, `drop_last`); 0 before.
     epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
         step), else estimated; 0 where that is not known.
     last: no step follows in this epoch.
@@ -72,7 +72,7 @@ class OptimizerStep:
     progress: float | None
     rejected: Counter[str]
     overlong: int
-    not_trained: int
+    remainder: int
     epoch_steps: int
     last: bool
 
@@ -121,7 +121,7 @@ class MicroBatch:
     samples: in batch order; empty on an idle micro-batch.
     totals: the micro-step over all ranks.
     whole, numbers: of a part, the micro-batch that it was taken from, by which its samples are weighed, and their
-        places in it. A part remains when rows are lost after the step began; `oom: split` cuts a micro-batch in two.
+        places in it. A part remains where rows are late; `oom: split` cuts a micro-batch in two.
     start: of a part that was cut, the number of its first sample in the micro-batch as collated before.
     """
 
@@ -201,7 +201,7 @@ class Measured:
         return self.media.patches
 
     def __str__(self) -> str:
-        return described(self.rows * self.length, self.media)
+        return describe_cost(self.rows * self.length, self.media)
 
     def is_within(self, budget: Budget) -> bool:
         """As configured: what memory allowed less of was planned before."""
@@ -209,17 +209,20 @@ class Measured:
         return caps and not budget.excess(self.rows * self.length, self.patches)
 
 
-def described(tokens: int, media: Media) -> str:
+def describe_cost(tokens: int, media: Media) -> str:
     """A sample or a micro-batch as in messages: 900 tokens, 400 image patches, 3000 audio frames."""
     return f"{tokens} tokens, {media}" if any(media) else f"{tokens} tokens"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The rows that are left out: one way for all reasons, from the first read to collation.
+# The rows that are left out: one way for all reasons. A row is rejected when it is read, before a plan, or it fails: it
+# is planned, and then cannot be collated, or memory does not hold it. One that fails after its optimizer step began is
+# late: the others keep their weights, and its share of the loss is lost.
 
 MAX_LOGGED = 10
 COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
-"""The reasons of rows that were observed and cannot be collated, or are of a micro-batch that memory does not hold."""
+"""The reasons of rows that fail: they cannot be collated, or are of a micro-batch that memory does not hold."""
+HINTS = {"unsupervised": " (no token carries loss; cutoff_len may cut the answers off, and nothing would be learned)"}
 
 logger = get_logger(__name__)
 
@@ -239,9 +242,9 @@ class LeftOut:
     def leave_out(
         self, ids: Sequence[int], reason: str, message: str, *, epoch: int, step: int, lost_weight: float = 0.0
     ) -> None:
-        """Note that these rows are not trained on in an optimizer step (its index in the epoch). Any thread.
+        """Leave these rows out of an optimizer step (its index in the epoch). Any thread.
 
-        lost_weight: their share of the loss of that step, where it is lost.
+        lost_weight: of each, the share of the loss of that step, where they are late.
         """
         row = {"reason": reason, "message": message, "epoch": epoch, "lost_weight": lost_weight}
         with self._lock:
@@ -268,3 +271,10 @@ class LeftOut:
         if self._num_logged == MAX_LOGGED:
             where = "counted" if self.path is None else f"listed in {self.path}"
             logger.warning("further rows that are left out are not logged but %s", where)
+
+
+def no_usable_row(rejected: Mapping[str, int], others: Sequence[str] = (), empty: str = "it is empty") -> str:
+    """Why no row can be trained on. rejected: rows by reason. others: more reasons. empty: said where there is none."""
+    reasons = [f"{count} {reason}{HINTS.get(reason, '')}" for reason, count in rejected.items()]
+    named = "; the warnings above name the first of them" if rejected else ""
+    return f"no row of the training dataset can be trained on: {', '.join([*reasons, *others]) or empty}{named}."

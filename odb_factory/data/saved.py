@@ -21,7 +21,7 @@ import numpy as np
 
 from odb_factory.errors import DataError, one_line
 
-VERSION = 8
+VERSION = 9
 """Of everything that is saved; another version is refused."""
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ thread while that last micro-batch is computed, and the training waits for nothi
 answer when it holds the first micro-batch of s; a message that has not been sent by then is sent at once and covers the
 micro-batches that have been collated by then. No micro-batch waits anywhere but in the DataLoader's own prefetch.
 
-A row that cannot be collated (`on_error: skip`) and is known in time leaves the step and its divisors on all ranks.
-Another one is late: the other rows keep their planned weights, and all ranks are told with the next message what share
-of the loss is lost. That message also tells how many micro-batches of the step before were over a budget.
+A row that fails (`on_error: skip`: it cannot be collated) and is known in time leaves the step and its divisors on all
+ranks. Another one is late: the other rows keep their planned weights, and all ranks are told with the next message what
+share of the loss is lost. That message also tells how many micro-batches of the step before were over a budget.
 
 After the last step of a pass, or when it is left, one more message says that this rank is through. Every rank sends the
 same number of messages, so ranks that leave an epoch together leave nothing behind.
@@ -35,7 +35,7 @@ CHECK_S = 0.1
 
 
 class LateRow(NamedTuple):
-    """A row that is lost after its step began; all ranks learn of it with the next step.
+    """A row that failed after its optimizer step began; all ranks learn of it with the next step.
 
     share: of the loss of its step, which is lost. empties: its micro-batch has no row left and idles.
     """
@@ -47,26 +47,26 @@ class LateRow(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lost:
-    """What all ranks have lost. rows: that could not be collated; late: those found after their step began.
+class Reports:
+    """What all ranks have reported. failed: rows that could not be collated; late: those of them that are late.
 
     over_budget: micro-batches of two or more samples that the collator has made larger than the budgets.
     """
 
-    rows: int = 0
+    failed: int = 0
     late: list[LateRow] = field(default_factory=list)
     over_budget: int = 0
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """What all ranks have told of earlier steps."""
         late = [LateRow(*row) for row in answer.get("late", ())]
-        self.rows += len(late)
+        self.failed += len(late)
         self.late += late
         self.over_budget += answer.get("over", 0)
 
-    def take(self) -> Lost:
+    def take(self) -> Reports:
         """All of it, of which nothing stays here."""
-        taken, self.rows, self.late, self.over_budget = replace(self), 0, [], 0
+        taken, self.failed, self.late, self.over_budget = replace(self), 0, [], 0
         return taken
 
 
@@ -74,38 +74,38 @@ class Lost:
 class Agreed:
     """What all ranks know of an optimizer step before its first forward.
 
-    step: without the rows that cannot be collated. rows: these, each with the index of its micro-batch. emptied:
+    step: without the rows that failed. failed: these, each with the index of its micro-batch. emptied:
     micro-batches of all ranks that have no row left, by index.
     """
 
     step: OptimizerStep
-    rows: Sequence[tuple[int, SampleInfo]]
+    failed: Sequence[tuple[int, SampleInfo]]
     emptied: Counter[int]
 
     @classmethod
     def of(cls, step: OptimizerStep, answer: Mapping[str, Any]) -> Agreed:
         """step: as planned. answer: of all ranks."""
-        rows = [(index, SampleInfo(*row)) for index, *row in answer.get("lost", ())]
+        failed = [(index, SampleInfo(*row)) for index, *row in answer.get("failed", ())]
         emptied = Counter(answer.get("emptied", ()))
-        agreed, lost_rows = cls(step, rows, emptied), [row for _, row in rows]
-        lost, divisors = agreed.lost_units, {row.stock_mean: row.stock_units for row in lost_rows}
+        agreed, rows = cls(step, failed, emptied), [row for _, row in failed]
+        units, divisors = agreed.failed_units, {row.stock_mean: row.stock_units for row in rows}
         left = replace(
             step,
             samples=step.samples - len(rows),
-            tokens=step.tokens - sum(row.tokens for row in lost_rows),
-            units=step.units - sum(row.units for row in lost_rows),
-            root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in lost_rows),
+            tokens=step.tokens - sum(row.tokens for row in rows),
+            units=step.units - sum(row.units for row in rows),
+            root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in rows),
             num_active=step.num_active - emptied.total(),
-            num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == lost[mean] for mean in divisors),
+            num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == units[mean] for mean in divisors),
         )
         return replace(agreed, step=left)
 
     def apply(self, micro_batch: MicroBatch) -> MicroBatch:
         """A micro-batch of the step, as planned, without these rows."""
-        if not self.rows:
+        if not self.failed:
             return replace(micro_batch, step=self.step)
-        ids = {row.id for _, row in self.rows}
-        here = [row for index, row in self.rows if index == micro_batch.index]
+        ids = {row.id for _, row in self.failed}
+        here = [row for index, row in self.failed if index == micro_batch.index]
         totals = replace(
             micro_batch.totals,
             samples=micro_batch.totals.samples - len(here),
@@ -113,15 +113,15 @@ class Agreed:
             units=micro_batch.totals.units - sum(row.units for row in here),
             active_ranks=micro_batch.totals.active_ranks - self.emptied[micro_batch.index],
         )
-        lost = self.lost_units
+        units = self.failed_units
         left = (one for one in micro_batch.samples if one.id not in ids)
-        samples = tuple(one._replace(stock_units=one.stock_units - lost[one.stock_mean]) for one in left)
+        samples = tuple(one._replace(stock_units=one.stock_units - units[one.stock_mean]) for one in left)
         return replace(micro_batch, step=self.step, totals=totals, samples=samples)
 
     @property
-    def lost_units(self) -> Counter[int]:
-        """By the number of the mean that stock takes."""
-        return sum((Counter({row.stock_mean: row.stock_counted}) for _, row in self.rows), Counter())
+    def failed_units(self) -> Counter[int]:
+        """What the rows that failed count in the means that stock takes, by the number of the mean."""
+        return sum((Counter({row.stock_mean: row.stock_counted}) for _, row in self.failed), Counter())
 
 
 def merge_messages(messages: Sequence[bytes]) -> bytes:
@@ -155,36 +155,36 @@ class CollateNotes:
                 assert isinstance(reader, Connection)
                 reader.recv_bytes()
 
-    def tell(self, worker: int, micro_batch: MicroBatch, lost: Sequence[int]) -> None:
-        """lost: the places in it of the rows that cannot be collated."""
-        self._writers[worker].send_bytes(json.dumps(_note(micro_batch, lost)).encode())
+    def tell(self, worker: int, micro_batch: MicroBatch, failed: Sequence[int]) -> None:
+        """failed: the places in it of the rows that cannot be collated."""
+        self._writers[worker].send_bytes(json.dumps(_note(micro_batch, failed)).encode())
 
 
-def _note(micro_batch: MicroBatch, lost: Sequence[int]) -> dict[str, Any]:
+def _note(micro_batch: MicroBatch, failed: Sequence[int]) -> dict[str, Any]:
     """What is told of a micro-batch that has been collated."""
     step = micro_batch.step
     note: dict[str, Any] = {"step": step.index, "micro_batches": step.num_micro_batches}
-    if lost:
-        note["lost"] = [(micro_batch.index, *micro_batch.samples[i]) for i in lost]
-        note["emptied"] = [micro_batch.index] if len(lost) == len(micro_batch.samples) else []
+    if failed:
+        note["failed"] = [(micro_batch.index, *micro_batch.samples[i]) for i in failed]
+        note["emptied"] = [micro_batch.index] if len(failed) == len(micro_batch.samples) else []
     return note
 
 
 class StepAgreement:
     """The agreements of one pass over an epoch.
 
-    lost: what all ranks report is added here by the thread that calls `of` and `close`. reweighs: rows that cannot be
-    collated leave the divisor of their step; else they are all late.
+    reports: what all ranks report is added here by the thread that calls `agree_on` and `close`. reweighs: rows that
+    fail leave the divisor of their step; else they are all late.
 
-        agreement = StepAgreement(ranks, Lost(), reweighs=True)
+        agreement = StepAgreement(ranks, Reports(), reweighs=True)
         agreement.start(first_step=0, notes=notes, window=4)
-        agreed = agreement.of(micro_batch, lost=())  # with the first micro-batch of the step in hand
+        agreed = agreement.agree_on(micro_batch, failed=())  # with the first micro-batch of the step in hand
         agreement.taken(micro_batch)  # each one that is handed to the training
         agreement.close(timeout_s=7)
     """
 
-    def __init__(self, ranks: Ranks, lost: Lost, *, reweighs: bool):
-        self._ranks, self._lost, self._reweighs = ranks, lost, reweighs
+    def __init__(self, ranks: Ranks, reports: Reports, *, reweighs: bool):
+        self._ranks, self._reports, self._reweighs = ranks, reports, reweighs
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._late: list[LateRow] = []
@@ -209,14 +209,14 @@ class StepAgreement:
             self._thread = threading.Thread(target=self._run, args=(sources,), name="odb-agreement", daemon=True)
             self._thread.start()
 
-    def of(self, micro_batch: MicroBatch, lost: Sequence[int]) -> Agreed:
+    def agree_on(self, micro_batch: MicroBatch, failed: Sequence[int]) -> Agreed:
         """What all ranks have agreed on for the step of this micro-batch, its first.
 
-        lost: the places in it of the rows that cannot be collated. Raises `CollectiveError` if another rank ended.
+        failed: the places in it of the rows that cannot be collated. Raises `CollectiveError` if another rank ended.
         """
         step = micro_batch.step
         if self._thread is None:
-            self._notes[step.index].append(_note(micro_batch, lost))
+            self._notes[step.index].append(_note(micro_batch, failed))
             self._exchange()
         else:
             with self._changed:
@@ -231,8 +231,8 @@ class StepAgreement:
         if "through" in answer:
             raise CollectiveError(known_failure() or f"rank {answer['through']} stopped: {LEFT_EPOCH}")
         agreed = Agreed.of(step, answer)
-        self._lost.add(answer)
-        self._lost.rows += len(agreed.rows)
+        self._reports.add(answer)
+        self._reports.failed += len(agreed.failed)
         return agreed
 
     def tell_late(self, rows: Sequence[LateRow]) -> None:
@@ -267,7 +267,7 @@ class StepAgreement:
             except CollectiveError:
                 pass  # the others have ended before this rank
         for answer in self._answers.values():
-            self._lost.add(answer)
+            self._reports.add(answer)
 
     def _wake(self) -> None:
         if self._waker is not None:
@@ -320,7 +320,7 @@ class StepAgreement:
         if self._is_through:
             message["through"] = self._ranks.rank
         else:
-            for key in ("lost", "emptied") if self._reweighs else ():
+            for key in ("failed", "emptied") if self._reweighs else ():
                 if told := [row for note in notes for row in note.get(key, ())]:
                     message[key] = told
         packed = json.dumps(message, separators=(",", ":")).encode() if message else b""

@@ -23,11 +23,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from odb_factory.comm.standing import waiting
-from odb_factory.data.collate import GroupDataset
+from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.observe import ObservedDataset, where
 from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
 from odb_factory.data.processes import BusyRows, PlanProcess, WorkerInit, worker_seed
-from odb_factory.data.samples import Rejection, Sample, Task
+from odb_factory.data.samples import Rejection, Sample, Task, no_usable_row
 from odb_factory.data.serialize import NOT_SENT
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
@@ -147,7 +147,7 @@ class LoaderWorkers:
         self,
         parts: DataLoaderParts,
         rows: ObservedDataset,
-        groups: GroupDataset,
+        groups: CollatedDataset,
         collate_workers: int | None,
         rank: int,
         world_size: int,
@@ -227,7 +227,7 @@ class LoaderWorkers:
         """The next outcome, None for a task that was None, or `END`."""
         return take(outcomes, "collates", self._groups.busy)
 
-    def plan(self) -> PlanProcess | None:
+    def plan_process(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
         return PlanProcess(self._parts.multiprocessing_context) if self.num_collating else None
 
@@ -257,15 +257,7 @@ class LoaderWorkers:
                     reasons[sample.id] = "that cannot be collated"
                 else:
                     return sample
-        unsupervised = "no token carries loss; cutoff_len may cut the answers off, and nothing would be learned"
-        named = [
-            f"{count} {reason}{f' ({unsupervised})' if reason == 'unsupervised' else ''}"
-            for reason, count in Counter(reasons.values()).items()
-        ]
-        raise DataError(
-            f"no row of the training dataset can be trained on: {', '.join(named) or 'it is empty'}; the "
-            "warnings above name the first of them."
-        )
+        raise DataError(no_usable_row(Counter(reasons.values())))
 
     def _all_rows(self) -> Iterator[Sample | Rejection]:
         """In the order of all ranks, read and observed in this process; a stream from its beginning."""

@@ -128,7 +128,7 @@ class HostCallback(TrainerCallback):
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, LogCallback):  # it reads the number of steps once
                 callback.max_steps = state.max_steps
-        count = self.trainer.odb.run.loader.rejected[INVALID_ROW] if self._watches_dropped else 0
+        count = self.trainer.odb.run.step.rejected[INVALID_ROW] if self._watches_dropped else 0
         if count:
             self._watches_dropped = False
             logger.info(

@@ -288,7 +288,7 @@ def check_combination(
 
     config: the block, where `data_args` do not hold it as those of a patched fork do.
     """
-    from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
+    from odb_factory.comm.agreement import MayDiffer, block_settings, compare, releases
     from odb_factory.comm.gloo import gather_once
     from odb_factory.llamafactory import dataset
     from odb_factory.training.checks import check_arguments, check_stream, of_arguments
@@ -314,7 +314,7 @@ def check_combination(
         except ConfigError as error:
             problem = error
     own = of_arguments(*owners)
-    settings = {**releases(), **own, **of_block(config), **of_arguments(training_args)}
+    settings = {**releases(), **own, **block_settings(config), **of_arguments(training_args)}
     # The loader compares releases, block and training arguments again, and warns of those that may differ.
     settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
     timeout, rank = config.exchange_timeout_s, training_args.process_index

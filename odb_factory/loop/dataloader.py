@@ -85,7 +85,7 @@ class Controls(Generic[T_co]):
             raise cause from error
 
 
-class State:
+class Stateful:
     """Not part of `Online`: accelerate would add counts of its own to the state of a DataLoader it has wrapped."""
 
     _odb: Iteration
@@ -206,7 +206,7 @@ def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str,
 # `ODBDataLoader`: a DataLoader that forms its batches online, for custom training loops.
 
 
-class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
+class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
     """A DataLoader that forms its batches online, under budgets; yields what `collate_fn` returns.
 
     dataset: map-style or an `IterableDataset`; an item is a mapping with `input_ids` (list, array or tensor of shape
@@ -330,7 +330,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
 # `apply_odb`: let an existing DataLoader form its batches online.
 
 
-class ODBHandle(Controls[Any], State):
+class ODBHandle(Controls[Any], Stateful):
     """The result of `apply_odb`: iterates the DataLoader, and `remove()` restores it.
 
     Example::

@@ -25,11 +25,11 @@ from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.gloo import Group, check_process_group, find_process_group, gather_once
 from odb_factory.comm.lifeline import lifeline_of, world_size_of
 from odb_factory.comm.ranks import Ranks
-from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig, make_config
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import OF_STEP, StockMean, check_first_item, dismantle, make_config
+from odb_factory.data.order import MEAN_OF_STEP, StockMean, check_first_item, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import MicroBatch
 from odb_factory.data.serialize import Picklable, fingerprint
@@ -267,7 +267,7 @@ class _Replica:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-OVER = (
+STALE = (
     "this iterator is stale: its loader was iterated again, given another epoch or state, or closed; finish one "
     "iteration before the next, or make two loaders."
 )
@@ -311,7 +311,7 @@ class Iteration:
         process_group: dist.ProcessGroup | None = None,
         already_split: bool = False,
         is_fetched_ahead: bool = False,
-        stock_mean: StockMean = OF_STEP,
+        stock_mean: StockMean = MEAN_OF_STEP,
         config: ODBConfig | None = None,
         **block: Unpack[LoopKeys],
     ):
@@ -497,7 +497,7 @@ class Iteration:
                     self._check_goes_on(loader, current)
                     self.accounting.end()
             if micro_batch is None or not (micro_batch.step.last and micro_batch.ends_optimizer_step):
-                raise ConfigError(OVER)
+                raise ConfigError(STALE)
         finally:
             begin_row(())  # the row whose step info was taken out last ends with the loop
             if self._current is current:
@@ -513,4 +513,4 @@ class Iteration:
 
     def _check_goes_on(self, loader: ODBLoader, current: Pass) -> None:
         if loader.under_way is not current:
-            raise ConfigError(OVER)
+            raise ConfigError(STALE)

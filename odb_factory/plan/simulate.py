@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from odb_factory.accounting.statistics import StepStatistics
-from odb_factory.data.order import OF_MICRO_BATCH, StockSteps, by_weight
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, StockSteps, split_by_weight
 from odb_factory.plan.arguments import Asked
 from odb_factory.plan.rows import Sample, Step
 from odb_factory.planning import (
@@ -297,14 +297,14 @@ class Simulation:
             batch_size=asked.batch_size,
             world_size=asked.ranks,
             num_samples=None,
-            mean=OF_MICRO_BATCH,
+            mean=MEAN_OF_MICRO_BATCH,
             equal_weights=self.equal_weights,
         )
         for step in steps:
             rank = (step.start + step.rows["position"]) % asked.ranks
             buffers = [BufferMetadata(step.rows[rank == one], exhausted=False) for one in range(asked.ranks)]
             if self.equal_weights:
-                buffers = by_weight(buffers, stock)
+                buffers = split_by_weight(buffers, stock)
             plan = plan_in_groups(buffers, budget, config.balance_group_size if config.balance else 1)
             found.append((plan, pool(buffers)[0]))
         return found

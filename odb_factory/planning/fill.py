@@ -15,7 +15,7 @@ import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
 from odb_factory.planning.flat import Samples, bins_needed, capacities
-from odb_factory.planning.keep import cut, share
+from odb_factory.planning.keep import assign_pools, cut
 from odb_factory.planning.padded import Pools, groups_needed, place
 from odb_factory.planning.plan import BufferMetadata, Plan, Steps, pool, to_plan
 
@@ -47,7 +47,7 @@ def plan_buffers(
     rank if there are so many (I5).
     """
     table, starts, owner_rank = pool(buffers)
-    balance, exceeds_transfer_limit, pool_of, slots = share(buffers, owner_rank, balance=balance)
+    balance, exceeds_transfer_limit, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
     done = np.array([buffer.exhausted for buffer in buffers])
     if balance:
         done = np.array([done.all()])

@@ -153,14 +153,14 @@ def plan_optimizer_step(
         plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
-    balance, exceeds_transfer_limit, pool_of, slots = share(buffers, owner_rank, balance=balance)
+    balance, exceeds_transfer_limit, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
     groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model, least_steps)
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
 
 
-def share(
+def assign_pools(
     buffers: Sequence[BufferMetadata], owner_rank: np.ndarray, *, balance: bool
 ) -> tuple[bool, bool, np.ndarray, int]:
     """Whether samples may change rank; whether they are too heavy to; the pool of each sample [n]; ranks a pool."""
@@ -187,7 +187,7 @@ def cut(
     index: the samples to cut, as positions in the table [n]. pool_of: the pool of each of them [n]. slots: ranks that
     share a pool.
     least_steps: the fewest micro-steps, as far as there are samples. chosen: exactly that many, for which the samples
-    have been chosen; where flat bins cannot be kept within the budgets, their youngest samples are left out.
+    have been chosen; where flat bins cannot be kept within the budgets, their youngest samples are not in them.
     """
     if not len(index):
         return []

@@ -58,7 +58,7 @@ class RowCounts:
     """Rows apart from the others so far. left_out: by reason."""
 
     left_out: dict[str, Count] | None = None
-    not_trained: Count | None = None
+    remainder: Count | None = None
     overlong: Count | None = None
     over_budget: Count | None = None
 

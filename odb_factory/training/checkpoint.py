@@ -642,9 +642,10 @@ def _load_without_data(run: ODBRun, checkpoint: Checkpoint) -> None:
             run.begin_at(checkpoint.record.optimizer_steps, checkpoint.record.epochs)
     else:
         run.begin_at(checkpoint.record.optimizer_steps, checkpoint.record.epochs)
-    run.restart_epoch(epoch)
-    for reason in (*restarted, f"epoch {epoch} is restarted, whatever was done of it"):
+    for reason in restarted:
         logger.warning("resume: ignore_data: %s", reason)
+    run.loader.restart(epoch)
+    run.restart_epoch(epoch)
 
 
 def _load_stock(run: ODBRun, checkpoint: Checkpoint) -> None:

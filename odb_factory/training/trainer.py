@@ -25,10 +25,9 @@ from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, make_config
 from odb_factory.data.collate import Collated
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, Observer, measure_batch
-from odb_factory.data.order import make_config
 from odb_factory.data.samples import Measured, OptimizerStep
 from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending

@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from odb_factory.accounting.losses import by_position, in_float32, to_device
 from odb_factory.data.observe import IGNORE_INDEX
-from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.model.check import shifts_labels, unwrapped
@@ -44,14 +44,14 @@ def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -
         # divide what a loss function returns.
         return StockMean("micro_batch", args.world_size, counts_first=False)
     if loss is None and not counts_tokens:
-        return OF_MICRO_BATCH
+        return MEAN_OF_MICRO_BATCH
     if loss is None and not equal_weights and not counts_items(trainer.model):
         # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
         # optimizer step. So stock adds these means up.
         sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
         return StockMean("micro_batch", sums_up_to, counts_first=False)
     several_means = args.world_size > 1 and not args.average_tokens_across_devices
-    return StockMean("rank") if several_means else OF_STEP
+    return StockMean("rank") if several_means else MEAN_OF_STEP
 
 
 class TrainerLoss:

@@ -81,7 +81,7 @@ def optimizer_step(
         stock_input_tokens=None,
         done=(index + 1) * len(rows),
         progress=None,
-        **{"rejected": Counter(), "overlong": 0, "not_trained": 0, "epoch_steps": 0, "last": last} | changes,
+        **{"rejected": Counter(), "overlong": 0, "remainder": 0, "epoch_steps": 0, "last": last} | changes,
     )
     return [
         [

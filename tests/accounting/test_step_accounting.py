@@ -20,7 +20,7 @@ from odb_factory.accounting.statistics import summary_line
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig
 from odb_factory.data.samples import LeftOut, Measured, MicroBatch, OptimizerStep
-from odb_factory.data.step_agreement import Lost
+from odb_factory.data.step_agreement import Reports
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.planning import Budget, Media
 
@@ -35,8 +35,8 @@ class Loader:
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
 
-    def take_lost(self) -> Lost:
-        return Lost()
+    def take_reports(self) -> Reports:
+        return Reports()
 
     def consume(self, step: OptimizerStep) -> None:
         self.consumed.append(step)
@@ -63,7 +63,7 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
         slots = cut(rng, 10, 3, num_micro_batches)
         last = index == 2
         (first, *_) = optimizer_step(
-            mine, slots, index=index, rejected=rejected, last=last, not_trained=last, overlong=2
+            mine, slots, index=index, rejected=rejected, last=last, remainder=last, overlong=2
         )
         steps.append(first)
         _run(accounting, first[:-1])
@@ -78,14 +78,15 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
     assert summary["tokens"] == sum(row.tokens for row in rows)
     assert (summary["optimizer_steps"], summary["micro_steps"]) == (3, 9)
     assert summary["idle_micro_batches"] == 27 - sum(first[0].step.num_active for first in steps)
-    assert (summary["left_out"], summary["not_trained"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
+    assert (summary["left_out"], summary["remainder"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
     metrics = accounting.metrics()
     assert metrics["odb/micro_batches"] == 3
     assert metrics["odb/units_per_step"] == round(mean, 1)
     assert metrics["odb/units_cv"] == round(spread / mean, 4)
     assert accounting.stats()["odb/left_out"] == 2
     counts = (
-        "30 samples trained on, 2 overlong ones alone, left out: 2 unreadable, not trained on: 1; 3 optimizer steps"
+        "30 samples trained on, 2 overlong ones alone, left out: 2 unreadable, remainder of epochs: 1; "
+        "3 optimizer steps"
     )
     assert counts in summary_line(summary)
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from odb_factory.comm.gloo import Exchange, Exchanges, Mesh
+from odb_factory.comm.gloo import Exchange, Exchanges, Connections
 from odb_factory.planning import Budget
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "benchmark"
@@ -69,11 +69,12 @@ class Gloo:
     """Real connections of ranks that are threads of this process."""
 
     def __init__(self, ranks: int, group_size: int):
-        self.meshes: dict[int, Mesh] = {}
+        self.connections: dict[int, Connections] = {}
         self.stores: dict[Any, HashStore] = {}
         self.lock = threading.Lock()
         self.all(
-            lambda rank: self.meshes.update({rank: self._connect(Exchanges(rank, ranks, group_size))}), range(ranks)
+            lambda rank: self.connections.update({rank: self._connect(Exchanges(rank, ranks, group_size))}),
+            range(ranks),
         )
 
     def all(self, function: Any, ranks: Any) -> None:
@@ -84,9 +85,9 @@ class Gloo:
             thread.join(60)
             assert not thread.is_alive()
 
-    def _connect(self, exchanges: Exchanges) -> Mesh:
+    def _connect(self, exchanges: Exchanges) -> Connections:
         leaders = exchanges.leaders if exchanges.rank == exchanges.leader else range(0)
-        return Mesh(exchanges, *(self._backend(exchanges.rank, ranks) for ranks in (exchanges.group, leaders)))
+        return Connections(exchanges, *(self._backend(exchanges.rank, ranks) for ranks in (exchanges.group, leaders)))
 
     def _backend(self, rank: int, ranks: range) -> ProcessGroupGloo | None:
         if len(ranks) < 2:
@@ -97,7 +98,7 @@ class Gloo:
 
     def run(self, exchanges: Mapping[int, Exchange[Any]]) -> dict[int, Any]:
         results: dict[int, Any] = {}
-        self.all(lambda rank: results.update({rank: self.meshes[rank].run(exchanges[rank], 0)}), list(exchanges))
+        self.all(lambda rank: results.update({rank: self.connections[rank].run(exchanges[rank], 0)}), list(exchanges))
         return results
 
 

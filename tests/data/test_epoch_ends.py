@@ -123,7 +123,7 @@ WITHOUT_A_USABLE_ROW: list[tuple[list[Row], dict[str, Any], list[str]]] = [
     (REJECTED, {}, ["6 overlong", "6 unsupervised", "; the warnings above name the first of them"]),
     ([rejection(0)], {}, ["1 unreadable"]),
     ([], {}, ["it is empty."]),
-    ([sample(i, 4) for i in range(5)], {"batch_size": 6, "drop_last": True}, ["5 left out by drop_last."]),
+    ([sample(i, 4) for i in range(5)], {"batch_size": 6, "drop_last": True}, ["5 dropped by drop_last."]),
 ]
 
 

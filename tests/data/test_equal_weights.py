@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from odb_factory.data.order import OF_MICRO_BATCH, StockSteps, by_weight, stock_means
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, StockSteps, split_by_weight, stock_means
 from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
 
-STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=OF_MICRO_BATCH)
+STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=MEAN_OF_MICRO_BATCH)
 
 
 def buffers_of(rng: random.Random, stock: StockSteps, num_ranks: int, num_rows: int, left_out: int) -> list:
@@ -34,13 +34,13 @@ def test_samples_of_a_micro_batch_weigh_the_same(seed: int) -> None:
         batch_size=batch_size,
         world_size=num_ranks,
         num_samples=None,
-        mean=OF_MICRO_BATCH,
+        mean=MEAN_OF_MICRO_BATCH,
         equal_weights=True,
     )
     num_rows = rng.randrange(1, 25)
     buffers = buffers_of(rng, stock, num_ranks, num_rows, left_out=rng.randrange(min(3, num_rows)))
     before = [buffer.rows.copy() for buffer in buffers]
-    separated = by_weight(buffers, stock)
+    separated = split_by_weight(buffers, stock)
     rows = np.concatenate([buffer.rows for buffer in buffers])
     divisors = stock_means(rows, stock)[:, 0]
 
@@ -58,10 +58,10 @@ def test_samples_of_a_micro_batch_weigh_the_same(seed: int) -> None:
 
 def test_nothing_changes_where_all_weigh_the_same() -> None:
     buffers = buffers_of(random.Random(1), STOCK, 2, 8, left_out=0)
-    for separated, buffer in zip(by_weight(buffers, STOCK), buffers, strict=True):
+    for separated, buffer in zip(split_by_weight(buffers, STOCK), buffers, strict=True):
         assert (separated.rows == buffer.rows).all()
 
 
 def test_ranks_without_a_sample_are_left_as_they_are() -> None:
     empty = [BufferMetadata(make_metadata([], [], True).rows, True) for _ in range(2)]
-    assert by_weight(empty, STOCK) == empty
+    assert split_by_weight(empty, STOCK) == empty

@@ -30,7 +30,7 @@ from lockstep import (
 from planning_strategies import budgets, collated, costs
 from torch.utils.data import BatchSampler
 
-from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean, StockSteps
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean, StockSteps
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget
@@ -67,7 +67,7 @@ def cases(draw: st.DrawFn, whole: bool = False) -> Case:
         batch_size=batch_size,
         world_size=world_size,
         drop_last=draw(st.booleans()),
-        mean=draw(st.sampled_from([OF_STEP, StockMean("rank"), OF_MICRO_BATCH])),
+        mean=draw(st.sampled_from([MEAN_OF_STEP, StockMean("rank"), MEAN_OF_MICRO_BATCH])),
     )
     return rows, stock, {"budget": draw(budgets), "balance": draw(st.booleans())}
 
@@ -149,7 +149,7 @@ def test_the_optimizer_steps_are_those_of_stock(case: Case) -> None:
     epochs = run_kept(rows, stock, **options)
     assume(epochs[0].error is None)
     accumulation = stock.global_batch_size // (stock.batch_size * stock.world_size)
-    dealt = stock_micro_batches(stock, len(rows), stock.not_trained > 0)
+    dealt = stock_micro_batches(stock, len(rows), stock.remainder > 0)
     steps = [dealt[k : k + accumulation] for k in range(0, len(dealt), accumulation)]
     assert stock.steps_an_epoch == len(steps) == len(epochs[0].steps)
     cost = {row.id: row.cost for row in usable(rows)}
@@ -245,7 +245,7 @@ def test_a_stream_keeps_its_optimizer_steps(rows: list[Row], size: int, world_si
     for step, other in zip(without[0].steps, with_length[0].steps):
         seen += step.samples
         assert step.done == seen + step.rejected.total() == other.done
-        assert (step.progress, step.not_trained) == (None, 0)
+        assert (step.progress, step.remainder) == (None, 0)
         assert step.epoch_steps == (len(without[0].steps) if step.last else 0)
 
 
@@ -312,7 +312,7 @@ def test_streams_that_were_split_before_keep_stocks_micro_batches(
         size=size,
         batch_size=batch_size,
         world_size=len(shards),
-        mean=OF_MICRO_BATCH,
+        mean=MEAN_OF_MICRO_BATCH,
         is_split=True,
     )
     epochs = run_shards(shards, stock=stock, balance=balance, num_samples=None)

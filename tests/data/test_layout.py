@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, BatchEncoding, DataCollatorForSeq2Seq, DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
 
-from odb_factory.data.collate import GroupDataset
+from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import FlatLayout, LayoutError, flatten, varlen_arguments
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
@@ -169,10 +169,10 @@ def _changed(**values: Any) -> dict[str, Any]:
 )
 def test_what_depends_on_rows_is_refused_by_name(batch: dict[str, Any], named: str) -> None:
     """Through the collating worker: the message is about the collator, not about a row."""
-    groups = GroupDataset(lambda rows: dict(batch), 14, None, FlatLayout())
+    groups = CollatedDataset(lambda rows: dict(batch), 14, None, FlatLayout())
     samples = [Sample(k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
     outcome = groups[(None, samples)]  # type: ignore[index]  # the micro-batch is handed through
-    assert outcome is not None and not outcome.lost
+    assert outcome is not None and not outcome.failed
     message = outcome.problem
     assert message.startswith("layout: the collator's ") and named in message
     assert message.endswith("set `layout: padded`.") and "\n" not in message

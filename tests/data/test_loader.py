@@ -318,7 +318,7 @@ def test_kept_optimizer_steps_are_stretches_of_the_order() -> None:
                     ids = [id for one, _, _ in items if one.step.index == t for id in one.ids]
                     assert sorted(ids) == sorted(expected[8 * t : 8 * t + 8])
                 last = items[-1][0].step
-                assert (last.done, last.not_trained, last.progress) == (end, 61 - end, 1.0)
+                assert (last.done, last.remainder, last.progress) == (end, 61 - end, 1.0)
 
 
 @pytest.mark.parametrize("mode", [{"global_batch_size": "fill"}, KEEP], ids=["fill", "keep"])

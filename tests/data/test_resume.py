@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import Table, run_ranks
 
-from odb_factory.data.order import OF_MICRO_BATCH
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH
 from odb_factory.data.progress import read_state
 from odb_factory.data.saved import dump
 from odb_factory.errors import CollectiveError, ConfigError, DataError
@@ -57,7 +57,7 @@ MODES = [
         "batch_size": 2,
         "accumulation": 2,
         "drop_last": True,
-        "stock_mean": OF_MICRO_BATCH,
+        "stock_mean": MEAN_OF_MICRO_BATCH,
     },
     {"world_size": 2, **KEEP, "global_batch_size": 7, "stream": Stream},
     {"world_size": 2, "layout": "flat", "accumulation": 2, "balance": True},
@@ -172,10 +172,10 @@ def test_another_way_may_be_taken_at_every_optimizer_step(stream: Any) -> None:
         )
         taken |= of_steps(done)
         step = done[0][0].step
-        figures[step.epoch, step.index] = (step.done, step.rejected, step.not_trained, step.last, step.tokens)
+        figures[step.epoch, step.index] = (step.done, step.rejected, step.remainder, step.last, step.tokens)
     assert taken == expected
     assert figures == {
-        (s.epoch, s.index): (s.done, s.rejected, s.not_trained, s.last, s.tokens)
+        (s.epoch, s.index): (s.done, s.rejected, s.remainder, s.last, s.tokens)
         for s in (one.step for one in whole[0])
     }
 
@@ -269,7 +269,7 @@ def refused(states: list[Any], *words: str, lengths: Any = LENGTHS, **options: A
         (EIGHT, {"seed": 8}, "seed was 7, is 8"),
         (EIGHT, {"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
         (EIGHT, {"global_batch_size": 16}, "global_batch_size was 8, is 16"),
-        (EIGHT, {"drop_last": True, "batch_size": 8}, "left_out_by_drop_last was 0, is 4"),
+        (EIGHT, {"drop_last": True, "batch_size": 8}, "drop_last_remainder was 0, is 4"),
         (EIGHT, {"stream": Stream}, "samples was 60, is None"),
         (EIGHT, {"global_batch_size": "fill"}, "global_batch_size: the state was written with `keep`"),
         ({}, EIGHT, "global_batch_size: the state was written with `fill`"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
-from odb_factory.data.order import FINGERPRINTED, ShardSampler, Share, Start, dismantle
+from odb_factory.data.order import FINGERPRINTED, ShardSampler, ShareProgress, Start, dismantle
 
 
 @given(st.integers(0, 150), st.integers(1, 4), st.integers(1, 20), st.integers(0, 9), st.integers(0, 150))
@@ -24,7 +24,7 @@ def test_shards_are_the_order_from_a_cursor_on(size: int, world_size: int, block
     drawn = []
     for rank in range(world_size):
         sampler = ShardSampler(order, rank, world_size)
-        sampler.start = Start(done=Share(drawn=first), stop=stop, block=block)
+        sampler.start = Start(done=ShareProgress(drawn=first), stop=stop, block=block)
         drawn += list(sampler)
     assert sorted(drawn) == sorted(order[: min(stop, size)][first * world_size :])
 

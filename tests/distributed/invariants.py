@@ -93,7 +93,7 @@ def _optimizer_steps(audits: Audits) -> dict[int, Audits]:
     return steps
 
 
-def check_books(output_dir: Path, audits: Audits, left_out: dict[str, int], not_trained: int = 0) -> dict[str, Any]:
+def check_books(output_dir: Path, audits: Audits, left_out: dict[str, int], remainder: int = 0) -> dict[str, Any]:
     """The summary says what the audits say; every loss is finite. Returns the summary."""
     summary = json.loads((output_dir / "odb_summary.json").read_text())
     assert summary["samples"] == sum(len(line["ids"]) for audit in audits for line in audit)
@@ -101,7 +101,7 @@ def check_books(output_dir: Path, audits: Audits, left_out: dict[str, int], not_
     assert summary["idle_micro_batches"] == sum(line["idle"] for audit in audits for line in audit)
     assert summary["optimizer_steps"] == audits[0][-1]["optimizer_step"]
     assert summary["ranks"] == len(audits)
-    assert (summary["left_out"], summary["not_trained"]) == (left_out, not_trained)
+    assert (summary["left_out"], summary["remainder"]) == (left_out, remainder)
     entries = losses(output_dir)
     assert len(entries) == summary["optimizer_steps"]
     assert all(math.isfinite(number) for entry in entries for number in entry)

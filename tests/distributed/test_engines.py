@@ -307,5 +307,5 @@ def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path)
         audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, join=False, fill=True
     )
     emitted = sum(len(line["ids"]) for audit in audits for line in audit)
-    summary = check_books(out, audits, left_out={"invalid": 7}, not_trained=len(world.usable) - emitted)
-    assert summary["not_trained"] > 0 == summary["idle_micro_batches"]
+    summary = check_books(out, audits, left_out={"invalid": 7}, remainder=len(world.usable) - emitted)
+    assert summary["remainder"] > 0 == summary["idle_micro_batches"]

@@ -29,7 +29,7 @@ def entry(step: int, time: float, loss: float = 1.0, *, steps: int = 1, **metric
     sums |= {"tokens": 60 * steps, "padded_tokens": 80 * steps, "awaited_tokens": 80 * steps, "units": 30 * steps}
     sums |= {"squared_units": 900 * steps, "patches": 0, "awaited_patches": 0, "moved": 0, "data_wait_s": 0.5}
     logs = {"loss": loss, "learning_rate": 1e-3, "odb/balance": 1.0, "odb/padding_ratio": 0.25} | metrics
-    rows = {"left_out": {"invalid": 2}, "not_trained": 0, "overlong": 1, "over_budget": 0}
+    rows = {"left_out": {"invalid": 2}, "remainder": 0, "overlong": 1, "over_budget": 0}
     line = {"event": "log", "time": time, "optimizer_step": step, "epoch": 0.1, "logs": logs, "sums": sums}
     return line | {"rows": rows}
 

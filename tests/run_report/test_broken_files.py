@@ -46,7 +46,7 @@ def files(tmp_path: Path) -> Files:
         "balance": 1.0,
         "units_cv": 0.0,
     }
-    summary |= {"patch_balance": 1.0, "data_wait_s": 1.5, "left_out": {"invalid": 2}, "not_trained": 0, "overlong": 1}
+    summary |= {"patch_balance": 1.0, "data_wait_s": 1.5, "left_out": {"invalid": 2}, "remainder": 0, "overlong": 1}
     made = {
         name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in (TRAINER_LOG, STATE)
     }
