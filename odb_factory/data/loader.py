@@ -242,7 +242,7 @@ class ODBLoader:
         )
         read_row = self._workers.read_row
         self._progress: Progress = (
-            FilledProgress(begin, read_row) if stock is None else KeptProgress(begin, stock, read_row)
+            FilledProgress(begin, read_row) if stock is None else KeptProgress(begin, read_row, stock)
         )
         self._settings = {
             **releases(),

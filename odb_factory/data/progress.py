@@ -228,18 +228,19 @@ def done_positions(states: Sequence[DataState]) -> np.ndarray:
 NUM_PROBES = 8
 """The rows that a rank has trained on last and reads again when it resumes, to see that they are the same."""
 RESTART = "set `resume: ignore_data` to restart the epoch"
+ReadRow = Callable[[int], Sample | Rejection]
+"""Observes a row of the dataset by its number."""
 
 
 class Progress(ABC):
     """Follows the optimizer steps that are consumed, writes states and reads them.
 
-    begin: the state before the first step of the first epoch. read_row: observes a row of the dataset by its number
-    (None where that cannot be: a stream).
+    begin: the state before the first step of the first epoch. read_row: None where rows have no number (a stream).
     now: the state after the optimizer step consumed last. is_loaded: a state has been loaded, and no step taken since.
     order: the fingerprint that the order of the epoch must have, if a state was loaded.
     """
 
-    def __init__(self, begin: DataState, read_row: Callable[[int], Sample | Rejection] | None = None):
+    def __init__(self, begin: DataState, read_row: ReadRow | None):
         self._begin, self._read_row = begin, read_row
         self.now = begin
         self.open(0)
@@ -330,9 +331,12 @@ class Progress(ABC):
         before, now = state.world_size, self._begin.world_size
         return f"ranks {before} -> {now}" if before != now else ""
 
-    @abstractmethod
     def _deal_out(self, states: Sequence[DataState], change: str) -> ShareProgress | None:
-        """What counts as done of the share of any rank, after this change of the ranks. states: of all ranks."""
+        """What counts as done of the share of any rank, after this change of the ranks. states: of all ranks.
+
+        None where all that is done is the cursor.
+        """
+        return None
 
     def _changed_settings(self, state: DataState) -> dict[str, str]:
         """By name, in words: what rows are made with now and were not made with then."""
@@ -396,9 +400,7 @@ class KeptProgress(Progress):
     Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step.
     """
 
-    def __init__(
-        self, begin: DataState, stock: StockSteps, read_row: Callable[[int], Sample | Rejection] | None = None
-    ):
+    def __init__(self, begin: DataState, read_row: ReadRow | None, stock: StockSteps):
         super().__init__(begin, read_row)
         self._stock = stock
 
@@ -421,9 +423,6 @@ class KeptProgress(Progress):
             )
         epoch, steps = divmod(optimizer_steps, max(an_epoch, 1))
         self.open(epoch, is_loaded=True, optimizer_steps=steps, trained=steps * self._stock.global_batch_size)
-
-    def _deal_out(self, states: Sequence[DataState], change: str) -> None:
-        """Nothing: a cursor is in the order of all ranks."""
 
 
 class FilledProgress(Progress):
