@@ -83,8 +83,8 @@ class StepStatistics:
         self.optimizer_steps += 1
         self.squared_units += step.units**2
 
-    def lose(self, rows: Sequence[LateRow]) -> None:
-        """Subtract late rows: they were counted and not trained on."""
+    def subtract_late(self, rows: Sequence[LateRow]) -> None:
+        """Subtract rows that were counted and not trained on."""
         self.samples -= len(rows)
         self.tokens -= sum(row.tokens for row in rows)
         self.squares -= sum(row.tokens**2 for row in rows)

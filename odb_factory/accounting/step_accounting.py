@@ -330,7 +330,7 @@ class StepAccounting:
     def lose(self, rows: Sequence[LateRow], reason: str) -> None:
         """Count rows of all ranks that were left out after their optimizer step had begun."""
         self._left_out[reason] += len(rows)
-        self.total.lose(rows)
+        self.total.subtract_late(rows)
 
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
@@ -415,7 +415,7 @@ class StepAccounting:
         self.num_over_budget += reports.over_budget
         if reports.failed:
             self._left_out[COLLATION] += reports.failed
-        self.total.lose(reports.late)
+        self.total.subtract_late(reports.late)
 
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1

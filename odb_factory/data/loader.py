@@ -25,15 +25,7 @@ from odb_factory.data.flat import FlatLayout
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import DataLoaderParts, ShareProgress
 from odb_factory.data.processes import PlanProcess, compute_here
-from odb_factory.data.progress import (
-    RESTART,
-    DataState,
-    FilledProgress,
-    KeptProgress,
-    OptimizerStepRule,
-    Progress,
-    TrainingData,
-)
+from odb_factory.data.progress import RESTART, DataState, FilledProgress, KeptProgress, OptimizerStepRule, TrainingData
 from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable, of_rows
 from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
@@ -241,9 +233,7 @@ class ODBLoader:
             rows_from={name: str(value) for name, value in named.items()},
         )
         read_row = self._workers.read_row
-        self._progress: Progress = (
-            FilledProgress(begin, read_row) if stock is None else KeptProgress(begin, read_row, stock)
-        )
+        self._progress = FilledProgress(begin, read_row) if stock is None else KeptProgress(begin, read_row, stock)
         self._settings = {
             **releases(),
             **block_settings(config),

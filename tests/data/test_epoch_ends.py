@@ -145,3 +145,9 @@ def test_an_epoch_without_a_usable_row_is_an_error(
         assert isinstance(epoch.error, CollectiveError) and "\n" not in message
         assert message.startswith("no row of the training dataset can be trained on: ")
         assert all(word in message for word in words) and ("empty" in message) == (not rows)
+
+
+def test_rejected_rows_of_a_stream_leave_no_remainder() -> None:
+    """Nobody knows how many rows it has."""
+    (epoch,) = run_epoch(REJECTED, num_samples=None)
+    assert "12" not in str(epoch.error) and "remain" not in str(epoch.error)
