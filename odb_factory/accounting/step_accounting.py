@@ -244,7 +244,7 @@ class StepAccounting:
         self._at_start, self._at_log = StepStatistics(), StepStatistics()
         self._clock: float | None = None
         self._has_logged = True
-        self._step: OptimizerStep | None = None
+        self._uncounted: OptimizerStep | None = None  # begun last in an epoch whose rows are not in these sums yet
         self._left_out: Counter[str] = Counter()
         self._remainder = self._overlong = 0
         self._waited = 0.0  # since the audit's last line
@@ -274,10 +274,10 @@ class StepAccounting:
         if the collator has changed what was planned.
         """
         self._checks(micro_batch, measured, labels)
-        step, before = micro_batch.step, self._step
+        step, before = micro_batch.step, self._uncounted
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
-        self._step = step
+        self._uncounted = step
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
         self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
         return self.computing
@@ -341,7 +341,7 @@ class StepAccounting:
     @property
     def left_out(self) -> Counter[str]:
         """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
-        return self._left_out if self._step is None else self._left_out + self._step.rejected
+        return self._left_out if self._uncounted is None else self._left_out + self._uncounted.rejected
 
     def since_resume(self, name: str) -> int:
         """A sum of `StepStatistics` since the start of this process."""
@@ -367,7 +367,7 @@ class StepAccounting:
         return {
             "left_out": dict(self.left_out),
             "remainder": self._remainder,
-            "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
+            "overlong": self._overlong + (0 if self._uncounted is None else self._uncounted.overlong),
             "over_budget": self.num_over_budget,
         }
 
@@ -435,4 +435,4 @@ class StepAccounting:
         self._left_out += step.rejected
         self._remainder += step.remainder
         self._overlong += step.overlong
-        self._step = None
+        self._uncounted = None

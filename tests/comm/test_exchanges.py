@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from odb_factory.comm.gloo import Exchange, Exchanges, Connections
+from odb_factory.comm.gloo import Connections, Exchange, Exchanges
 from odb_factory.planning import Budget
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "benchmark"
