@@ -119,7 +119,8 @@ class EpochPlanner(ABC):
     first_index: of the first plan. final: the last plan of the epoch has been made.
     of_all: every rank plans with the metadata of all ranks, else with those of its group. planning_ranks: those that
     make one plan together, between which samples travel.
-    rejected, overlong: of this rank, since `place`.
+    num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
+    `place`.
     shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
     """
 
@@ -130,7 +131,7 @@ class EpochPlanner(ABC):
 
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
-        self.epoch, self.trained = place.epoch, place.trained
+        self.epoch, self.num_planned = place.epoch, place.planned
         self.rank, self.planning_ranks = context.ranks.rank, range(context.ranks.world_size)
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
@@ -350,15 +351,15 @@ class KeepEpoch(EpochPlanner):
         stock, sums, group = self.stock, self.sums, self.context.ranks.group
         rejected = self._all_rejected(sums)
         rows, starts, _ = pool([rank.buffer for rank in ranks])
-        self.trained += sum(one.samples for one in plan.totals)
-        if self.final and self.trained == 0:
+        self.num_planned += sum(one.samples for one in plan.totals)
+        if self.final and self.num_planned == 0:
             raise self._nothing_left(rejected, stock.remainder, "dropped by drop_last")
         groups, totals = plan.groups[self.rank - self.planning_ranks.start], plan.totals
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
         of_stock = stock_means(rows, stock, sums.means)[starts[self.planning_ranks.start - group.start] :]
-        done = self.trained + rejected.total()
+        done = self.num_planned + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
         planned = []
@@ -487,7 +488,7 @@ class FillEpoch(EpochPlanner):
         epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
         self._carry_out(plan, mine, buffers)
         num_samples = self.context.num_samples
-        if self.final and self.place.trained + self._emitted == 0:
+        if self.final and self.place.planned + self._emitted == 0:
             remainder = max((num_samples or 0) - rejected.total(), 0)
             raise self._nothing_left(rejected, remainder, "that remain because a rank ran short")
         tasks: list[Task] = []
@@ -495,8 +496,8 @@ class FillEpoch(EpochPlanner):
         kept = 0 if self.final or self.join else self.accumulation
         while len(self._planned) >= self.accumulation + kept or (self.final and self._planned):
             planned, self._planned = self._planned[: self.accumulation], self._planned[self.accumulation :]
-            self.trained += sum(one.totals.samples for one in planned)
-            processed, last = self.trained + rejected.total(), self.final and not self._planned
+            self.num_planned += sum(one.totals.samples for one in planned)
+            processed, last = self.num_planned + rejected.total(), self.final and not self._planned
             done = num_samples if last and num_samples is not None else processed
             self.shares[self._next_step] = self._share_now()
             tasks += self._optimizer_step(
@@ -589,6 +590,6 @@ class FillEpoch(EpochPlanner):
             seen = self._emitted + sum(len(buffer.rows) for buffer in buffers)
             tokens_seen = self._tokens_emitted + sum(int(one.rows["tokens"].sum(dtype=np.int64)) for one in buffers)
             emitted = self._tokens_emitted + sum(totals.tokens for totals in plan.totals)
-            left = self.context.num_samples - self.place.trained - rejected
+            left = self.context.num_samples - self.place.planned - rejected
             micro_steps = max(micro_steps, round(micro_steps * left * tokens_seen / max(seen, 1) / max(emitted, 1)), 1)
         return self.place.optimizer_steps + -(-micro_steps // self.accumulation)

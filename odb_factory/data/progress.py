@@ -105,19 +105,19 @@ class TrainingData:
 class Place:
     """Where all ranks stand in an epoch.
 
-    optimizer_steps: done. trained, rejected (by reason), overlong: samples of these steps, on all ranks.
+    optimizer_steps: done. planned, rejected (by reason), overlong: samples of these steps, on all ranks.
     """
 
     epoch: int = 0
     optimizer_steps: int = 0
-    trained: int = 0
+    planned: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     overlong: int = 0
 
     @property
     def done(self) -> int:
-        """Samples trained on or rejected."""
-        return self.trained + sum(self.rejected.values())
+        """Samples planned or rejected."""
+        return self.planned + sum(self.rejected.values())
 
     @property
     def settings(self) -> dict[str, int]:
@@ -165,7 +165,7 @@ class DataState(Place):
         samples = self.data.samples
         if self.share is None:
             drawn = self.optimizer_steps * (self.data.global_batch_size or 0)
-            require(self.done <= drawn, "trained", self.trained, f"but {drawn} samples were drawn")
+            require(self.done <= drawn, "planned", self.planned, f"but {drawn} samples were drawn")
             require(
                 samples is None or drawn == 0 or drawn < samples,  # after the last step the next epoch begins
                 "optimizer_steps",
@@ -182,7 +182,7 @@ class DataState(Place):
             raise DataError(f"`share.done_before` marks {len(before)} positions of an order of {samples}")
         left = samples - (0 if before is None else int(before.sum()))
         require(drawn <= left, "share.drawn", drawn, f"but {left} samples were to be drawn")
-        require(self.done <= samples, "trained", self.trained, f"but an epoch has {samples} samples")
+        require(self.done <= samples, "planned", self.planned, f"but an epoch has {samples} samples")
 
 
 def read_state(saved: Any) -> DataState:
@@ -277,7 +277,7 @@ class Progress(ABC):
         self.now = replace(
             self.now,
             optimizer_steps=step.index + 1,
-            trained=step.done - step.rejected.total(),  # of steps that were passed over, too
+            planned=step.done - step.rejected.total(),  # of steps that were passed over, too
             rejected=dict(step.rejected),
             overlong=step.overlong,
             share=share,
@@ -318,7 +318,7 @@ class Progress(ABC):
             mine.epoch,
             is_loaded=True,
             optimizer_steps=mine.optimizer_steps,
-            trained=mine.trained,
+            planned=mine.planned,
             rejected=mine.rejected,
             overlong=mine.overlong,
             share=share,
@@ -422,7 +422,7 @@ class KeptProgress(Progress):
                 f"length is not known; {RESTART}"
             )
         epoch, steps = divmod(optimizer_steps, max(an_epoch, 1))
-        self.open(epoch, is_loaded=True, optimizer_steps=steps, trained=steps * self._stock.global_batch_size)
+        self.open(epoch, is_loaded=True, optimizer_steps=steps, planned=steps * self._stock.global_batch_size)
 
 
 class FilledProgress(Progress):
@@ -442,7 +442,7 @@ class FilledProgress(Progress):
         num_samples = self.now.data.samples or 0
         done = round((epochs - int(epochs)) * num_samples)
         share = ShareProgress(done_before=np.arange(num_samples) < done if done else None)
-        self.open(int(epochs), is_loaded=True, trained=done, share=share)
+        self.open(int(epochs), is_loaded=True, planned=done, share=share)
         return done
 
     def _change_of_ranks(self, state: DataState) -> str:

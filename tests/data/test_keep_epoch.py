@@ -189,7 +189,7 @@ def test_an_epoch_may_begin_at_any_optimizer_step(case: Case) -> None:
             rows,
             stock,
             first_step=before.index + 1,
-            trained=before.done - before.rejected.total(),
+            planned=before.done - before.rejected.total(),
             rejected=before.rejected,
             overlong=before.overlong,
             **options,

@@ -184,7 +184,7 @@ def test_the_state_is_a_cursor_and_the_same_on_all_ranks() -> None:
     """Less than a kilobyte, whatever the dataset; one rank's tells all."""
     _, states = run([5] * 20_000, stop_after=20, world_size=2, **KEEP | {"global_batch_size": 64, "token_budget": 160})
     own = [{key: value for key, value in state.items() if key not in ("rank", "probes")} for state in states]
-    assert own[0] == own[1] and own[0]["optimizer_steps"] == 20 and own[0]["trained"] == 1280
+    assert own[0] == own[1] and own[0]["optimizer_steps"] == 20 and own[0]["planned"] == 1280
     assert len(json.dumps(states[0])) < 1000
     after, _ = run(
         [5] * 20_000, states=states[1:], stop_after=1, **KEEP | {"global_batch_size": 64, "token_budget": 160}
@@ -363,13 +363,13 @@ KEPT = [
     ("optimizer_steps", 2.5, "`optimizer_steps` is 2.5, not a whole number"),
     ("optimizer_steps", 8, "an epoch has 60 samples"),
     ("optimizer_steps", 3, "24 samples were drawn"),
-    ("trained", 33, "32 samples were drawn"),
-    ("trained", None, "`trained` is None"),
+    ("planned", 33, "32 samples were drawn"),
+    ("planned", None, "`planned` is None"),
     ("rejected", {"invalid": 10}, "32 samples were drawn"),
     ("share", {"done_before": None, "drawn": 0, "waiting": []}, "but `mode` is keep"),
 ]
 FILLED = [
-    ("trained", 61, "`trained` is 61, but an epoch has 60 samples"),
+    ("planned", 61, "`planned` is 61, but an epoch has 60 samples"),
     ("rejected", {"invalid": 55}, "an epoch has 60 samples"),
     ("share", None, "`share` is None, but `mode` is fill"),
     ("share.drawn", 61, "`share.drawn` is 61, but 60 samples were to be drawn"),
