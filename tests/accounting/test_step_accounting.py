@@ -62,9 +62,7 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
         rejected = Counter({"unreadable": index})
         slots = cut(rng, 10, 3, num_micro_batches)
         last = index == 2
-        (first, *_) = optimizer_step(
-            mine, slots, index=index, rejected=rejected, last=last, remainder=last, overlong=2
-        )
+        (first, *_) = optimizer_step(mine, slots, index=index, rejected=rejected, last=last, remainder=last, overlong=2)
         steps.append(first)
         _run(accounting, first[:-1])
         assert [step.index for step in loader.consumed] == list(range(index)), "not before its last micro-batch"

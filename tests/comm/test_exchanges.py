@@ -129,10 +129,10 @@ def test_a_rank_that_waits_can_be_freed() -> None:
 
     def wait() -> None:
         with pytest.raises(RuntimeError):
-            gloo.meshes[1].run(Exchanges(1, 2, 2).gather(b"in vain"), 0)
+            gloo.connections[1].run(Exchanges(1, 2, 2).gather(b"in vain"), 0)
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
     assert not ended.wait(0.5)
-    gloo.meshes[1].cancel()
+    gloo.connections[1].cancel()
     assert ended.wait(10)

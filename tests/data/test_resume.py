@@ -175,8 +175,7 @@ def test_another_way_may_be_taken_at_every_optimizer_step(stream: Any) -> None:
         figures[step.epoch, step.index] = (step.done, step.rejected, step.remainder, step.last, step.tokens)
     assert taken == expected
     assert figures == {
-        (s.epoch, s.index): (s.done, s.rejected, s.remainder, s.last, s.tokens)
-        for s in (one.step for one in whole[0])
+        (s.epoch, s.index): (s.done, s.rejected, s.remainder, s.last, s.tokens) for s in (one.step for one in whole[0])
     }
 
 
