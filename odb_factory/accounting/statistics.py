@@ -162,7 +162,8 @@ class Lines:
     """A file of one JSON object a line, opened with the first line.
 
     what: its name in an error. append: continue the file of the run that is resumed; what that run wrote after its last
-    checkpoint is then in the file twice. Raises `ConfigError` if the file cannot be opened.
+    checkpoint is then in the file twice. Else the file of an earlier run goes with the first `flush`, at the latest.
+    Raises `ConfigError` if the file cannot be opened.
     """
 
     def __init__(self, path: Path, what: str):
@@ -185,6 +186,9 @@ class Lines:
     def flush(self) -> None:
         if self._file is not None:
             self._file.flush()
+        elif not self.append:
+            self.path.unlink(missing_ok=True)
+            self.append = True
 
     def close(self) -> None:
         if self._file is not None:

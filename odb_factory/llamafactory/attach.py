@@ -120,7 +120,7 @@ class HostCallback(TrainerCallback):
             part.install()
         # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
         arguments = trainer.finetuning_args
-        self._counts_tokens = stage.name == "sft" and arguments.include_effective_tokens_per_second
+        self._counts_tokens = stage.name in ("sft", "dpo") and arguments.include_effective_tokens_per_second
         if self._counts_tokens:
             arguments.include_effective_tokens_per_second = False
 
@@ -380,6 +380,11 @@ def training_rows(
     """What is observed of LLaMA-Factory's training dataset: itself, if it is ours, or its rows as tokenized."""
     if isinstance(dataset, OnlineDataset | OnlineStream):
         return dataset
+    if "packing_params" in (getattr(dataset, "column_names", None) or ()):
+        raise ConfigError(
+            "tokenized_path: its rows are packs of several samples (neat_packing); tokenize again without packing, or "
+            "train without odb."
+        )
     return TokenizedDataset(dataset, _media_of(stage, template, tokenizer, processor), stage)
 
 

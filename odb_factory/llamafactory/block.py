@@ -253,6 +253,8 @@ def _check_checkpoint(args: Mapping[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # What does not go with a block: generators of messages, of which the first is raised.
 
+LEAST_BCO_WEIGHT = 1e-6
+"""Up to it LLaMA-Factory's trainer leaves `pref_bco_weight` out."""
 REFUSED = {
     "use_mca": "odb cannot drive the data path of the Megatron trainer; remove the key",
     "use_kt": "odb cannot drive the data path of the KTransformers trainer; remove the key",
@@ -413,10 +415,10 @@ def _refused_arguments(value_of: ValueOf) -> Iterator[str]:
         yield refused("stage", "PPO generates its own batches while training; remove the odb: block")
     if stage not in STAGES:
         yield refused("stage", f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
-    if stage == "rm" and value_of("include_effective_tokens_per_second"):
-        yield (
-            "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts the "
-            "tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
+    if stage == "dpo" and (value_of("pref_bco_weight") or 0) > LEAST_BCO_WEIGHT:
+        yield refused(
+            "pref_bco_weight",
+            "its baseline is a running mean over micro-batches, of which odb makes others; remove the key",
         )
     for key, why in REFUSED.items():
         if value_of(key):

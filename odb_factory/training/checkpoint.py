@@ -203,9 +203,15 @@ def _shards(index: Path) -> list[Path]:
 
 
 def check_optimizer(folder: Path) -> None:
-    """Raise `DataError` if the state of optimizer or schedule is missing."""
+    """Raise `DataError` if the state of optimizer or schedule is missing.
+
+    DeepSpeed's own files are complete or not loaded by it: without ZeRO its optimizer is in that of the model, and so
+    is a schedule of its configuration.
+    """
+    if any(folder.glob(f"{DEEPSPEED}/*model_states.pt")):
+        return
     is_alone = any((folder / name).is_file() for name in OPTIMIZERS)
-    if not (is_alone or any(folder.glob(FSDP_OPTIMIZER)) or any(folder.glob(f"{DEEPSPEED}/*optim_states.pt"))):
+    if not (is_alone or any(folder.glob(FSDP_OPTIMIZER))):
         raise DataError(
             f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would restart (`save_only_model: true` leaves "
             "it out)"

@@ -51,8 +51,11 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
     """
     for message in _refused(args, config, memory_meter):
         raise ConfigError(message)
-    if getattr(args.accelerator_config, "split_batches", False):
-        logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
+    if not getattr(args.accelerator_config, "use_seedable_sampler", True):
+        logger.warning(
+            "accelerator_config.use_seedable_sampler: False has no effect: the order of samples is that of data_seed "
+            "or seed, as with True"
+        )
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
         logger.warning(
             "group_by_length (train_sampling_strategy) has no effect: samples of like length meet in a micro-batch "
@@ -105,6 +108,11 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
         yield (
             "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
             "lower `token_budget` if memory is short."
+        )
+    if getattr(args.accelerator_config, "split_batches", False) and args.world_size > 1:
+        yield (
+            "accelerator_config.split_batches: True does not go with odb: stock would cut each batch apart among the "
+            f"ranks; remove it and divide per_device_train_batch_size by {args.world_size}."
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         yield (

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalPrediction
+from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from odb_factory.accounting.losses import loss_of
 from odb_factory.accounting.statistics import Computing
@@ -295,7 +295,8 @@ class Evaluation:
             found = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
             predictions, labels = (_stacked([one[number] for one in found]) for number in (1, 2))
             if trainer.compute_metrics is not None:
-                more = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+                predicted = EvalPrediction(predictions=predictions, label_ids=labels)
+                more = denumpify_detensorize(trainer.compute_metrics(predicted))
                 metrics |= {f"{prefix}_{name.removeprefix(f'{prefix}_')}": more[name] for name in more}
         return output._replace(predictions=predictions, label_ids=labels, metrics=metrics)
 

@@ -27,6 +27,7 @@ from odb_factory.training.checkpoint import (
     MARK,
     MARKER,
     TRAINER_STATE,
+    check_optimizer,
     find_checkpoint,
     read_marker,
     read_states,
@@ -220,6 +221,15 @@ def test_a_damaged_file_of_the_trainer_is_refused_or_the_older_checkpoint_taken(
     line = refused(alone)
     assert str(alone) in line and words in line and "name an older checkpoint" in line
     assert words in caplog.text
+
+
+def test_the_optimizer_and_schedule_of_deepspeed_are_in_its_own_files(tmp_path) -> None:
+    """Without ZeRO its optimizer is in the file of the model; a schedule of its configuration is always there."""
+    with pytest.raises(DataError, match="the optimizer would restart"):
+        check_optimizer(tmp_path)
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").touch()
+    check_optimizer(tmp_path)
 
 
 def zeroed(path: Path) -> None:
