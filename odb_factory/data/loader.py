@@ -322,6 +322,23 @@ class ODBLoader:
         """Where a row comes from, for messages."""
         return self._workers.describe(id)
 
+    def leave_out(
+        self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str, *, empties: bool
+    ) -> list[LateRow]:
+        """Leave out rows of a micro-batch; returns the late ones.
+
+        micro_batch: as all ranks have agreed on it, without the rows that failed in time. causes: id -> why, of both. empties: no row is left, and the micro-batch idles.
+        """
+        late = [one for one in micro_batch.samples if one.id in causes]
+        shares = dict(zip(micro_batch.ids, self.weights(micro_batch))) if late else {}
+        epoch, step = _place(micro_batch.step)
+        for id, cause in causes.items():
+            message, share = f"{self.describe(id)}: {cause}", shares.get(id, 0.0)
+            if id in shares:
+                message += f"; its optimizer step had begun: {share:.2%} of its loss is lost"
+            self.left_out.leave_out([id], reason, message, epoch=epoch, step=step, lost_weight=share)
+        return [LateRow(one.tokens, one.units, shares[one.id], empties and one is late[-1]) for one in late]
+
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """Collate these samples in this process. Raises `DataError` if that fails."""
         outcome = self.groups[micro_batch, samples]
@@ -547,7 +564,11 @@ class ODBLoader:
             current.agreed = current.agreement.agree_on(planned, outcome.failed_places)
         micro_batch, measured, batch = current.agreed.apply(planned), outcome.measured, outcome.batch
         if outcome.failed and not planned.idle:
-            micro_batch = self._leave_out(current, micro_batch, outcome)
+            causes = {id: f"cannot be collated: {cause}" for id, cause in outcome.failed.items()}
+            late = self.leave_out(micro_batch, causes, COLLATION, empties=measured is None)
+            current.agreement.tell_late(late)
+            if late:
+                micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes])
         if measured is None:
             try:
                 measured, batch = self.groups.collate([self.stand_in()])
@@ -556,27 +577,6 @@ class ODBLoader:
         is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
         current.agreement.taken(planned, is_over_budget=is_over)
         return micro_batch, measured, batch
-
-    def _leave_out(self, current: Pass, micro_batch: MicroBatch, outcome: Outcome) -> MicroBatch:
-        """Leave out the rows that failed. micro_batch: as agreed on, with those of them that are late."""
-        late = [number for number, id in enumerate(micro_batch.ids) if id in outcome.failed]
-        weights = self.weights(micro_batch) if late else ()
-        shares = {micro_batch.ids[number]: weights[number] for number in late}
-        step = micro_batch.step
-        for id, cause in outcome.failed.items():
-            message = f"{self._workers.describe(id)}: cannot be collated: {cause}"
-            if id in shares:
-                message += f"; its optimizer step had begun, of whose loss {shares[id]:.2%} is lost"
-            self.left_out.leave_out(
-                [id], COLLATION, message, epoch=step.epoch, step=step.index, lost_weight=shares.get(id, 0.0)
-            )
-        if not late:
-            return micro_batch
-        last = late[-1] if outcome.measured is None else None
-        current.agreement.tell_late(
-            [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i], i == last) for i in late]
-        )
-        return micro_batch.only([i for i in range(len(micro_batch.ids)) if i not in late])
 
     def _problem(self, outcome: Outcome) -> str:
         """Why the micro-batch cannot be trained on."""

@@ -371,14 +371,8 @@ class RestartedSteps:
     def _leave_out(self, step: _Attempt, task: Task, what: str) -> Task:
         """Leave the samples of a micro-batch out; what idles in its place."""
         loader, (micro_batch, samples) = self.run.loader, task
-        shares, last = loader.weights(micro_batch), len(micro_batch.ids) - 1
-        for number, (one, share) in enumerate(zip(micro_batch.samples, shares)):
-            message = f"{loader.describe(one.id)}: {what}; {share:.2%} of the loss of its optimizer step is lost"
-            place = micro_batch.step
-            loader.left_out.leave_out(
-                [one.id], OUT_OF_MEMORY, message, epoch=place.epoch, step=place.index, lost_weight=share
-            )
-            step.late.append(LateRow(one.tokens, one.units, share, number == last))
+        causes = dict.fromkeys(micro_batch.ids, what)
+        step.late += loader.leave_out(micro_batch, causes, OUT_OF_MEMORY, empties=True)
         return micro_batch.only(()), [loader.stand_in(samples)]
 
     def _agree(self, step: _Attempt) -> None:
