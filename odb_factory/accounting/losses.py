@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -280,16 +280,22 @@ class TokenLoss:
 # The mean loss of each data set, for the log.
 
 
+class DataSets(NamedTuple):
+    """The data sets that rows are from: their names, and int16[rows], the number of each row's data set."""
+
+    names: Sequence[str]
+    numbers: np.ndarray
+
+
 class LossBySet:
     """Mean loss of the supervised tokens of each data set between two log entries, over all ranks.
 
-    names: of the data sets; numbers: int16[rows], that of each row's own. What a forward adds stays on its device until
-    an entry is made. Figures are of whole intervals: where the loss of any micro-batch was computed without its token
-    losses being seen, there are none.
+    What a forward adds stays on its device until an entry is made. Figures are of whole intervals: where the loss of
+    any micro-batch was computed without its token losses being seen, there are none.
     """
 
-    def __init__(self, names: Sequence[str], numbers: np.ndarray):
-        self._names, self._set_of = names, numbers
+    def __init__(self, data_sets: DataSets):
+        self._names, self._set_of = data_sets
         self._begin()
 
     def _begin(self) -> None:

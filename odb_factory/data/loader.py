@@ -327,7 +327,8 @@ class ODBLoader:
     ) -> list[LateRow]:
         """Leave out rows of a micro-batch; returns the late ones.
 
-        micro_batch: as all ranks have agreed on it, without the rows that failed in time. causes: id -> why, of both. empties: no row is left, and the micro-batch idles.
+        micro_batch: as all ranks have agreed on it, without the rows that failed in time. causes: id -> why, of
+        both. empties: no row is left, and the micro-batch idles.
         """
         late = [one for one in micro_batch.samples if one.id in causes]
         shares = dict(zip(micro_batch.ids, self.weights(micro_batch))) if late else {}

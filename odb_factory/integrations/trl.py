@@ -190,9 +190,7 @@ class FiguresOfAllRanks(PairMetrics):
         self.trainer.log = functools.partial(self._log, self.trainer.log)
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        odb = self.trainer.odb
-        trains = odb.trial_units is not None or odb.computing is not None
-        with self._by_itself() if trains else contextlib.nullcontext():
+        with self._by_itself() if self.trainer.odb.num_items is not None else contextlib.nullcontext():
             return super()._get_batch_loss_metrics(stock, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -207,7 +205,7 @@ class FiguresOfAllRanks(PairMetrics):
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Collective where the trainer logs figures of its training, as all ranks do together, with the same keys."""
         stored = self.trainer._stored_metrics["train"]
-        if self.trainer.odb.run is not None and "loss" in logs and stored:
+        if self.trainer.odb.training is not None and "loss" in logs and stored:
             mine = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)
             of_all = self.trainer.accelerator.reduce(mine, "mean").tolist()
             stored.update({key: [value] for key, value in zip(stored, of_all)})

@@ -20,6 +20,7 @@ from llamafactory.data.mm_plugin import BasePlugin, get_mm_plugin
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
+from odb_factory.accounting.losses import DataSets
 from odb_factory.config import CAPS, ODBConfig
 from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError, DataError
@@ -65,23 +66,24 @@ DATA = (
 
 
 def about(trainer: Any, dataset: Any) -> dict[str, object]:
-    """JSON types, except for `rows_of`. dataset: what it trains on.
-
-    rows_of: the names of several data sets (those of the YAML, if all of them have rows), and the number of each row's
-    data set (int16); see `training.run`.
-    """
+    """JSON types. dataset: what it trains on."""
     found = _values(trainer.finetuning_args, FINETUNING)
     for kind in list(found.values()):
         found |= _values(trainer.finetuning_args, OF_KIND.get(str(kind), ()))
     processor = getattr(dataset, "processor", None)
     if processor is not None:
         found |= _values(processor.data_args, DATA)
-    if isinstance(dataset, OnlineDataset) and isinstance(dataset.rows, IndexedRows):
-        names, numbers = dataset.rows.by_source()
-        if len(names) > 1:
-            asked = dataset.processor.data_args.dataset
-            found["rows_of"] = {"names": asked if len(asked) == len(names) else names, "numbers": numbers}
     return found
+
+
+def data_sets_of(dataset: Any) -> DataSets | None:
+    """The data sets that its rows are from, with the names of the YAML if each of these has rows; None where they are
+    not known, and for one alone."""
+    if not isinstance(dataset, OnlineDataset) or not isinstance(dataset.rows, IndexedRows):
+        return None
+    names, numbers = dataset.rows.by_source()
+    asked = dataset.processor.data_args.dataset
+    return DataSets(asked if len(asked) == len(names) else names, numbers) if len(names) > 1 else None
 
 
 def _values(arguments: Any, names: Iterable[str]) -> dict[str, object]:
@@ -128,7 +130,7 @@ class HostCallback(TrainerCallback):
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, LogCallback):  # it reads the number of steps once
                 callback.max_steps = state.max_steps
-        count = self.trainer.odb.run.step.rejected[INVALID_ROW] if self._watches_dropped else 0
+        count = self.trainer.odb.training.run.step.rejected[INVALID_ROW] if self._watches_dropped else 0
         if count:
             self._watches_dropped = False
             logger.info(
@@ -141,8 +143,9 @@ class HostCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """effective_tokens_per_sec: tokens trained on, without padding, a second and rank."""
-        run, logs = self.trainer.odb.run, kwargs["logs"]
-        if self._counts_tokens and run is not None and "train_runtime" in logs:
+        training, logs = self.trainer.odb.training, kwargs["logs"]
+        if self._counts_tokens and training is not None and "train_runtime" in logs:
+            run = training.run
             tokens = run.accounting.since_resume("tokens") / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
@@ -365,6 +368,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         rows_from=rows_from(sample, collator.tokenizer, processor),
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
+        data_sets=data_sets_of(dataset),
         about=about(trainer, dataset),
     )
     trainer.add_callback(HostCallback(trainer, stage, keeps=config.keeps))

@@ -76,10 +76,10 @@ class StepKL:
         Examples are averaged by stock's micro-batches of all ranks, and these over the ranks of a micro-step; or, where
         `loss_scaling` is not `stock`, in one batch of the optimizer step.
         """
-        arguments, is_stock = self.trainer.args, self.trainer.odb.run.config.loss_scaling == "stock"
+        arguments, is_stock = self.trainer.args, self.trainer.odb.config.loss_scaling == "stock"
         ranks = arguments.world_size if is_stock else 1
         rows = arguments.per_device_train_batch_size * ranks
-        num_batches = -(-self.trainer.odb.run.loader.global_batch_size // rows) * ranks if is_stock else 1
+        num_batches = -(-self.trainer.odb.training.run.loader.global_batch_size // rows) * ranks if is_stock else 1
 
         def batch_of(micro_batch: MicroBatch) -> Tensor:  # of each example
             return torch.tensor([one.stock_batch if is_stock else 0 for one in micro_batch.samples], dtype=torch.long)
@@ -120,7 +120,7 @@ class StepKL:
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             inputs = self.trainer._prepare_inputs(needed)
             rows = inputs.pop(f"kl_{UNPADDED}", None)
-            with contextlib.nullcontext() if rows is None else self.trainer.odb.flat(FlatRows(**rows)):
+            with contextlib.nullcontext() if rows is None else self.trainer.odb.training.flat(FlatRows(**rows)):
                 policy = self.trainer.concatenated_forward(model, inputs)[4]
                 reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
         return policy - reference

@@ -191,13 +191,13 @@ class Trials:
 
     def _compute(self, batch: Any, measured: Measured) -> None:
         """Computed as a micro-batch that does not end its optimizer step; its gradients are zeros."""
-        trainer = self._trainer
-        trainer.odb.trial_units = max(measured.units, 1)
+        trainer, training = self._trainer, self._trainer.odb.training
+        training.trial_units = max(measured.units, 1)
         try:
-            with flat_row(measured.segments), trainer.odb.gradients_summed(trainer.model_wrapped, is_last=False):
+            with flat_row(measured.segments), training.gradients_summed(trainer.model_wrapped, is_last=False):
                 trainer.training_step(trainer.model_wrapped, dict(batch))
         finally:
-            trainer.odb.trial_units = None
+            training.trial_units = None
 
     def _held(self) -> Iterator[Tensor]:
         model = self._trainer.model_wrapped

@@ -778,13 +778,11 @@ class CheckpointMark(TrainerCallback, ExportableState):
 
 
 class CheckpointSaver:
-    """Saves the run of one `train()`. All ranks create it at the same place: it opens an exchange.
+    """Saves the run of a `Training`. All ranks create it at the same place: it opens an exchange."""
 
-    trainer: an `ODBTrainerMixin`. silence_s: how long a rank may give no sign of life.
-    """
-
-    def __init__(self, trainer: Any, silence_s: float):
-        self._trainer = trainer
+    def __init__(self, training: Any):
+        self._training, self._trainer = training, training.trainer
+        silence_s = training.odb.config.exchange_timeout_s
         self.exchange = Group(None, silence_s, "agreements of an optimizer step")
         self._step: tuple[RankState, tuple[Any, ...]] | None = None
         """The run at the begin of the optimizer step in progress, and the random numbers."""
@@ -815,16 +813,15 @@ class CheckpointSaver:
 
     def step_is_asked_for(self) -> None:
         """This rank leaves the end of the optimizer step before; it may wait for the others from here on."""
-        self.exchange.step(f"the begin of optimizer step {self._trainer.odb.run.optimizer_steps + 1}")
+        self.exchange.step(f"the begin of optimizer step {self._training.run.optimizer_steps + 1}")
 
     def step_begins(self) -> None:
         """Note the run as it is now. The Trainer's `global_step` stays until `step_ends`."""
-        run = self._trainer.odb.run
-        self.exchange.step(f"optimizer step {run.optimizer_steps + 1}")
+        self.exchange.step(f"optimizer step {self._training.run.optimizer_steps + 1}")
         self._step = self._state(), random_states(self._trainer.args.device)
 
     def _state(self) -> RankState:
-        run = self._trainer.odb.run
+        run = self._training.run
         return RankState(run.optimizer_steps, run.loader.state(), run.state_dict())
 
     def step_ends(self) -> None:
@@ -849,7 +846,7 @@ class CheckpointSaver:
                 logger.warning("%s has been deleted by the Trainer after it was written (save_total_limit)", folder)
             return
         if self._marks:
-            write_marker(folder, trainer.odb.run.loader.world_size, trainer.state.global_step)
+            write_marker(folder, self._training.run.loader.world_size, trainer.state.global_step)
         self._saved = folder
 
     def close(self, *, failed: bool = False) -> None:
@@ -859,13 +856,13 @@ class CheckpointSaver:
 
     def _begin(self, folder: Path) -> None:
         """Write this rank's state."""
-        run = self._trainer.odb.run
+        run, args = self._training.run, self._trainer.args
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / HASHES.format(rank=self._trainer.args.process_index)).unlink(missing_ok=True)
+        (folder / HASHES.format(rank=args.process_index)).unlink(missing_ok=True)
         if self._marks:  # a checkpoint of this step that is written again is not whole until all is there
             (folder / MARKER).unlink(missing_ok=True)
             (folder / TRAINER_STATE).unlink(missing_ok=True)
-            for name, ranks in ((RANK_FILE, run.loader.world_size), (HASHES, self._trainer.args.world_size)):
+            for name, ranks in ((RANK_FILE, run.loader.world_size), (HASHES, args.world_size)):
                 for rank, path in by_rank(folder, name).items():
                     if rank >= ranks:  # of a run with more of them
                         path.unlink(missing_ok=True)

@@ -227,7 +227,7 @@ def _check_model_parallelism(trainer: Any) -> None:
     # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
     replicas, shards = (getattr(parallelism, name, None) or 1 for name in ("dp_replicate_size", "dp_shard_size"))
     ranks = trainer.accelerator.num_processes
-    if replicas * shards not in (1, ranks) and trainer.odb.settings.process_group is None:
+    if replicas * shards not in (1, ranks) and trainer.odb.process_group is None:
         raise ConfigError(
             f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards} is not the {ranks} ranks of "
             "this training, so its data-parallel ranks are unknown; give them as enable_odb(process_group=...)."

@@ -167,7 +167,7 @@ class Evaluation:
             trainer.store_metrics = self._store_metrics
         odb.evaluation = self
         # Within a training it is so already.
-        is_alone = odb.run is None and self.loader.world_size > 1
+        is_alone = odb.training is None and self.loader.world_size > 1
         models = (trainer.model, getattr(trainer, "ref_model", None)) if is_alone else ()
         try:
             with one_pass(*models):
@@ -245,7 +245,7 @@ class Evaluation:
         self._share = len(micro_batch.ids) / self._batch_size
         weights = self._weights(micro_batch)
         self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
-        if not self._trainer.odb.settings.equal_weights:
+        if not self._trainer.odb.equal_weights:
             self.computing.num_supervised = measured.units
         batch, unpadded = self._trainer.odb.unpadded(batch)
         with self._trainer.odb.in_forward(measured), unpadded:
@@ -331,37 +331,38 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     loss_only: of `Trainer.evaluation_loop`.
     """
     odb = trainer.odb
-    asked = odb.settings.config.eval_token_budget
+    asked = odb.config.eval_token_budget
     if asked is None:
         return None
     why = _why_stock(trainer, stock)
     if why is not None:
         logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
         return None
-    run, settings = odb.run, odb.settings
-    config = run.config if run is not None else settings.config.resolved()
+    training = odb.training
+    config = odb.config.resolved() if training is None else training.run.config
     config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
     can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
     loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
     parts = dismantle(stock, 0)
     # As stock keeps its own, with its worker processes; after a training nobody would close it.
-    is_kept = parts.persistent_workers and run is not None
+    is_kept = parts.persistent_workers and training is not None
     parts = dataclasses.replace(parts, persistent_workers=is_kept)
     full_rounds = dataclasses.replace(parts, drop_last=True)
     mean = mean_of_round(
-        stock_mean(trainer, None, equal_weights=settings.equal_weights),
+        stock_mean(trainer, None, equal_weights=odb.equal_weights),
         trainer.args.world_size,
-        counts_tokens=trainer.model_accepts_loss_kwargs and not settings.equal_weights,
+        counts_tokens=trainer.model_accepts_loss_kwargs and not odb.equal_weights,
     )
     observer: Observer = odb.observer_of_items(parts, config)
-    if settings.eval_rows is not None:
-        rows, observer = settings.eval_rows(parts.dataset)
+    if odb.eval_rows is not None:
+        rows, observer = odb.eval_rows(parts.dataset)
         full_rounds = dataclasses.replace(full_rounds, dataset=rows)
-    layout, generated = odb.layout or Layout("padded", "outside of training"), 0
+    layout, generated = Layout("padded", "outside of training") if training is None else training.layout, 0
     if not loss_only and getattr(trainer.args, "predict_with_generate", False):
         generated = new_tokens(trainer)
         observer, layout = PromptObserver(observer, generated), Layout("padded", "tokens are generated")
-    kept = next((loader for dataset, loader in odb.eval_loaders if dataset is parts.dataset), None)
+    eval_loaders = [] if training is None else training.eval_loaders
+    kept = next((loader for dataset, loader in eval_loaders if dataset is parts.dataset), None)
     loader = kept or odb.make_loader(
         full_rounds,
         config,
@@ -374,13 +375,13 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
             accumulation=-(-ROWS_PLANNED // parts.batch_size),
             drop_last=True,
             stock_mean=mean,
-            equal_weights=settings.equal_weights,
+            equal_weights=odb.equal_weights,
         ),
     )
     if odb.eval_limits is not None:
         loader.lower(odb.eval_limits)
     if is_kept and kept is None:
-        odb.eval_loaders.append((parts.dataset, loader))
+        eval_loaders.append((parts.dataset, loader))
     return Evaluation(
         trainer,
         stock,
@@ -415,15 +416,16 @@ def new_tokens(trainer: Any) -> int:
 
 
 def _why_stock(trainer: Any, stock: Any) -> str | None:
-    odb, args = trainer.odb, trainer.args
+    odb, training, args = trainer.odb, trainer.odb.training, trainer.args
     if isinstance(stock.dataset, IterableDataset):
         return "its rows can only be iterated"
     loss = TrainerLoss.of(trainer)
     if loss is not None:
         return f"the trainer computes the loss in place of the model, by {loss.name}"
-    if odb.settings.observer is not None and odb.settings.eval_rows is None:
+    if odb.observer is not None and odb.eval_rows is None:
         return f"figures of {type(trainer).__name__} depend on which rows share a batch"
-    if odb.lacks_budgets or (odb.run is None and odb.settings.config.auto_keys):
+    lacks_budgets = odb.config.auto_keys if training is None else training.lacks_budgets
+    if lacks_budgets:
         return "budgets of auto are not chosen yet"
     if not trainer.accelerator.even_batches or trainer.accelerator.split_batches:
         return "even_batches or split_batches of accelerate are not the defaults"

@@ -223,25 +223,20 @@ class DDP:
         """Afterwards a parameter that any rank has used has a gradient on all of them."""
         if self.ddp is None or len(have_gradients) == 1:
             return
-        gradients = []
+        gradients, group = [], self.ddp.process_group
         for parameter, has in zip(self._parameters, zip(*have_gradients)):
             if "1" in has:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
         for bucket in _take_tensors(gradients, BUCKET_BYTES):
-            mean = _flatten_dense_tensors(bucket).div_(self._group.size())
-            dist.all_reduce(mean, group=self._group)
+            mean = _flatten_dense_tensors(bucket).div_(group.size())
+            dist.all_reduce(mean, group=group)
             for gradient, part in zip(bucket, _unflatten_dense_tensors(mean, bucket)):
                 gradient.copy_(part)
         if self.ddp.broadcast_buffers:
             for buffer in self._buffers:
-                dist.broadcast(buffer, dist.get_global_rank(self._group, 0), group=self._group)
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        assert self.ddp is not None
-        return self.ddp.process_group
+                dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -286,22 +281,24 @@ class _Attempt:
 
 
 class RestartedSteps:
-    """Takes the optimizer steps of a run. exchange: for the agreement of the ranks on each."""
+    """Takes the optimizer steps of a `Training`, whose model is wrapped. The ranks agree on each."""
 
-    def __init__(self, run: ODBRun, exchange: Group, watch: MemoryWatch):
-        self.run, self.exchange, self.watch = run, exchange, watch
-        self._synchronizer: DDP | ZeRO1 | None = None
+    def __init__(self, training: Any):
+        self.training, self.trainer = training, training.trainer
+        self.run: ODBRun = training.run
+        self.watch: MemoryWatch = training.memory
+        model, accelerator, config = self.trainer.model_wrapped, self.trainer.accelerator, self.run.config
+        is_zero, size = accelerator.distributed_type == DistributedType.DEEPSPEED, self.run.loader.world_size
+        self._synchronizer: DDP | ZeRO1 = ZeRO1(model, accelerator) if is_zero else DDP(model, size, config.oom)
+        process_group = training.odb.process_group
+        self._exchange = Group(process_group, config.exchange_timeout_s, "agreements on a restarted step")
 
-    def take(self, trainer: Any, model: Any, micro_batches: Iterator[Collated]) -> Tensor:
+    def take(self, micro_batches: Iterator[Collated]) -> Tensor:
         """Gradients of a whole optimizer step, synchronised; returns the sum of the losses of this rank.
 
         Raises `OutOfMemoryError` where memory does not hold a sample alone, `CollectiveError` where another rank ended.
         """
-        if self._synchronizer is None:
-            is_zero = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-            size, policy = self.exchange.world_size, self.watch.config.oom
-            self._synchronizer = ZeRO1(model, trainer.accelerator) if is_zero else DDP(model, size, policy)
-        step, loader = _Attempt(), self.run.loader
+        step, loader, trainer = _Attempt(), self.run.loader, self.trainer
         for collated in micro_batches:
             box = [collated]
             del collated  # the box holds the only reference
@@ -309,12 +306,12 @@ class RestartedSteps:
             task = micro_batch, loader.samples_of(micro_batch)
             step.tasks.append([task])
             step.done.append([])
-            is_done = self._runs(trainer, step, task, box)
+            is_done = self._runs(step, task, box)
             while not is_done:
                 self._synchronizer.zero_grad()
                 step.done, step.losses = [[] for _ in step.tasks], []
                 tasks = [task for tasks in step.tasks for task in tasks]
-                is_done = all(self._runs(trainer, step, task, [loader.collate(*task)]) for task in tasks)
+                is_done = all(self._runs(step, task, [loader.collate(*task)]) for task in tasks)
             if not micro_batch.ends_optimizer_step:
                 trainer.control = trainer.callback_handler.on_substep_end(trainer.args, trainer.state, trainer.control)
         self._agree(step)
@@ -324,21 +321,21 @@ class RestartedSteps:
 
     def close(self, *, failed: bool = False) -> None:
         """Safe to call twice. failed: the training ends by an error."""
-        self.exchange.close(failed=failed)
+        self._exchange.close(failed=failed)
 
-    def _runs(self, trainer: Any, step: _Attempt, task: Task, box: list[Collated]) -> bool:
+    def _runs(self, step: _Attempt, task: Task, box: list[Collated]) -> bool:
         """Forward and backward of a part; False if memory did not hold it, and it was cut in two or left out.
 
         The error refers to the frames that raised it, and these to what fills the memory: it is released after the
         `except`.
         """
-        assert self._synchronizer is not None
         run, (micro_batch, measured, batch) = self.run, box.pop()
         skips = self.watch.config.oom == "skip"
         try:
-            run.begin_micro_batch(micro_batch, measured, batch)
+            computing = run.begin_micro_batch(micro_batch, measured, batch)
             with self._synchronizer.alone():
-                loss = trainer.odb_forward_backward(self._synchronizer.local, measured, [batch])
+                local = self._synchronizer.local
+                loss = self.trainer.odb_forward_backward(self.training, local, computing, [batch])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -347,8 +344,7 @@ class RestartedSteps:
             what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
             forget(error)
         else:
-            assert run.accounting.computing is not None
-            step.done[micro_batch.index].append(run.accounting.computing)
+            step.done[micro_batch.index].append(computing)
             run.accounting.computing = None
             step.losses.append(loss)
             self.watch.held(measured)
@@ -377,7 +373,6 @@ class RestartedSteps:
 
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""
-        assert self._synchronizer is not None
         loader = self.run.loader
         mine = {
             "cuts": step.cuts,
@@ -386,7 +381,7 @@ class RestartedSteps:
             "has_gradient": self._synchronizer.has_gradient(),
         }
         phase = f"optimizer step {self.run.optimizer_steps + 1}"
-        answers = [json.loads(answer) for answer in self.exchange.all_gather(json.dumps(mine).encode(), phase)]
+        answers = [json.loads(answer) for answer in self._exchange.all_gather(json.dumps(mine).encode(), phase)]
         late = [LateRow(*row) for answer in answers for row in answer["late"]]
         before = loader.lowered
         for answer in answers:

@@ -98,7 +98,7 @@ class PairMetrics(PreferenceMetrics):
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
-        of_step = step.num_stock_means if self.trainer.odb.run.config.loss_scaling == "stock" else step.units
+        of_step = step.num_stock_means if self.trainer.odb.config.loss_scaling == "stock" else step.units
         if computing.micro_batch.begins_optimizer_step:
             self.total += of_step
         for key, value in metrics.items():

@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import PreTrainedModel, TrainerCallback
 
-from odb_factory.accounting.statistics import Lines, StepStatistics, summary_line, write_summary
+from odb_factory.accounting.losses import DataSets
+from odb_factory.accounting.statistics import Computing, Lines, StepStatistics, summary_line, write_summary
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.loader import ODBLoader
@@ -49,27 +50,29 @@ PACKAGES = ("odb_factory", "llamafactory", "torch", "transformers", "accelerate"
 class RunLog(TrainerCallback):
     """Runs after the other callbacks; appends to the log of a resumed run.
 
-    about: facts missing in the training arguments, such as model and data sets (JSON types). `rows_of`, the names of
-        the data sets and the number of each row's own (int16), is written to a file beside the log, once.
+    training: a `Training`. Its `odb.about` has facts missing in the training arguments, such as the template (JSON
+        types); the numbers of `odb.data_sets` are written to a file beside the log, once.
     """
 
-    def __init__(self, trainer: Any, about: Mapping[str, object]):
-        self.trainer, self.about = trainer, about
+    def __init__(self, training: Any):
+        self._training, self._odb = training, training.odb
         self._begin: dict[str, Any] | None = None
         self._file: Lines | None = None
-        self._is_over = not trainer.is_world_process_zero()
+        self._is_over = not training.trainer.is_world_process_zero()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Now the arguments have the user's values."""
         given = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
+        run, model = self._training.run, self._training.trainer.model
+        path = getattr(getattr(model, "config", None), "_name_or_path", "")
         self._begin = {
             "event": "begin",
             "time": round(time.time(), 3),
             "optimizer_steps": state.global_step,
-            "max_steps": self.trainer.odb.run.total_steps,
-            "ranks": self.trainer.odb.run.loader.world_size,
+            "max_steps": run.total_steps,
+            "ranks": run.loader.world_size,
             "arguments": {name: value for name, value in given.items() if value not in (None, "", [])},
-            "about": {"model": _model_of(self.trainer), "device": device_of(args), **self.about},
+            "about": {"model": str(path or type(model).__name__), "device": device_of(args), **self._odb.about},
             "versions": {name: installed_version(name) for name in PACKAGES if installed_version(name)},
         }
 
@@ -77,15 +80,15 @@ class RunLog(TrainerCallback):
         """The first line: by now budget and layout are settled, and the training is not refused."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            layout = self.trainer.odb.layout
-            begin["config"] = self.trainer.odb.run.config.to_dict()
-            begin["layout"] = None if layout is None else {"name": layout.name, "reason": layout.reason}
-            if "rows_of" in begin["about"] and not self._is_over:
-                begin["about"]["rows_of"] = _in_file(begin["about"]["rows_of"], Path(args.output_dir))
+            layout, data_sets = self._training.layout, self._odb.data_sets
+            begin["config"] = self._training.run.config.to_dict()
+            begin["layout"] = {"name": layout.name, "reason": layout.reason}
+            if data_sets is not None and not self._is_over:
+                begin["about"]["rows_of"] = _in_file(data_sets, Path(args.output_dir))
             self._write(begin, args.output_dir)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        run = self.trainer.odb.run
+        run = self._training.run
         line = {
             "event": "log",
             "time": round(time.time(), 3),
@@ -124,9 +127,9 @@ class RunLog(TrainerCallback):
             )
 
 
-def _in_file(rows_of: Mapping[str, Any], folder: Path) -> dict[str, object]:
-    """The same with the name of a file in place of the numbers. The name is a checksum: a restart writes none."""
-    numbers = rows_of["numbers"].astype("<i2").tobytes()
+def _in_file(data_sets: DataSets, folder: Path) -> dict[str, object]:
+    """The names, and the name of a file with the numbers, which is a checksum: a restart writes none."""
+    numbers = data_sets.numbers.astype("<i2").tobytes()
     path = folder / f"odb_data_sets_{zlib.crc32(numbers):08x}.zlib"
     try:
         if not path.exists():
@@ -136,12 +139,7 @@ def _in_file(rows_of: Mapping[str, Any], folder: Path) -> dict[str, object]:
             part.replace(path)
     except OSError as error:
         logger.warning("%s cannot be written (%s), so a report will not know rows by data set", path, one_line(error))
-    return {"names": rows_of["names"], "file": path.name}
-
-
-def _model_of(trainer: Any) -> str:
-    config = getattr(trainer.model, "config", None)
-    return str(getattr(config, "_name_or_path", "") or type(trainer.model).__name__)
+    return {"names": data_sets.names, "file": path.name}
 
 
 def device_of(args: Any) -> str:
@@ -387,12 +385,13 @@ class FillSchedule:
 
 
 class ODBRun:
-    """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
+    """The loader of a training, its length and its figures; replaced where layout or budgets change before the first
+    optimizer step. `accounting` counts its optimizer steps, those before a resume included.
 
-    epochs, max_steps: of the training arguments; epochs None if `max_steps` counts, and the other way round.
-    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last. operations:
+    epochs, max_steps: of the training arguments; epochs are infinite if `max_steps` counts, which else is None.
+    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last.
+    looks_at_labels: units are labels that carry loss, so that they can be counted in the collated rows. operations:
     that the model needs, if they are known.
-    looks_at_labels: units are labels that carry loss, so that they can be counted in the collated rows.
     """
 
     def __init__(
@@ -401,11 +400,12 @@ class ODBRun:
         config: ResolvedConfig,
         output_dir: str | Path,
         *,
-        epochs: float | None,
+        epochs: float,
         max_steps: int | None,
         is_shuffled: bool = False,
         accumulation: int = 1,
         looks_at_labels: bool = True,
+        operations: Operations | None = None,
     ):
         self.loader, self.config, self.output_dir = loader, config, Path(output_dir)
         self.epochs, self.max_steps = epochs, max_steps
@@ -415,8 +415,7 @@ class ODBRun:
         self._accumulation = accumulation
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
-        self.operations: Operations | None = None
-        self._looks_at_labels = looks_at_labels
+        self._looks_at_labels, self._operations = looks_at_labels, operations
         self._restarted: tuple[int, int] | None = None
         self._epochs_before = 0.0
 
@@ -434,7 +433,6 @@ class ODBRun:
         an_epoch = self.loader.num_optimizer_steps
         if an_epoch is None:
             return None
-        assert self.epochs is not None
         return max(math.ceil(self.epochs * an_epoch) + self.repeated_steps, self.optimizer_steps)
 
     def expected_steps(self) -> int:
@@ -443,14 +441,13 @@ class ODBRun:
             return known
         taken, share = self.optimizer_steps, self._share
         if not share:
-            assert self.epochs is not None
             return taken + math.ceil(self.epochs * self.loader.estimate_optimizer_steps())  # waits for the first plan
         return taken if share >= 1.0 else max(round(taken / share), taken + 1)
 
     @property
     def _share(self) -> float:
         """Of the samples of the run, those done; of a run in epochs."""
-        return min(self.epoch / self.epochs, 1.0) if self.epochs else 0.0
+        return min(self.epoch / self.epochs, 1.0)
 
     @property
     def epoch_length(self) -> int | None:
@@ -471,7 +468,7 @@ class ODBRun:
         """Whether a resumed run has nothing left to do."""
         if (known := self.total_steps) is not None:
             return self.optimizer_steps >= known
-        return self.epochs is not None and self._epochs_before >= self.epochs
+        return self._epochs_before >= self.epochs
 
     @property
     def epoch(self) -> float:
@@ -496,7 +493,7 @@ class ODBRun:
 
     # Its steps
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured, batch: Any) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured, batch: Any) -> Computing:
         """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says."""
         labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
@@ -505,6 +502,11 @@ class ODBRun:
         computing = self.accounting.begin(micro_batch, measured, labels)
         if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
             computing.num_supervised = supervised
+        return computing
+
+    def speed_metrics(self, done: StepStatistics) -> dict[str, float]:
+        """The entries of `Operations.metrics`; none where operations are not known. done: sums over all ranks."""
+        return {} if self._operations is None else self._operations.metrics(done, self.loader.world_size)
 
     # Its state and its end
 

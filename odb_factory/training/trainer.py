@@ -21,14 +21,14 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from odb_factory.accounting.losses import in_float32, sum_of_losses
+from odb_factory.accounting.losses import DataSets, in_float32, sum_of_losses
+from odb_factory.accounting.statistics import Computing
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig, make_config
 from odb_factory.data.collate import Collated
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, Observer, measure_batch
-from odb_factory.data.samples import Measured, OptimizerStep
 from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
@@ -37,7 +37,8 @@ from odb_factory.memory import PeakMeter
 from odb_factory.model.tower import check_batch, one_pass
 from odb_factory.planning import Collation
 from odb_factory.training import probes
-from odb_factory.training.checkpoint import CheckpointMark, CheckpointSaver, Preemption, find_checkpoint
+from odb_factory.training.arguments import HideArguments
+from odb_factory.training.checkpoint import CheckpointMark, Preemption, find_checkpoint
 from odb_factory.training.checks import (
     check_arguments,
     check_dummy_media,
@@ -47,8 +48,9 @@ from odb_factory.training.checks import (
     compare_output_dirs,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
-from odb_factory.training.run import ODBRun, RunLog, scale_learning_rate
-from odb_factory.training.session import HideArguments, ODBSettings, RunArguments, Session
+from odb_factory.training.run import RunLog, scale_learning_rate
+from odb_factory.training.session import Session, Training
+from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.trainer_loss import log_what_differs, without_average_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -63,15 +65,10 @@ class StepInputs(dict[str, torch.Tensor]):
     one by one, so that one at a time is in memory.
     """
 
-    def __init__(self, step: OptimizerStep, main_input: str, num_tokens: int, num_real_tokens: int):
-        super().__init__(
-            {
-                main_input: torch.empty(num_tokens, device="meta"),
-                "attention_mask": torch.tensor(num_real_tokens),
-            }
-        )
-        self.step = step
-        self.micro_batches: Iterator[Collated] = iter(())
+    def __init__(self, main_input: str, num_tokens: int, num_real_tokens: int, micro_batches: Iterator[Collated]):
+        main = torch.empty(num_tokens, device="meta")
+        super().__init__({main_input: main, "attention_mask": torch.tensor(num_real_tokens)})
+        self.micro_batches = micro_batches
 
 
 class TrainLoader:
@@ -81,56 +78,51 @@ class TrainLoader:
     given that one, which they may iterate.
     """
 
-    def __init__(self, odb: Session, run: ODBRun, main_input: str, stock: Any):
-        self._odb, self.run, self.main_input, self.stock = odb, run, main_input, stock
-        self.dataset = run.loader.dataset
+    def __init__(self, training: Training, main_input: str, stock: Any):
+        self._training, self._main_input, self.stock = training, main_input, stock
+        self.dataset = training.run.loader.dataset
         self._is_settled = False
         self._offset: int | None = None
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch: exact if they are kept, else a bound, at which the Trainer would end it."""
-        length = self.run.epoch_length
+        length = self._training.run.epoch_length
         if length is None:
             raise TypeError("the number of optimizer steps of an epoch is not known ahead")
         return length
 
     def __iter__(self) -> Iterator[StepInputs]:
-        if self.run.finished:
+        if self._training.run.finished:
             return
         if not self._is_settled:
-            self._is_settled, self.run = True, self._odb.settle()
-        collated = iter(self.run.loader)
+            self._is_settled = True
+            self._training.settle()
+        run = self._training.run
+        collated = iter(run.loader)
         while True:
-            assert self._odb.saver is not None
-            self._odb.saver.step_is_asked_for()
-            first = self.run.accounting.next(collated)
+            self._training.saver.step_is_asked_for()
+            first = run.accounting.next(collated)
             if first is None:
                 return
-            inputs = self._inputs_of(first[0].step)
-            inputs.micro_batches = self._micro_batches([first], collated)
+            step, micro_batches = first[0].step, self._micro_batches([first], collated)
             del first
-            yield inputs
+            # Rank 0 reports the sums of all ranks: the Trainer adds up the figures of the ranks.
+            padded, real = (step.padded_tokens, step.tokens) if run.loader.rank == 0 else (0, 0)
+            tokens = padded if step.stock_input_tokens is None else step.stock_input_tokens
+            yield StepInputs(self._main_input, tokens, real, micro_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """After a resume the Trainer counts epochs from a bound; the first is the one where the loader stands."""
         if self._offset is None:
-            self._offset = self.run.loader.epoch - epoch
-        self.run.loader.set_epoch(epoch + self._offset)
-
-    def _inputs_of(self, step: OptimizerStep) -> StepInputs:
-        """Rank 0 reports the sums of all ranks: the Trainer adds up the figures of the ranks."""
-        reports = self.run.loader.rank == 0
-        tokens = step.stock_input_tokens
-        if tokens is None:
-            tokens = step.padded_tokens if reports else 0
-        return StepInputs(step, self.main_input, tokens, step.tokens if reports else 0)
+            self._offset = self._training.run.loader.epoch - epoch
+        self._training.run.loader.set_epoch(epoch + self._offset)
 
     def _micro_batches(self, first: list[Collated], collated: Iterator[Collated]) -> Iterator[Collated]:
         """The micro-batches of one optimizer step; keeps no reference to those handed on."""
         is_last = first[0][0].ends_optimizer_step
         yield first.pop()
         while not is_last:
-            item = self.run.accounting.next(collated)
+            item = self._training.run.accounting.next(collated)
             assert item is not None, "an optimizer step is handed out whole"
             is_last = item[0].ends_optimizer_step
             box = [item]
@@ -147,37 +139,37 @@ logger = get_logger(__name__)
 class ODBCallback(TrainerCallback):
     """Runs before the other callbacks."""
 
-    def __init__(self, odb: Session):
-        self.odb: Any = odb
+    def __init__(self, training: Training):
+        self._training: Any = training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.odb.run
+        run = self._training.run
         if args.local_process_index == 0:
             for folder in Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 remove_unfinished(folder)
-        handler = self.odb.trainer.callback_handler
+        handler = self._training.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
-        self.odb.arguments.show()  # until `HideArguments`: trackers of experiments read them now
+        self._training.arguments.show()  # until `HideArguments`: trackers of experiments read them now
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return
         if not run.config.keeps:
             state.max_steps = run.expected_steps()
             an_epoch = run.loader.estimate_optimizer_steps()
-            state.num_train_epochs = math.ceil(run.epochs or run.max_steps / max(an_epoch, 1))
+            state.num_train_epochs = math.ceil(run.max_steps / max(an_epoch, 1) if run.max_steps else run.epochs)
             state.compute_steps(args, state.max_steps)
         elif run.repeated_steps and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
-        if not self.odb.lacks_budgets:
+        if not self._training.lacks_budgets:
             log_first_step(run.loader, run.config, run.loader.next_planned)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.odb.saver.begin_hashing()
+        self._training.saver.begin_hashing()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.odb.run
-        self.odb.saver.step_ends()
+        run = self._training.run
+        self._training.saver.step_ends()
         if run.optimizer_steps != state.global_step:
             raise ConfigError(
                 "training_step: an override of it does not call odb's, so the loss weights would be lost; let it call "
@@ -189,7 +181,7 @@ class ODBCallback(TrainerCallback):
         # The Trainer's loop is sized by a bound; this ends it in time.
         state.max_steps = run.expected_steps()
         control.should_epoch_stop = control.should_epoch_stop or run.step.last
-        for callback in self.odb.trainer.callback_handler.callbacks:
+        for callback in self._training.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
             if bar is not None:
                 bar.total = state.max_steps
@@ -209,23 +201,27 @@ class ODBTrainerMixin(Base):
     """Goes before a `transformers.Trainer` class in the bases: `class MyTrainer(ODBTrainerMixin, Trainer)`.
 
     Then `enable_odb(trainer, ...)` switches it on (it also does so for a trainer without the mixin).
-    odb: settings and run; None: stock behaviour. Outside of `train()` everything is stock's.
+    odb: settings and, in `train()`, the training; None: stock behaviour. Outside of `train()` everything is stock's.
     """
 
     odb: Session | None = None
+
+    @property
+    def _odb_training(self) -> Training | None:
+        return None if self.odb is None else self.odb.training
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         odb = self.odb
         if odb is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        settings, config = odb.settings, odb.settings.config
-        lifeline_of(settings.process_group, config.exchange_timeout_s).renew()
+        config = odb.config
+        lifeline_of(odb.process_group, config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_gradient(self)
-        log_what_differs(self, counts_tokens=not settings.equal_weights)
+        log_what_differs(self, counts_tokens=not odb.equal_weights)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), odb.gather)
-        odb.checkpoint = find_checkpoint(
+        checkpoint = find_checkpoint(
             resume_from_checkpoint,
             output_dir=str(self.args.output_dir),
             rank=self.args.process_index,
@@ -233,37 +229,35 @@ class ODBTrainerMixin(Base):
             ignore_data=config.resume == "ignore_data",
             gather=odb.gather,
         )
-        odb.arguments = RunArguments(self)
-        odb.saver = CheckpointSaver(self, config.exchange_timeout_s)
-        preemption = Preemption(self, odb.saver.exchange)
+        odb.training = training = Training(odb, checkpoint)
         models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
-        with self._odb_callbacks(odb, preemption), preemption.in_place(), odb.arguments.changed(), one_pass(*models):
+        with self._odb_callbacks(training), training.arguments.changed(), one_pass(*models):
             try:
-                odb.share_encoder()
-                resumed = None if odb.checkpoint is None else str(odb.checkpoint.folder)
+                training.encoder = SharedEncoder.of(self)
+                resumed = None if checkpoint is None else str(checkpoint.folder)
                 result = super().train(resumed, *args, **kwargs)
-                if odb.run is None:
+                if not training.has_begun:
                     raise ConfigError(_not_reached(self, "get_train_dataloader"))
-                odb.run.finish()
+                training.run.finish()
             except BaseException as error:
                 cause = ending(error, self.args.output_dir)
-                odb.close(cause)
+                training.close(cause)
                 if cause is error:
                     raise
                 raise cause from error
-            odb.close()
+            training.close()
             return result
 
     @contextlib.contextmanager
-    def _odb_callbacks(self, odb: Session, preemption: Preemption) -> Iterator[None]:
+    def _odb_callbacks(self, training: Training) -> Iterator[None]:
         """The Trainer's callbacks as a run needs them."""
-        assert odb.arguments is not None
-        callbacks = self.callback_handler.callbacks
+        callbacks, preemption = self.callback_handler.callbacks, Preemption(self, training.saver.exchange)
         # First, so that every other callback reads the right figures.
-        callbacks.insert(0, ODBCallback(odb))
-        callbacks += [CheckpointMark(), RunLog(self, odb.settings.about), preemption, HideArguments(odb.arguments)]
+        callbacks.insert(0, ODBCallback(training))
+        callbacks += [CheckpointMark(), RunLog(training), preemption, HideArguments(training.arguments)]
         try:
-            yield
+            with preemption.in_place():
+                yield
         finally:
             ours = (ODBCallback, CheckpointMark, RunLog, Preemption, HideArguments)
             # In place: the Trainer may have recreated some from a checkpoint.
@@ -271,68 +265,69 @@ class ODBTrainerMixin(Base):
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
-        stock, odb = super().get_train_dataloader(), self.odb
-        if odb is None or odb.saver is None or odb.run is not None:
+        stock, training = super().get_train_dataloader(), self._odb_training
+        if training is None or training.has_begun:
             return stock
-        return TrainLoader(odb, odb.begin(stock), getattr(self.model, "main_input_name", "input_ids"), stock)
+        training.begin(stock)
+        return TrainLoader(training, getattr(self.model, "main_input_name", "input_ids"), stock)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""
         stock: int = super().get_total_train_batch_size(args)
-        if self.odb is None or self.odb.run is None or self.odb.arguments is None:
+        if (training := self._odb_training) is None:
             return stock
-        return self.odb.run.loader.global_batch_size or stock * self.odb.arguments.accumulation
+        return training.run.loader.global_batch_size or stock * training.arguments.accumulation
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self.odb is None or self.odb.saver is None:
+        if (training := self._odb_training) is None:
             super()._save_checkpoint(model, trial, *args, **kwargs)
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.odb.saver.saving(folder):
+        with training.saver.saving(folder):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        arguments = None if self.odb is None else self.odb.arguments
-        with contextlib.nullcontext() if arguments is None else arguments.shown():
+        training = self._odb_training
+        with contextlib.nullcontext() if training is None else training.arguments.shown():
             super().save_model(output_dir, _internal_call)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In `train()` a whole optimizer step: `inputs` are `StepInputs`. Returns the sum of its losses."""
-        odb = self.odb
-        if odb is None or odb.run is None or not isinstance(inputs, StepInputs):
+        training = self._odb_training
+        if training is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
-        assert odb.saver is not None and odb.memory is not None
-        odb.saver.step_begins()
-        if odb.before_step is not None:
+        run, memory, before_step = training.run, training.memory, training.odb.before_step
+        training.saver.step_begins()
+        if before_step is not None:
             whole = list(inputs.micro_batches)
-            odb.before_step(model, whole)
+            before_step(model, whole)
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
-        if odb.restarts is not None:
-            return odb.restarts.take(self, model, inputs.micro_batches)
+        if training.restarts is not None:
+            return training.restarts.take(inputs.micro_batches)
         losses: list[torch.Tensor] = []
         for micro_batch, measured, batch in inputs.micro_batches:
-            odb.run.begin_micro_batch(micro_batch, measured, batch)
+            computing = run.begin_micro_batch(micro_batch, measured, batch)
             box = [batch]
             del batch
             with (
-                odb.memory.named(micro_batch, measured, odb.run.optimizer_steps + 1),
-                odb.gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
+                memory.named(micro_batch, measured, run.optimizer_steps + 1),
+                training.gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
             ):
-                losses.append(self.odb_forward_backward(model, measured, box))
-            odb.memory.held(measured)
-            odb.run.accounting.end()
+                losses.append(self.odb_forward_backward(training, model, computing, box))
+            memory.held(measured)
+            run.accounting.end()
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return sum_of_losses(losses, skip_non_finite=self.args.logging_nan_inf_filter)
 
-    def odb_forward_backward(self, model: Any, measured: Measured, box: list[Any]) -> Any:
+    def odb_forward_backward(self, training: Training, model: Any, computing: Computing, box: list[Any]) -> Any:
         """Add the gradient of the micro-batch that the run has begun; returns its loss. box: holds the only reference
         to its batch."""
-        assert self.odb is not None and self.odb.computing is not None
-        computing = self.odb.computing
-        check_batch(self, box[0], computing.micro_batch.ids)
-        self.odb.check_first_batch(box[0], measured.segments[: max(len(computing.micro_batch.ids), 1)])
-        with self.odb.in_forward(measured), self.odb.encoder_shared():
+        measured, ids, encoder = computing.measured, computing.micro_batch.ids, training.encoder
+        check_batch(self, box[0], ids)
+        training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
+        shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
+        with training.odb.in_forward(measured), shared:
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))
@@ -342,24 +337,22 @@ class ODBTrainerMixin(Base):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         odb = self.odb
-        unpadded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if odb is not None:
-            inputs, unpadded = odb.unpadded(inputs)
-        computing = None if odb is None else odb.computing
-        if odb is None or (computing is None and odb.trial_units is None):
+        if num_items_in_batch is not None:  # in an evaluation
+            kwargs["num_items_in_batch"] = num_items_in_batch
+        if odb is None:
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        inputs, unpadded = odb.unpadded(inputs)
+        # The units of this micro-batch alone: a loss that divides by it returns a mean, like one that ignores it.
+        num_items, computing, scale = odb.num_items, odb.computing, 0.0
+        if num_items is None:
             if isinstance(inputs, StepInputs):
                 raise ConfigError(_not_reached(self, "training_step"))
-            if num_items_in_batch is not None:  # in an evaluation
-                kwargs["num_items_in_batch"] = num_items_in_batch
             with unpadded:
                 return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        # The units of this micro-batch alone: a loss that divides by it returns a mean, like one that ignores it.
-        num_items = odb.trial_units if computing is None else computing.num_items
-        kwargs["num_items_in_batch"] = torch.full((), num_items or 1, device=self.args.device)
-        with unpadded, without_average_tokens(self.args), odb.weighing(model, inputs.get("labels")):
+        kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
+        with unpadded, without_average_tokens(self.args), odb.weighing(model, inputs.get("labels"), num_items):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        scale = 0.0  # of a trial
-        if computing is not None:
+        if computing is not None:  # else a trial
             scale, computing.is_weighed = computing.loss.scale, True
         if return_outputs:
             return (in_float32(result[0]) * scale, *result[1:])
@@ -393,9 +386,10 @@ class ODBTrainerMixin(Base):
         return self.odb.evaluation.predict(step, model, inputs, ignore_keys), None, None
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        run = None if self.odb is None else self.odb.run
-        if run is None or self.lr_scheduler is not None:
+        training = self._odb_training
+        if training is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
+        run = training.run
         steps = run.schedule.steps_of_schedule(run.expected_steps() or num_training_steps, self.args.warmup_steps)
         factor = run.schedule.learning_rate_factor()
         if factor != 1.0:
@@ -405,26 +399,21 @@ class ODBTrainerMixin(Base):
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        odb = self.odb
-        if odb is None or odb.run is None:
+        if (training := self._odb_training) is None:
             super().log(logs, *args, **kwargs)
             return
-        accounting = odb.run.accounting
+        run, accounting = training.run, training.run.accounting
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
-            logs.update(accounting.interval_metrics())
-            if odb.run.operations is not None:
-                logs.update(odb.run.operations.metrics(accounting.interval, odb.run.loader.world_size))
+            logs.update(accounting.interval_metrics() | run.speed_metrics(accounting.interval))
             if accounting.by_set is not None:
                 logs.update(accounting.by_set.metrics(self.accelerator.reduce, self.args.device))
         elif "train_runtime" in logs:
-            logs.update(accounting.metrics())
-            if odb.run.operations is not None:
-                logs.update(odb.run.operations.metrics(accounting.total, odb.run.loader.world_size))
+            logs.update(accounting.metrics() | run.speed_metrics(accounting.total))
             seconds = logs["train_runtime"]
             logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
-            if odb.arguments is not None and odb.arguments.counts_tokens:
-                tokens = accounting.since_resume("padded_tokens") / odb.run.loader.world_size
+            if training.arguments.counts_tokens:
+                tokens = accounting.since_resume("padded_tokens") / run.loader.world_size
                 logs["train_tokens_per_second"] = round(tokens / seconds, 3)
         super().log(logs, *args, **kwargs)
 
@@ -456,6 +445,7 @@ def enable_odb(
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
+    data_sets: DataSets | None = None,
     about: Mapping[str, object] | None = None,
     **block: Unpack[TrainerKeys],
 ) -> Any:
@@ -480,6 +470,7 @@ def enable_odb(
     not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
     memory_meter: measures memory for budgets of `auto` (default: the accelerator's figures); with a
     `odb_factory.memory.CPUMeter` they can be chosen on a CPU, for tests.
+    data_sets: that the rows are from: the mean loss of each is logged, and `odb-factory report` shows the rows of each.
     about: facts about the run for `odb-factory report`, beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
     units as `num_items_in_batch`, and its mean is weighed like a model's own loss; a function that returns a sum is not
@@ -500,7 +491,8 @@ def enable_odb(
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
     lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
-    settings = ODBSettings(
+    trainer.odb = Session(
+        trainer=trainer,
         config=config,
         observer=observer,
         collation=collation,
@@ -514,9 +506,9 @@ def enable_odb(
         eval_rows=eval_rows,
         not_flat=not_flat,
         memory_meter=memory_meter,
+        data_sets=data_sets,
         about=about or {},
     )
-    trainer.odb = Session(trainer, settings)
     return trainer
 
 

@@ -27,9 +27,8 @@ class OfRank(SimpleNamespace):
     """What the figures are taken from and stored in, on one rank."""
 
     def __init__(self, rank: int, scaling: str):
-        odb = SimpleNamespace(
-            computing=None, evaluation=None, run=SimpleNamespace(config=SimpleNamespace(loss_scaling=scaling))
-        )
+        config = SimpleNamespace(loss_scaling=scaling)
+        odb = SimpleNamespace(computing=None, evaluation=None, config=config)
         args = SimpleNamespace(process_index=rank)
         super().__init__(odb=odb, args=args, _stored_metrics=defaultdict(lambda: defaultdict(list)))
 

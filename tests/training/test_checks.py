@@ -39,7 +39,7 @@ def refuses(trainer: Trainer, match: str) -> None:
         trainer.train()
     assert "\n" not in str(refused.value)
     assert trainer.state.global_step == 0
-    assert trainer.odb.run is None
+    assert trainer.odb.training is None
 
 
 class MultipleNegativesRankingLoss(torch.nn.Module):

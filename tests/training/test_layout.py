@@ -25,7 +25,7 @@ from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.model import attention, mixers
 from odb_factory.model import check as check_module
-from odb_factory.model.check import NUM_SAMPLES, Layout, Verdict, models_of, of_flat_batch
+from odb_factory.model.check import NUM_SAMPLES, Layout, Runs, Verdict, check_rows, models_of, of_flat_batch
 from odb_factory.planning import Cost
 
 BUDGET = 256
@@ -199,8 +199,9 @@ def test_the_cache_is_off_while_it_trains(tmp_path: Path) -> None:
 
 def check(trainer: Trainer) -> str | None:
     enable_odb(trainer, config())
-    rows = samples()
-    return trainer.odb.check_layout(lambda: of_flat_batch(flat_batch(rows), LENGTHS))
+    rows, gather = samples(), trainer.odb.gather
+    runs = Runs(trainer.model_wrapped, trainer._prepare_inputs, gather, trainer.compute_loss_context_manager)
+    return check_rows(runs, lambda: of_flat_batch(flat_batch(rows), LENGTHS))
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *MIXERS])

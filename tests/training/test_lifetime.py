@@ -98,7 +98,7 @@ def test_outside_of_train_the_dataloader_is_stocks_and_nothing_is_started(tiny_t
     loaders = [one.get_train_dataloader() for one in (trainer, trainer, stock)]
     assert {type(loader) for loader in loaders} == {type(loaders[2])}
     assert [len(loader) for loader in loaders] == [len(loaders[2])] * 3
-    assert trainer.odb.run is None
+    assert trainer.odb.training is None
 
 
 def test_a_callback_sees_and_may_iterate_an_ordinary_train_dataloader(tiny_text, tmp_path, nothing_is_left) -> None:
