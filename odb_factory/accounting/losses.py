@@ -61,8 +61,8 @@ class MicroBatchLoss:
         sample (a row, or a segment of a flat row): the model's mean is replaced by the sum of row weight x token loss
         (see `TokenLoss`). Rows without a sample (`row_multiple`) weigh 0.
 
-    Auxiliary losses (MoE routers) are multiplied by `scale` too. They depend on which samples share a micro-batch, so
-    they cannot equal stock's exactly.
+    Auxiliary losses (MoE routers) are multiplied by `scale` too, and weigh as in stock by `TokenLoss.weighing`. They
+    depend on which samples share a micro-batch, so they cannot equal stock's exactly.
     """
 
     scale: float
@@ -222,12 +222,14 @@ class TokenLoss:
         num_units: int = 1,
         num_supervised: int | None = None,
         watch: Watch | None = None,
+        routers_weigh: float = 1.0,
     ) -> Iterator[None]:
         """For one forward with labels. row_weights: one for each row of the micro-batch, or each sample of a flat one
         with these segments (`Measured.segments`); None: all tokens weigh 1 / num_units, as in the model's own mean.
 
         num_supervised: tokens with a loss, if known. watch: is shown the token losses, but where the model computes its
-        own mean. Raises `ConfigError` at the end if the model has computed its loss otherwise and the weights differ.
+        own mean. routers_weigh: times the coefficient that the model gives the losses of its routers.
+        Raises `ConfigError` at the end if the model has computed its loss otherwise and the weights differ.
         """
         weights: float | Tensor = 1 / num_units
         if row_weights is not None:
@@ -236,7 +238,8 @@ class TokenLoss:
         self._row_weights = () if row_weights is None else row_weights
         self._segments, self._watch, self._calls = segments, watch, 0
         own = [module.loss_function for module in models]
-        with self.without_logits.weighing(weights, num_supervised, watch):
+        door = self.without_logits
+        with door.weighing(weights, num_supervised, watch), door.router_losses_times(routers_weigh):
             try:
                 for module in models:
                     module.loss_function = self

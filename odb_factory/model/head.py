@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
@@ -83,6 +84,19 @@ class WithoutLogits:
         with self.replacing_forward(functools.partial(self._forward, weights, num_supervised, watch)):
             yield
 
+    @contextlib.contextmanager
+    def router_losses_times(self, factor: float) -> Iterator[None]:
+        """Within it the losses of the model's routers weigh so many times their coefficient, whatever computes its
+        loss."""
+        found = [] if self._model is None or factor == 1 else _router_coefficients(self._model)
+        for place, name, value in found:
+            setattr(place, name, value * factor)
+        try:
+            yield
+        finally:
+            for place, name, value in found:
+                setattr(place, name, value)
+
     def replacing_forward(self, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
         """Meanwhile the model's forward is this one, whose first argument is the model's own."""
         return forward_replaced(self._model, forward)
@@ -120,7 +134,7 @@ class WithoutLogits:
         loss = outputs[0].reshape(())
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
-            loss = loss + _router_coefficient(self._model) * aux_loss.to(loss.device)
+            loss = loss + _router_coefficients(self._model)[0][2] * aux_loss.to(loss.device)
         self.acted = True
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(loss=loss, **rest)
@@ -247,7 +261,7 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
             return f"its output embedding has weights of {linear.weight.dtype}"
     if _labels_reach_the_decoder(model):
         return "this release of transformers makes its attention mask from labels"
-    if getattr(model.config.get_text_config(), "output_router_logits", False) and _router_coefficient(model) is None:
+    if getattr(model.config.get_text_config(), "output_router_logits", False) and not _router_coefficients(model):
         return "it adds a loss for its routers by a coefficient that is not known"
     return None
 
@@ -281,11 +295,9 @@ def _labels_reach_the_decoder(model: Any) -> bool:
     return "labels" in signature(type(inner).forward).parameters
 
 
-def _router_coefficient(model: Any) -> float | None:
-    """What the model multiplies the losses of its routers by."""
-    for place in (model, model.config.get_text_config()):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            found = getattr(place, name, None)
-            if found is not None:
-                return float(found)
-    return None
+def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:
+    """What the model multiplies the losses of its routers by: an attribute of the model or of its configuration, the
+    one that it reads first."""
+    places = itertools.product((model, model.config.get_text_config()), ("router_aux_loss_coef", "aux_loss_coef"))
+    found = [(place, name, getattr(place, name, None)) for place, name in places]
+    return [(place, name, float(value)) for place, name, value in found if value is not None]

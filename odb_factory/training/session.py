@@ -60,7 +60,7 @@ from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.run import ODBRun, Operations, device_of
 from odb_factory.training.shared_encoder import SharedEncoder
-from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
+from odb_factory.training.trainer_loss import TrainerLoss, routers_weigh, stock_mean, why_logits
 
 logger = get_logger(__name__)
 
@@ -222,10 +222,14 @@ class Session:
             return own.weighing(model, labels, row_weights, segments, num_items, computing.num_supervised)
         if row_weights is None and computing.num_supervised is None:
             return contextlib.nullcontext()
-        watch, by_set = None, None if training is None else training.run.accounting.by_set
-        if by_set is not None and self.evaluation is None and not computing.micro_batch.idle:
-            watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
-        return self._loss_of(model).weighing(row_weights, segments, num_items, computing.num_supervised, watch)
+        watch, times = None, 1.0
+        if training is not None and self.evaluation is None:
+            by_set, step = training.run.accounting.by_set, computing.micro_batch.step
+            if by_set is not None and not computing.micro_batch.idle:
+                watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
+            if self.config.loss_scaling == "stock":
+                times = routers_weigh(training.rule, step, self.trainer.args.world_size)
+        return self._loss_of(model).weighing(row_weights, segments, num_items, computing.num_supervised, watch, times)
 
     def _loss_of(self, model: Any) -> TokenLoss:
         why = why_logits(self.trainer)
@@ -246,10 +250,11 @@ class Training:
     eval_loaders: that are kept, each with the dataset of its evaluations.
     From `begin` on (`has_begun`), when the Trainer asks for its dataloader:
     run: its loader, length and figures. memory: names micro-batches that do not fit. trainer_loss: computed by the
-        trainer in place of the model's own.
+        trainer in place of the model's own. rule: the optimizer steps of stock.
     """
 
     run: ODBRun
+    rule: OptimizerStepRule
     memory: MemoryWatch
     trainer_loss: TrainerLoss | None = None
     _parts: DataLoaderParts
@@ -349,18 +354,19 @@ class Training:
             # 1. the loader, from the parts of the Trainer's dataloader
             parts = self._parts
             self.trainer_loss = None if odb.equal_weights else TrainerLoss.of(trainer)
+            rule = self.rule = OptimizerStepRule(
+                batch_size=parts.batch_size,
+                accumulation=args.gradient_accumulation_steps,
+                drop_last=parts.drop_last,
+                stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=odb.equal_weights),
+                equal_weights=odb.equal_weights,
+            )
             loader = odb.make_loader(
                 parts,
                 config,
                 layout,
                 observer=odb.observer or odb.observer_of_items(parts, config),
-                rule=OptimizerStepRule(
-                    batch_size=parts.batch_size,
-                    accumulation=args.gradient_accumulation_steps,
-                    drop_last=parts.drop_last,
-                    stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=odb.equal_weights),
-                    equal_weights=odb.equal_weights,
-                ),
+                rule=rule,
                 seed=self._seed,
                 agree_on={**of_trainer(trainer), **odb.agree_on},
                 rows_from=odb.rows_from,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from odb_factory.accounting.losses import by_position, in_float32, to_device
 from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean
+from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.samples import OptimizerStep
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.model.check import shifts_labels, unwrapped
@@ -52,6 +55,18 @@ def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -
         return StockMean("micro_batch", sums_up_to, counts_first=False)
     several_means = args.world_size > 1 and not args.average_tokens_across_devices
     return StockMean("rank") if several_means else MEAN_OF_STEP
+
+
+def routers_weigh(rule: OptimizerStepRule, step: OptimizerStep, world_size: int) -> float:
+    """How often stock adds the loss of a model's routers in an optimizer step.
+
+    Where the loss of tokens is divided by the tokens of all micro-batches, nothing divides that of routers: it is added
+    once a micro-batch and, where tokens are counted on all ranks, multiplied by these as the rest is.
+    """
+    if rule.stock_mean.over not in ("step", "rank"):
+        return 1.0
+    micro_batches = math.ceil(step.samples / rule.batch_size)
+    return micro_batches / (world_size if rule.stock_mean.over == "rank" else 1)
 
 
 class TrainerLoss:

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from toy import Rows, item
-from training.toy_training import losses, train
-from transformers import AutoModelForCausalLM
+from training.flat_models import COMMON, HEAD, MOE
+from training.toy_training import losses, make, train
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from odb_factory import enable_odb
 
 STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 3, "learning_rate": 5e-5}
 
@@ -34,6 +37,27 @@ def test_losses_in_bfloat16_add_up_in_float32(tiny_text: Path, tmp_path: Path) -
     stock, ours = (logged(tiny_text, tmp_path, token_mean, torch.bfloat16, odb) for odb in (False, True))
     assert ours == pytest.approx(stock, rel=4e-3)
     assert any(float(torch.tensor(loss).bfloat16()) != loss for loss in ours)
+
+
+@pytest.mark.parametrize("counts_tokens", [True, False], ids=["text", "as with a processor"])
+def test_losses_of_routers_weigh_as_in_stock(counts_tokens: bool, tmp_path: Path) -> None:
+    """They depend on which samples share a micro-batch. Stock divides them by the accumulation only where it divides
+    the loss by that."""
+
+    def first_loss(odb: bool, coefficient: float) -> float:
+        torch.manual_seed(0)
+        routers = {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **COMMON | HEAD | MOE | routers))
+        trainer = make(model, tmp_path, **STEPS)
+        trainer.model_accepts_loss_kwargs = counts_tokens
+        if odb:
+            enable_odb(trainer, token_budget=64)
+        trainer.train()
+        return losses(trainer)[0]
+
+    stock, ours = ([first_loss(odb, coefficient) for coefficient in (0.0, 0.5)] for odb in (False, True))
+    assert ours[0] == pytest.approx(stock[0], rel=1e-6)
+    assert ours[1] - ours[0] == pytest.approx(stock[1] - stock[0], rel=0.05)
 
 
 def test_one_loss_that_is_nan_leaves_the_others_in_the_log(tiny_text: Path, tmp_path: Path) -> None:
