@@ -133,7 +133,13 @@ class BatchChecks:
                 f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
                 "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
             )
-        self._check_rows(micro_batch, measured, labels if self._counts_labels else None)
+        labels = labels if self._counts_labels and torch.is_tensor(labels) else None
+        if labels is not None and bool(((labels < 0) & (labels != IGNORE_INDEX)).any()):
+            raise DataError(
+                f"rows {ids}: a label is negative and not {IGNORE_INDEX}, so it is no token and not left out of the "
+                f"loss either; make it {IGNORE_INDEX}."
+            )
+        self._check_rows(micro_batch, measured, labels)
         self._check_budget(micro_batch, measured)
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
@@ -156,7 +162,7 @@ class BatchChecks:
                 f"rows {ids}: the collator made {rows} rows of these {len(ids)} samples, and loss_scaling {scaling!r} "
                 "gives them different weights; use a collator that makes one row of each, or set `loss_scaling: exact`."
             )
-        if not torch.is_tensor(labels) or rows != len(ids):
+        if labels is None or rows != len(ids):
             return
         carries = labels != IGNORE_INDEX
         samples = carries[0].split(measured.segments) if measured.segments else carries

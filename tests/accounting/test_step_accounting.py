@@ -176,6 +176,15 @@ def test_what_the_collator_changed_is_said(scaling: str, found: Measured, messag
             accounting.begin(one, found)
 
 
+def test_a_label_that_is_no_token_is_an_error() -> None:
+    """Stock's loss has no such class; the loss without logits would take it for a token."""
+    ((one,),) = optimizer_step([Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)], [[[0, 1]]])
+    labels = _labels(2, 4)
+    labels[1, -1] = -1
+    with pytest.raises(DataError, match="a label is negative and not -100"):
+        _accounting().begin(one, measured(one, 70), labels)
+
+
 def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
