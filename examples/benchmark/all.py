@@ -145,7 +145,7 @@ PARTS = (
         "and as odb does. Peak: memory beyond what the process had; the share is without the gradient of a trained "
         "head, which both have. Time, and the time of the products that no exact gradient can do without: shares of "
         "stock's. odb computes the logits of a trained head twice, so that nothing of tokens x entries is kept (but "
-        "for up to 256 MiB).",
+        "for up to 64 MiB).",
         ("head.py",),
         ("head.py", "--tokens", "16"),
     ),

@@ -3,8 +3,8 @@
 The vocabulary is passed block by block, in forward and again in backward. So the largest logit, the sum of exponentials
 and the expected row of the head are kept up to date as in flash attention (Dao et al., 2022), with the head's weight in
 the place of keys and values: forward has the gradient of hidden states at its end. Backward needs the logits once more
-for the gradient of a trained head, whose rows are complete after one product over all tokens: it is rounded once. They
-are kept if they are few, else computed again.
+for the gradient of a trained head, whose rows are complete after one product over all tokens: it is rounded once.
+Where all logits are few, they are computed and kept as by the model itself.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
@@ -29,8 +29,8 @@ BLOCK = 1024
 """Entries of the vocabulary in a block of forward, and at least 2 H: each block changes sums of [S, H]."""
 LEAST_BLOCK = 512
 """Entries of the vocabulary in a block of backward, at least. Such a block has the logits of all tokens."""
-KEPT_ELEMENTS = 2**26
-"""Logits of a micro-batch that backward finds where forward has left them, at most: 256 MiB."""
+FEW_ELEMENTS = 2**24
+"""Logits of a micro-batch that are computed at once, at most: 64 MiB, and four times that in backward."""
 
 
 Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
@@ -43,6 +43,11 @@ class AfterHead:
 
     scale: float = 1.0
     cap: float | None = None
+
+    def changed(self, logits: Tensor) -> Tensor:
+        if self.cap is not None:
+            return self.cap * (logits * (self.scale / self.cap)).tanh()
+        return logits if self.scale == 1.0 else logits * self.scale
 
     def change(self, logits: Tensor) -> Tensor | None:
         """Change `logits` in place. Returns the derivative without the factor `scale`; None: it is 1."""
@@ -127,14 +132,21 @@ def _apply(
     linear: nn.Linear, hidden: Tensor, targets: Tensor, places: Tensor, after: AfterHead, with_means: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and, on request, means of logits at `places`."""
+    states, targets = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places), targets[places].clamp_min(0)
     device, dtype = hidden.device.type, linear.weight.dtype
     if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    if len(places) * len(linear.weight) <= FEW_ELEMENTS:
+        bias = None if linear.bias is None else linear.bias.to(dtype)
+        logits = nn.functional.linear(states.to(dtype), linear.weight.to(dtype), bias)
+        logits = after.changed(logits.to(_accurate(linear)))
+        values = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
+        return values, logits.detach().mean(1) if with_means else torch.zeros_like(values)
     values, means = _LogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]).index_select(0, places),
+        states,
         linear.weight,
         linear.bias,
-        targets[places].clamp_min(0),
+        targets,
         _How(dtype, _accurate(linear), after, TILE_ELEMENTS.get(device, OTHER_TILE_ELEMENTS)),
         with_means,
         torch.is_grad_enabled(),
@@ -178,9 +190,6 @@ class _LogProbs(torch.autograd.Function):
         needs_hidden = with_gradient and ctx.needs_input_grad[0]
         expected = hidden.new_zeros(tokens, width, dtype=how.accurate) if needs_hidden else None
         size = max(BLOCK, 2 * width)
-        trains_head = with_gradient and any(ctx.needs_input_grad[1:3])
-        keeps = trains_head and tokens * len(weight) <= KEPT_ELEMENTS
-        kept = hidden.new_empty(tokens, len(weight), dtype=how.accurate) if keeps else None
         with without_autocast(hidden.device.type):
             all_h = hidden.to(how.dtype)
             for block, w, b in how.blocks(weight, bias, size):
@@ -188,8 +197,6 @@ class _LogProbs(torch.autograd.Function):
                 for start in range(0, tokens, at_a_time):
                     some = slice(start, start + at_a_time)
                     logits = nn.functional.linear(all_h[some], w, b).to(how.accurate)
-                    if kept is not None:
-                        kept[some, block] = logits
                     slope = after.change(logits)
                     is_here, places = _within(targets[some], block.start, len(w))
                     of_targets[some] += logits.gather(1, places[:, None])[:, 0] * is_here
@@ -216,13 +223,13 @@ class _LogProbs(torch.autograd.Function):
                 expected -= weight[targets].to(how.dtype) * own[:, None]
                 expected *= -after.scale
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, expected, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, expected)
         ctx.mark_non_differentiable(means)
         return values, means.div_(len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        hidden, weight, bias, targets, log_sums, of_hidden, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, log_sums, of_hidden = ctx.saved_tensors
         how: _How = ctx.how
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if of_hidden is not None:
@@ -239,10 +246,7 @@ class _LogProbs(torch.autograd.Function):
             size = max(how.tile // max(len(hidden), 1), LEAST_BLOCK)
             with without_autocast(hidden.device.type):
                 for block, w, b in how.blocks(weight, bias, size):
-                    if kept is not None:
-                        logits = kept[:, block].T.clone()  # [block, S]
-                    else:
-                        logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)
+                    logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)  # [block, S]
                     logits = logits.to(how.accurate)
                     slope = how.after.change(logits)
                     of_logits = logits.sub_(shift).exp_()

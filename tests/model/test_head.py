@@ -37,6 +37,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FEW = chunked.FEW_ELEMENTS
+
+
+@pytest.fixture(autouse=True)
+def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the few logits of these models."""
+    monkeypatch.setattr(chunked, "FEW_ELEMENTS", 0)
+
+
 def text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
     kind, changes = MODELS[name]
     torch.manual_seed(0)
@@ -82,8 +91,9 @@ def check(model: Any, batch: dict[str, Tensor], weights: Tensor, run: Any = None
     expected = by_logits(model, batch, weights)
     wanted = gradients(model, expected)
     door = WithoutLogits(run or model)
-    for _ in range(2):  # the first forward looks for what the model does to its logits
-        with door.weighing(weights):
+    for few in (0, FEW):
+        with door.weighing(weights), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunked, "FEW_ELEMENTS", few)
             output = (run or model)(**batch)
         assert door.acted, door.reason
         assert output.get("logits") is None
@@ -139,11 +149,11 @@ def test_blocks_of_the_vocabulary_and_parts_of_the_tokens_add_up(monkeypatch: py
     hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
     batch, weights = batch_of()
     found = []
-    for block, tile, kept in ((1, 5, 0), (20, 45, 0), (20, 45, 10**6), (1000, 1000, 10**6)):
+    for block, tile, few in ((1, 5, 0), (20, 45, 0), (1000, 1000, 0), (1000, 1000, FEW)):
         monkeypatch.setattr(chunked, "BLOCK", block)
         monkeypatch.setattr(chunked, "LEAST_BLOCK", block)
         monkeypatch.setattr(chunked, "TILE_ELEMENTS", {"cpu": tile})
-        monkeypatch.setattr(chunked, "KEPT_ELEMENTS", kept)
+        monkeypatch.setattr(chunked, "FEW_ELEMENTS", few)
         for parameter in (hidden, *linear.parameters()):
             parameter.grad = None
         loss = weighted_loss_of(linear, hidden, batch["labels"], weights, after=AfterHead(0.5, 3.0))
@@ -162,15 +172,15 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return (squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5
 
 
-@pytest.mark.parametrize("head", ["trained, logits kept", "trained", "frozen"])
+@pytest.mark.parametrize("head", ["trained, few logits", "trained", "frozen"])
 @pytest.mark.parametrize("kind", ["autocast", "bfloat16"])
 def test_gradients_in_low_precision_are_no_worse_than_by_logits(
     kind: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where several chunks are added up: bfloat16 has 8 bits."""
     frozen = head == "frozen"
-    if head == "trained":
-        monkeypatch.setattr(chunked, "KEPT_ELEMENTS", 0)
+    if head == "trained, few logits":
+        monkeypatch.setattr(chunked, "FEW_ELEMENTS", FEW)
     model = text_model("plain", torch.float32)
     model.lm_head.requires_grad_(not frozen)
     if kind == "bfloat16":
@@ -260,7 +270,6 @@ class Sizes(TorchDispatchMode):
 def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "TILE_ELEMENTS", {"cpu": 10 * VOCABULARY})
     monkeypatch.setattr(chunked, "LEAST_BLOCK", 2)
-    monkeypatch.setattr(chunked, "KEPT_ELEMENTS", 0)
     model, (batch, weights) = text_model("plain", torch.float32), batch_of(rows=8, length=64)
     door = WithoutLogits(model)
     tokens = int((batch["labels"] != -100).sum())

@@ -27,6 +27,7 @@ IGNORED = -100
 def test_log_probs_and_their_gradient(after: AfterHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer with a bias, by logits of seven tokens at a time, against autograd on all logits."""
     monkeypatch.setattr("odb_factory.model.chunked.TILE_ELEMENTS", {"cpu": 7 * 50})
+    monkeypatch.setattr("odb_factory.model.chunked.FEW_ELEMENTS", 0)
     torch.manual_seed(0)
     linear = nn.Linear(16, 50).double()
     hidden = torch.randn(1, 40, 16, dtype=torch.float64, requires_grad=True)

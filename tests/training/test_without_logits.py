@@ -71,7 +71,7 @@ def test_nobody_makes_logits_of_all_tokens(
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
     monkeypatch.setattr("odb_factory.model.chunked.TILE_ELEMENTS", {"cpu": 16 * vocabulary})
-    monkeypatch.setattr("odb_factory.model.chunked.KEPT_ELEMENTS", 0)
+    monkeypatch.setattr("odb_factory.model.chunked.FEW_ELEMENTS", 0)
     stock, expected, of_stock = trained(tiny_text, tmp_path, loss=loss)
     ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160, loss_scaling=loss_scaling)
     assert of_stock > 100 * vocabulary
