@@ -147,12 +147,17 @@ def marked_processes(mark: str) -> dict[int, list[str]]:
 
 
 def end_of(
-    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] = os.environ
+    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """How a command ends, with all that it prints; none of its processes outlives the call."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**environment, MARK: mark}
+        words,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**(environment or os.environ), MARK: mark},
     )
     try:
         printed, _ = process.communicate(timeout=limit_s)
@@ -166,10 +171,10 @@ def end_of(
 
 
 def run_command(
-    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] = os.environ
+    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> str:
     """What a command prints, which ends well. It sees no CUDA device."""
-    ended = end_of(words, limit_s, cwd, {**environment, "CUDA_VISIBLE_DEVICES": ""})
+    ended = end_of(words, limit_s, cwd, {**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""})
     assert ended.returncode == 0, f"{words}:\n{ended.stdout[-4000:]}"
     return ended.stdout
 

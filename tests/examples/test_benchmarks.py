@@ -184,7 +184,7 @@ def test_published_parts_stand_beside_earlier_ones(
     links = re.findall(r"\]\((benchmarks/.+?png)\)", page)
     assert links and {tmp_path / link for link in links} == set(tmp_path.glob("**/*.png"))
     assert "published before" in page and "an earlier machine" in page
-    assert "[More tables of this part](benchmarks/planning.md)" in page and (before / "planning.md").exists()
+    assert "[more tables](benchmarks/planning.md)" in page and (before / "planning.md").exists()
     assert set(json.loads((before / "figures.json").read_text("utf-8"))) == {"planning", "start"}
 
 
