@@ -22,18 +22,16 @@ OVERRIDE = "odb.global_batch_size=16"
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def job(tmp_path: Path) -> Callable[..., None]:
     """Runs the script on a YAML, with these commands in place of those of PATH."""
     given = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "NPROC_PER_NODE": "1"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
 
-    def run(path: Path, **commands: str) -> None:
+    def run(settings: Path, **commands: str) -> None:
         for name, text in {"scontrol": SCONTROL, "srun": SRUN, **commands}.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-        run_command([str(SCRIPT), str(path), OVERRIDE], 200)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        run_command([str(SCRIPT), str(settings), OVERRIDE], 200, environment=os.environ | given | {"PATH": path})
 
     return run
 
