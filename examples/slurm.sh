@@ -11,7 +11,7 @@
 # INTERFACE=eth0 sbatch ...: the network interface between the nodes (ip -br addr), if they have several.
 set -euo pipefail
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT FORCE_TORCHRUN=1 NNODES=$SLURM_NNODES
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$SLURM_GPUS_ON_NODE}
