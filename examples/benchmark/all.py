@@ -74,12 +74,12 @@ GRADIENT_TESTS = ("training/test_same_training", "training/test_exact_gradient",
 SHORT_PLAN = ("--ranks", "2", "--batch-sizes", "64", "--seeds", "1", "--samples", "512")
 
 
-def training(name: str, workload: str, ranks: int, minutes: int, seeds: int = 3, is_short: bool = False) -> Part:
+def training(name: str, workload: str, ranks: int, minutes: int, seeds: int = 3, is_first: bool = False) -> Part:
     heading = f"Training: {workload}, {ranks} rank{'s' * (ranks > 1)}"
     command = ("train.py", "--workloads", workload, "--ranks", str(ranks), "--seeds", str(seeds))
-    command += ("--picture",) if is_short else ()
+    command += ("--picture",) if is_first else ()
     about = TRAINING.format(WORKLOADS[workload]) if ranks == 1 else "As before, on two ranks."
-    return Part(name, heading, minutes, about, command, ("train.py", "--short", "--picture") if is_short else ())
+    return Part(name, heading, minutes, about, command, ("train.py", "--short", "--picture") if is_first else ())
 
 
 PARTS = (
@@ -117,7 +117,7 @@ PARTS = (
         ("planning.py", "--ranks", "512", "1024"),
         rivals=True,
     ),
-    training("train_text_1", "text", 1, 14, is_short=True),
+    training("train_text_1", "text", 1, 14, is_first=True),
     training("train_text_2", "text", 2, 16),
     training("train_mm_mix_1", "MM-Mix", 1, 14),
     training("train_mm_mix_2", "MM-Mix", 2, 14),

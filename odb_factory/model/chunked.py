@@ -45,6 +45,7 @@ class AfterHead:
     cap: float | None = None
 
     def changed(self, logits: Tensor) -> Tensor:
+        """With its derivative, for autograd."""
         if self.cap is not None:
             return self.cap * (logits * (self.scale / self.cap)).tanh()
         return logits if self.scale == 1.0 else logits * self.scale
@@ -136,9 +137,9 @@ def _apply(
     device, dtype = hidden.device.type, linear.weight.dtype
     if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    if len(places) * len(linear.weight) <= FEW_ELEMENTS:
-        bias = None if linear.bias is None else linear.bias.to(dtype)
-        logits = nn.functional.linear(states.to(dtype), linear.weight.to(dtype), bias)
+    # A head that autocast would copy is passed block by block.
+    if len(places) * len(linear.weight) <= FEW_ELEMENTS and dtype == linear.weight.dtype:
+        logits = nn.functional.linear(states.to(dtype), linear.weight, linear.bias)
         logits = after.changed(logits.to(_accurate(linear)))
         values = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
         return values, logits.detach().mean(1) if with_means else torch.zeros_like(values)

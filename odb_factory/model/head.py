@@ -134,7 +134,8 @@ class WithoutLogits:
         loss = outputs[0].reshape(())
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
-            loss = loss + _router_coefficients(self._model)[0][2] * aux_loss.to(loss.device)
+            (_, _, coefficient), *_ = _router_coefficients(self._model)
+            loss = loss + coefficient * aux_loss.to(loss.device)
         self.acted = True
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(loss=loss, **rest)

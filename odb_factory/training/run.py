@@ -403,7 +403,6 @@ class ODBRun:
         epochs: float,
         max_steps: int | None,
         is_shuffled: bool = False,
-        accumulation: int = 1,
         looks_at_labels: bool = True,
         operations: Operations | None = None,
     ):
@@ -412,7 +411,6 @@ class ODBRun:
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
         is_estimated = not config.keeps and max_steps is None
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
-        self._accumulation = accumulation
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self._looks_at_labels, self._operations = looks_at_labels, operations
@@ -456,7 +454,7 @@ class ODBRun:
         if not self.config.keeps:
             # A micro-step has at least one sample, and all optimizer steps but the last have `accumulation` of them.
             is_known = self.max_steps is None and loader.num_samples is not None
-            return -(-(loader.num_samples or 0) // self._accumulation) if is_known else None
+            return -(-(loader.num_samples or 0) // loader.rule.accumulation) if is_known else None
         an_epoch = loader.num_optimizer_steps
         if an_epoch is None or self._restarted is None:
             return an_epoch
@@ -543,7 +541,6 @@ class ODBRun:
 
     def restart_epoch(self, epoch: int) -> None:
         """Train on the whole epoch, whatever was done of it: the run becomes longer by that."""
-        self.loader.set_epoch(epoch)
         self._epochs_before = float(epoch)
         self._restarted = (self.optimizer_steps, epoch)
 

@@ -228,7 +228,7 @@ class Session:
             if by_set is not None and not computing.micro_batch.idle:
                 watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
             if self.config.loss_scaling == "stock":
-                times = routers_weigh(training.rule, step, self.trainer.args.world_size)
+                times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
         return self._loss_of(model).weighing(row_weights, segments, num_items, computing.num_supervised, watch, times)
 
     def _loss_of(self, model: Any) -> TokenLoss:
@@ -250,11 +250,10 @@ class Training:
     eval_loaders: that are kept, each with the dataset of its evaluations.
     From `begin` on (`has_begun`), when the Trainer asks for its dataloader:
     run: its loader, length and figures. memory: names micro-batches that do not fit. trainer_loss: computed by the
-        trainer in place of the model's own. rule: the optimizer steps of stock.
+        trainer in place of the model's own.
     """
 
     run: ODBRun
-    rule: OptimizerStepRule
     memory: MemoryWatch
     trainer_loss: TrainerLoss | None = None
     _parts: DataLoaderParts
@@ -354,19 +353,18 @@ class Training:
             # 1. the loader, from the parts of the Trainer's dataloader
             parts = self._parts
             self.trainer_loss = None if odb.equal_weights else TrainerLoss.of(trainer)
-            rule = self.rule = OptimizerStepRule(
-                batch_size=parts.batch_size,
-                accumulation=args.gradient_accumulation_steps,
-                drop_last=parts.drop_last,
-                stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=odb.equal_weights),
-                equal_weights=odb.equal_weights,
-            )
             loader = odb.make_loader(
                 parts,
                 config,
                 layout,
                 observer=odb.observer or odb.observer_of_items(parts, config),
-                rule=rule,
+                rule=OptimizerStepRule(
+                    batch_size=parts.batch_size,
+                    accumulation=args.gradient_accumulation_steps,
+                    drop_last=parts.drop_last,
+                    stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=odb.equal_weights),
+                    equal_weights=odb.equal_weights,
+                ),
                 seed=self._seed,
                 agree_on={**of_trainer(trainer), **odb.agree_on},
                 rows_from=odb.rows_from,
@@ -380,7 +378,6 @@ class Training:
                 args.output_dir,
                 epochs=math.inf if counts_steps else args.num_train_epochs,
                 max_steps=args.max_steps if counts_steps else None,
-                accumulation=args.gradient_accumulation_steps,
                 looks_at_labels=not odb.equal_weights,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
                 operations=self._operations,
