@@ -199,14 +199,13 @@ class Lines:
 class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
-    num_supervised: tokens with a loss, if the loss is a mean over them. is_weighed: the loss has been computed with its
-    weights. encoded: runs of the vision tower whose work the ranks have shared. seen: sums of `LossBySet`.
+    is_weighed: the loss has been computed with its weights. encoded: runs of the vision tower whose work the ranks have
+    shared. seen: sums of `LossBySet`.
     """
 
     micro_batch: MicroBatch
     measured: Measured
     loss: MicroBatchLoss
-    num_supervised: int | None = None
     is_weighed: bool = False
     encoded: Sequence[EncoderPlan] = ()
     seen: list[Tensor] = field(default_factory=list)

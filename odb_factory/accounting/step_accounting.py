@@ -9,14 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from odb_factory.accounting.losses import LossBySet, loss_of, token_weights
 from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Computing, Lines, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
 from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import DataError
@@ -102,20 +99,19 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 class BatchChecks:
-    """Call it with each micro-batch, the shape of its collated tensors and, if there are any, its labels.
+    """Call it with each micro-batch and what its collated tensors measure.
 
     Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
     or if the samples' weights differ and it does not make one row (flat: segment) of each. Warns once of each kind: a
     sample beyond a budget, a micro-batch that grew beyond one in the collator, samples that share one row although they
-    are not flat, rows in another order than their ids. Labels are read before they go to an accelerator.
-    counts_labels: units are counted from labels; else a `cost_fn` gives them.
+    are not flat, rows in another order than their ids.
     """
 
-    def __init__(self, config: ResolvedConfig, budget: Budget, *, counts_labels: bool = True):
-        self._config, self._budget, self._counts_labels = config, budget, counts_labels
+    def __init__(self, config: ResolvedConfig, budget: Budget):
+        self._config, self._budget = config, budget
         self._warned: set[str] = set()
 
-    def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> None:
+    def __call__(self, micro_batch: MicroBatch, measured: Measured) -> None:
         if micro_batch.idle:
             return
         ids = list(micro_batch.ids)
@@ -133,16 +129,10 @@ class BatchChecks:
                 f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
                 "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
             )
-        labels = labels if self._counts_labels and torch.is_tensor(labels) else None
-        if labels is not None and bool(((labels < 0) & (labels != IGNORE_INDEX)).any()):
-            raise DataError(
-                f"rows {ids}: a label is negative and not {IGNORE_INDEX}, so it is no token and not left out of the "
-                f"loss either; make it {IGNORE_INDEX}."
-            )
-        self._check_rows(micro_batch, measured, labels)
+        self._check_rows(micro_batch, measured)
         self._check_budget(micro_batch, measured)
 
-    def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
+    def _check_rows(self, micro_batch: MicroBatch, measured: Measured) -> None:
         """Weights that differ, and the ids of the step info, rely on one row (flat: segment) a sample, in order."""
         ids, rows = list(micro_batch.ids), measured.rows - measured.filler_rows
         if measured.segments:
@@ -162,11 +152,9 @@ class BatchChecks:
                 f"rows {ids}: the collator made {rows} rows of these {len(ids)} samples, and loss_scaling {scaling!r} "
                 "gives them different weights; use a collator that makes one row of each, or set `loss_scaling: exact`."
             )
-        if labels is None or rows != len(ids):
+        if measured.units_by_row is None or rows != len(ids):
             return
-        carries = labels != IGNORE_INDEX
-        samples = carries[0].split(measured.segments) if measured.segments else carries
-        found = [int(one[1:].sum()) for one in samples]
+        found = list(measured.units_by_row)
         if found == [*micro_batch.units, *[0] * (len(found) - len(ids))]:
             return
         problem = (
@@ -218,7 +206,7 @@ class StepAccounting:
     Example::
 
         for micro_batch, measured, batch in loader:
-            loss = accounting.begin(micro_batch, measured, batch.get("labels")).loss
+            loss = accounting.begin(micro_batch, measured).loss
             (model(**batch).loss * loss.scale).backward()  # if loss.row_weights is None
             accounting.end()
             if micro_batch.ends_optimizer_step: ...
@@ -238,7 +226,7 @@ class StepAccounting:
         self.computing: Computing | None = None
         self.by_set: LossBySet | None = None
         self.encoder_patches: list[int] = []
-        self._checks = BatchChecks(config, loader.budget, counts_labels=loader.counts_labels)
+        self._checks = BatchChecks(config, loader.budget)
         self._audit: Lines | None = None
         self._left_out_file: Lines | None = None
         if audit_dir is not None:
@@ -273,13 +261,12 @@ class StepAccounting:
         self.total.seconds += 0.0 if self._clock is None else now - self._clock
         self._clock = now
 
-    def begin(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> Computing:
+    def begin(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
         """Check a micro-batch whose forward comes next; its loss is made as the answer's `loss` says.
 
-        labels: as collated ([rows, length]) and not yet moved to an accelerator, if there are any. Raises `DataError`
-        if the collator has changed what was planned.
+        Raises `DataError` if the collator has changed what was planned.
         """
-        self._checks(micro_batch, measured, labels)
+        self._checks(micro_batch, measured)
         step, before = micro_batch.step, self._uncounted
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)

@@ -120,19 +120,31 @@ def measure_batch(
 ) -> Measured:
     """Measure a collated batch with `input_ids` [rows, length] and, if any, `labels` of the same shape.
 
-    segments: of a flat one.
+    segments: of a flat one. Raises `DataError` for labels that are none of tokens.
     """
     rows, length = batch_shape(batch)
     labels = batch.get("labels")
-    if labels is not None:
-        _check_labels(np.shape(labels), 2)
     return Measured(
         rows=rows,
         length=length,
         media=count_media(batch, patch_size),
         units=0 if labels is None else count_supervised(labels),
         segments=segments,
+        units_by_row=None if labels is None else _units_by_row(np.asarray(labels), segments),
     )
+
+
+def _units_by_row(labels: np.ndarray, segments: tuple[int, ...]) -> tuple[int, ...]:
+    """labels: int[rows, length]."""
+    _check_labels(labels.shape, 2)
+    carry = labels != IGNORE_INDEX
+    if (carry & (labels < 0)).any():
+        raise DataError(
+            f"a label is negative and not {IGNORE_INDEX}, so it is no token and not left out of the loss either; make "
+            f"it {IGNORE_INDEX}"
+        )
+    rows = np.split(carry[0], np.cumsum(segments)[:-1]) if segments else carry
+    return tuple(int(row[1:].sum()) for row in rows)
 
 
 def _check_labels(shape: tuple[int, ...], least: int) -> None:

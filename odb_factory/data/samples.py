@@ -187,6 +187,7 @@ class Measured:
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
     filler_rows: of a padded one, the last rows that no sample stands in (`row_multiple`).
+    units_by_row: where units are labels that carry loss, those of each row or, of a flat one, of each segment.
     """
 
     rows: int
@@ -195,10 +196,16 @@ class Measured:
     units: int
     segments: tuple[int, ...] = ()
     filler_rows: int = 0
+    units_by_row: tuple[int, ...] | None = None
 
     @property
     def patches(self) -> int:
         return self.media.patches
+
+    @property
+    def num_supervised(self) -> int | None:
+        """Tokens with a loss; None where units are something else."""
+        return None if self.units_by_row is None else self.units
 
     def __str__(self) -> str:
         return describe_cost(self.rows * self.length, self.media)

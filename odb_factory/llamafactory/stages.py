@@ -6,7 +6,6 @@ One `Stage` object each; `STAGES` has them by the name in the YAML. Nothing heav
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -403,7 +402,7 @@ class Kto(Stage):
         found = measure_batch(batch, patch_size)
         if not segments:
             longer = max(found.length, batch["kl_input_ids"].shape[1])
-            return dataclasses.replace(found, length=longer, units=found.rows)
+            return Measured(found.rows, longer, found.media, found.rows)
         own, others = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
         length = sum(segments) + int((others - own).clamp(min=0).sum())
         return Measured(1, length, found.media, found.rows, segments)

@@ -475,8 +475,7 @@ class Iteration:
                     loader.num_samples,
                     self.accounting.optimizer_steps + 1,
                 )
-                labels = collated.get("labels") if isinstance(collated, Mapping) else None
-                self.accounting.begin(micro_batch, measured, labels)
+                self.accounting.begin(micro_batch, measured)
                 if not self._has_said:
                     self._has_said = True
                     log_first_step(loader, self.config, micro_batch.step, in_loop=True)
@@ -487,7 +486,7 @@ class Iteration:
                     self.accounting.end()
                 self._current = current
                 handed_over.append((weakref.ref(info), info.receipt))
-                del info, collated, labels  # the batch alone holds the info
+                del info, collated  # the batch alone holds the info
                 yield batch
                 del batch
                 if not self._has_warned and any(info() is None and not one.taken for info, one in handed_over):

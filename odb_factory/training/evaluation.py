@@ -245,8 +245,6 @@ class Evaluation:
         self._share = len(micro_batch.ids) / self._batch_size
         weights = self._weights(micro_batch)
         self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
-        if not self._trainer.odb.equal_weights:
-            self.computing.num_supervised = measured.units
         batch, unpadded = self._trainer.odb.unpadded(batch)
         with self._trainer.odb.in_forward(measured), unpadded:
             loss, logits, labels = forward(batch)

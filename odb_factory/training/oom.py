@@ -332,7 +332,7 @@ class RestartedSteps:
         run, (micro_batch, measured, batch) = self.run, box.pop()
         skips = self.watch.config.oom == "skip"
         try:
-            computing = run.begin_micro_batch(micro_batch, measured, batch)
+            computing = run.begin_micro_batch(micro_batch, measured)
             with self._synchronizer.alone():
                 local = self._synchronizer.local
                 loss = self.trainer.odb_forward_backward(self.training, local, computing, [batch])

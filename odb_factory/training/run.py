@@ -21,7 +21,6 @@ from odb_factory.accounting.statistics import Computing, Lines, StepStatistics, 
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
@@ -389,8 +388,7 @@ class ODBRun:
     optimizer step. `accounting` counts its optimizer steps, those before a resume included.
 
     epochs, max_steps: of the training arguments; epochs are infinite if `max_steps` counts, which else is None.
-    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last.
-    looks_at_labels: units are labels that carry loss, so that they can be counted in the collated rows. operations:
+    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last. operations:
     that the model needs, if they are known.
     """
 
@@ -403,7 +401,6 @@ class ODBRun:
         epochs: float,
         max_steps: int | None,
         is_shuffled: bool = False,
-        looks_at_labels: bool = True,
         operations: Operations | None = None,
     ):
         self.loader, self.config, self.output_dir = loader, config, Path(output_dir)
@@ -413,7 +410,7 @@ class ODBRun:
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
-        self._looks_at_labels, self._operations = looks_at_labels, operations
+        self._operations = operations
         self._restarted: tuple[int, int] | None = None
         self._epochs_before = 0.0
 
@@ -491,16 +488,12 @@ class ODBRun:
 
     # Its steps
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured, batch: Any) -> Computing:
+    def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
         """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says."""
-        labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
         if micro_batch.index == 0 and self.schedule.clock is not None:
             self.schedule.clock.advance(self.optimizer_steps + 1, self._share)
-        computing = self.accounting.begin(micro_batch, measured, labels)
-        if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
-            computing.num_supervised = supervised
-        return computing
+        return self.accounting.begin(micro_batch, measured)
 
     def speed_metrics(self, done: StepStatistics) -> dict[str, float]:
         """The entries of `Operations.metrics`; none where operations are not known. done: sums over all ranks."""

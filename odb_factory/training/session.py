@@ -218,9 +218,10 @@ class Session:
                 return contextlib.nullcontext()
             return self._loss_of(model).weighing(None, (), num_items)
         row_weights, segments = computing.loss.row_weights, computing.measured.segments
+        num_supervised = computing.measured.num_supervised
         if own is not None:
-            return own.weighing(model, labels, row_weights, segments, num_items, computing.num_supervised)
-        if row_weights is None and computing.num_supervised is None:
+            return own.weighing(model, labels, row_weights, segments, num_items, num_supervised)
+        if row_weights is None and num_supervised is None:
             return contextlib.nullcontext()
         watch, times = None, 1.0
         if training is not None and self.evaluation is None:
@@ -229,7 +230,7 @@ class Session:
                 watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
             if self.config.loss_scaling == "stock":
                 times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
-        return self._loss_of(model).weighing(row_weights, segments, num_items, computing.num_supervised, watch, times)
+        return self._loss_of(model).weighing(row_weights, segments, num_items, num_supervised, watch, times)
 
     def _loss_of(self, model: Any) -> TokenLoss:
         why = why_logits(self.trainer)
@@ -378,7 +379,6 @@ class Training:
                 args.output_dir,
                 epochs=math.inf if counts_steps else args.num_train_epochs,
                 max_steps=args.max_steps if counts_steps else None,
-                looks_at_labels=not odb.equal_weights,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
                 operations=self._operations,
             )

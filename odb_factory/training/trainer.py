@@ -306,7 +306,7 @@ class ODBTrainerMixin(Base):
             return training.restarts.take(inputs.micro_batches)
         losses: list[torch.Tensor] = []
         for micro_batch, measured, batch in inputs.micro_batches:
-            computing = run.begin_micro_batch(micro_batch, measured, batch)
+            computing = run.begin_micro_batch(micro_batch, measured)
             box = [batch]
             del batch
             with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -19,6 +20,7 @@ from support import read_audit
 from odb_factory.accounting.statistics import summary_line
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig
+from odb_factory.data.observe import measure_batch
 from odb_factory.data.samples import LeftOut, Measured, MicroBatch, OptimizerStep
 from odb_factory.data.step_agreement import Reports
 from odb_factory.errors import ConfigError, DataError
@@ -149,10 +151,6 @@ def test_an_audit_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         _run(accounting, optimizer_step([Row(9, 4, False, 0, 0)], [[[0]]])[0])
 
 
-def _labels(*supervised: int) -> torch.Tensor:
-    return torch.stack([torch.tensor([-100] * (70 - n) + [5] * n) for n in supervised])
-
-
 @pytest.mark.parametrize(
     ("scaling", "found", "message"),
     [
@@ -176,13 +174,8 @@ def test_what_the_collator_changed_is_said(scaling: str, found: Measured, messag
             accounting.begin(one, found)
 
 
-def test_a_label_that_is_no_token_is_an_error() -> None:
-    """Stock's loss has no such class; the loss without logits would take it for a token."""
-    ((one,),) = optimizer_step([Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)], [[[0, 1]]])
-    labels = _labels(2, 4)
-    labels[1, -1] = -1
-    with pytest.raises(DataError, match="a label is negative and not -100"):
-        _accounting().begin(one, measured(one, 70), labels)
+def _measured(micro_batch: MicroBatch, *units: int) -> Measured:
+    return dataclasses.replace(measured(micro_batch, 70), units_by_row=units)
 
 
 def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
@@ -191,29 +184,32 @@ def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
     rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)]
     ((one,),) = optimizer_step(rows, [[[0, 1]]])
     with caplog.at_level(logging.WARNING, "odb_factory"):
-        for labels in (_labels(2, 4), _labels(4, 2), _labels(4, 2)):
-            _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(2, 4))
+        for units in ((2, 4), (4, 2), (4, 2)):
+            _accounting(loss_scaling="sample").begin(one, _measured(one, 2, 4))
             accounting = _accounting(loss_scaling="exact")
-            accounting.begin(one, measured(one, 70), labels)
-            accounting.begin(one, measured(one, 70), labels)
+            accounting.begin(one, _measured(one, *units))
+            accounting.begin(one, _measured(one, *units))
     said = [record.message for record in caplog.records if "the order of the rows" in record.message]
     assert len(said) == 2, "once a run, and not for rows in their order"
     with pytest.raises(DataError, match="rows \\[0, 1\\]: the collator returns them with \\[4, 2\\] units"):
-        _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(4, 2))
+        _accounting(loss_scaling="sample").begin(one, _measured(one, 4, 2))
+
+
+SEGMENTS = (9, 12, 3)
 
 
 def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Order and labels of each; what fills up has none; nothing is said of one row."""
     rows = [Row(9, 2, False, 0, 0), Row(12, 4, False, 0, 0)]
     ((one,),) = optimizer_step(rows, [[[0, 1]]])
-    found = Measured(1, 24, Media(), 6, (9, 12, 3))
 
-    def labels(*supervised: int) -> torch.Tensor:
-        parts = [torch.tensor([-100] * (length - n) + [5] * n) for length, n in zip(found.segments, supervised)]
-        return torch.cat(parts)[None]
+    def found(*units: int) -> Measured:
+        labels = [[-100] * (length - n) + [5] * n for length, n in zip(SEGMENTS, units)]
+        row = torch.tensor([list(chain(*labels))])
+        return measure_batch({"input_ids": row, "labels": row}, segments=SEGMENTS)
 
     accounting = _accounting(folder=tmp_path, loss_scaling="sample")
-    accounting.begin(one, found, labels(2, 4, 0))
+    accounting.begin(one, found(2, 4, 0))
     accounting.end()
     accounting.close()
     assert not caplog.messages
@@ -222,11 +218,11 @@ def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptu
     assert line["weight"] == pytest.approx([1 / 4, 1 / 8])
     for wrong in ((4, 2, 0), (2, 3, 1)):
         with pytest.raises(DataError, match=re.escape(f"the collator returns them with {[*wrong]} units")):
-            _accounting(loss_scaling="sample").begin(one, found, labels(*wrong))
-    _accounting(loss_scaling="exact").begin(one, found, labels(4, 2, 0))
+            _accounting(loss_scaling="sample").begin(one, found(*wrong))
+    _accounting(loss_scaling="exact").begin(one, found(4, 2, 0))
     assert "in the order of the rows" in caplog.text
     with pytest.raises(DataError, match="left 5 units of 6"):
-        _accounting(loss_scaling="exact").begin(one, Measured(1, 24, Media(), 5, (9, 12, 3)), labels(2, 3, 0))
+        _accounting(loss_scaling="exact").begin(one, found(2, 3, 0))
 
 
 def test_waiting_for_the_loader_is_counted() -> None:

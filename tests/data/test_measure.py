@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from odb_factory.data.observe import IGNORE_INDEX, VIDEO_KEYS, count_media, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
+from odb_factory.errors import DataError
 from odb_factory.planning import Media
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
@@ -153,7 +154,20 @@ def test_a_collated_batch_is_measured_as_it_is() -> None:
         "labels": torch.tensor([[1, 1, 1, -100, -100], [-100, 1, 1, 1, 1]]),
         "image_grid_thw": torch.tensor([[1, 4, 6]]),
     }
-    assert measure_batch(batch) == Measured(rows=2, length=5, media=Media(24), units=6)
+    assert measure_batch(batch) == Measured(rows=2, length=5, media=Media(24), units=6, units_by_row=(2, 4))
+    assert measure_batch(batch).num_supervised == 6
+
+
+def test_units_of_a_flat_row_are_those_of_its_segments() -> None:
+    row = torch.tensor([[-100, 1, -100, 1, 1, -100, -100]])
+    assert measure_batch({"input_ids": row, "labels": row}, segments=(2, 3, 2)).units_by_row == (1, 2, 0)
+
+
+def test_a_label_that_is_no_token_is_an_error() -> None:
+    """Stock's loss has no such class; the loss without logits would take it for a token."""
+    row = torch.tensor([[-100, 5, -1, 7]])
+    with pytest.raises(DataError, match="a label is negative and not -100"):
+        measure_batch({"input_ids": row, "labels": row})
 
 
 def test_a_batch_without_labels_has_no_supervised_token() -> None:
