@@ -189,9 +189,7 @@ PARTS = (
         "more tokens than the mean, all groups need the same K, and cutting costs 4 tokens of 67,100. Groups of 512 "
         "ranks would reach .9588 (a plan takes 72 to 90 ms), of 1,024 .9605 (150 to 206 ms, more sockets than 600). "
         "Even groups would reach .964, but samples would have to travel between groups before plans are made; that "
-        "is not built. The rows of 4,096 and 16,384 ranks are of 2026-11-25 14:30, at 5228d46, load 6: until then "
-        "Python's garbage collector looked through all objects of the process in one of the plans (.3 s), as it did "
-        "in a training where the process that plans was forked. Real processes agree more slowly where two cores "
+        "is not built. Real processes agree more slowly where two cores "
         "run them all (`scale.py --gloo 2 4 8 16 64`, load 8 to 10: 8, 11, 19, 37 and 249 ms; with the 0.94 ms that "
         "a message takes here the model says 6, 12, 14, 19 and 30); 64 were connected after 19 s, and each needs 13 "
         "MiB beyond the imported packages.",
@@ -244,6 +242,7 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     if command[0] == "planning.py" and newer is not None:
         line += ["--newer-transformers", str(newer)]
     shown = ("python", f"examples/benchmark/{command[0]}", *command[1:]) if is_script else command
+    shown = tuple(one for one in shown if one not in ("--output", "{output}"))
     ended: dict[str, Any] = {"command": shlex.join(shown), "began": f"{datetime.datetime.now():%Y-%m-%d %H:%M}"}
     ended |= {"load": os.getloadavg()[0], **environment()}
     started, last = time.monotonic(), ""
