@@ -37,7 +37,7 @@ from odb_factory.ending import ending
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Receipt, make_step_info, put_step_info
-from odb_factory.model.flat_row import begin_row
+from odb_factory.model.flat_row import end_row
 from odb_factory.planning import Collation, Cost
 
 logger = get_logger(__name__)
@@ -462,7 +462,7 @@ class Iteration:
     def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[Any]:
         micro_batch = None
         handed_over: deque[tuple[weakref.ref[ODBStepInfo], Receipt]] = deque(maxlen=NUM_WATCHED)
-        begin_row(())
+        end_row()
         try:
             for micro_batch, measured, collated in iter(partial(self.accounting.next, items), None):
                 self._check_goes_on(loader, current)
@@ -498,7 +498,7 @@ class Iteration:
             if micro_batch is None or not (micro_batch.step.last and micro_batch.ends_optimizer_step):
                 raise ConfigError(STALE)
         finally:
-            begin_row(())  # the row whose step info was taken out last ends with the loop
+            end_row([one.row for _, one in handed_over])
             if self._current is current:
                 self._current = None
 

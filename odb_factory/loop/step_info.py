@@ -23,9 +23,10 @@ from odb_factory.accounting.losses import (
     weighted_token_loss,
 )
 from odb_factory.config import LOSS_SCALINGS
+from odb_factory.data.observe import count_supervised
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.model.flat_row import begin_row
+from odb_factory.model.flat_row import FlatRow, begin_row, row_in_progress
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `ODBStepInfo`: what a training loop needs to know about a micro-batch. Travels beside the model inputs of a batch.
@@ -36,9 +37,11 @@ LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "s
 
 
 class Receipt:
-    """Whether a step info has been taken out of its batch; known also when both are gone."""
+    """Whether a step info has been taken out of its batch, and the flat row that has begun then; known also when both
+    are gone."""
 
     taken = False
+    row: FlatRow | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class ODBStepInfo:
     progress: float | None
     _micro_batch: MicroBatch = field(repr=False, compare=False)
     _world_size: int = field(repr=False, compare=False)
+    _num_supervised: int | None = field(default=None, repr=False, compare=False)
     receipt: Receipt = field(default_factory=Receipt, repr=False, compare=False)
 
     @property
@@ -122,7 +126,10 @@ def make_step_info(
     num_samples: int | None,
     optimizer_step: int,
 ) -> ODBStepInfo:
-    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""
+    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""| None = None,
+) -> ODBStepInfo:
+    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1. num_supervised: tokens of the
+    collated batch with a loss, if known."""
     step = micro_batch.step
     progress = None
     if num_samples is not None:
@@ -147,6 +154,7 @@ def make_step_info(
         progress=progress,
         _micro_batch=micro_batch,
         _world_size=world_size,
+        _num_supervised=measured.num_supervised,
     )
 
 
@@ -208,8 +216,8 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
             f"this batch has no {STEP_INFO_KEY!r}: it does not come from an ODBDataLoader, or the info was taken out "
             "before; call pop_step_info once for each batch, before anything else drops the key."
         )
-    info.receipt.taken = True
     begin_row(info.segments)
+    info.receipt.taken, info.receipt.row = True, row_in_progress()
     if loss_scaling is None or loss_scaling == info.loss_scaling:
         return info
     if loss_scaling not in LOOP_LOSS_SCALINGS:
@@ -247,7 +255,7 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
     model: as trained, also wrapped by PEFT, DDP, FSDP or DeepSpeed. Losses that it adds (for the routers of a mixture
     of experts) are included, by the micro-batch's share. If the model needs its logits, the log says why, and the loss
     is computed from them.
-    Returns a function of the model's inputs with labels, and of the step info.
+    Returns a function of the model's inputs, with the labels that the loader has collated, and of the step info.
 
     Example::
 
@@ -262,8 +270,11 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
         nonlocal token_loss
         if token_loss is None:  # by now engines have wrapped the model
             token_loss = TokenLoss(model, info.loss_scaling)
-        loss = loss_of(info.token_weights, info._micro_batch.units, info.filler_rows)
-        with token_loss.weighing(loss.row_weights, info.segments, max(info.units, 1)):
+        loss, labels = loss_of(info.token_weights, info._micro_batch.units, info.filler_rows), batch.get("labels")
+        # On an accelerator they are not counted once more: the host would wait for it.
+        on_host = isinstance(labels, Tensor) and labels.device.type == "cpu"
+        num_supervised = count_supervised(labels) if on_host else info._num_supervised
+        with token_loss.weighing(loss.row_weights, info.segments, max(info.units, 1), num_supervised):
             output = model(**batch)
         return in_float32(output["loss"] if isinstance(output, dict) else output[0]) * loss.scale
 

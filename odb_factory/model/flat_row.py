@@ -84,6 +84,14 @@ def begin_row(segments: Sequence[int]) -> None:
     _before.clear()
 
 
+def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
+    """From here on forward and backward are of no row, if this thread has begun the one in progress, and it is one of
+    these (None: any). Another may be in a forward: in its thread, or in this one where the garbage collector calls."""
+    is_ended = rows is None or any(one is _row for one in rows)
+    if _row is not None and _owner == threading.get_ident() and is_ended:
+        begin_row(())
+
+
 @contextlib.contextmanager
 def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[None]:
     """Within it forward and backward are of this flat row; of a padded micro-batch where there are no segments.
@@ -118,8 +126,9 @@ def _end_of_backward() -> None:
         _before.clear()
 
 
-def row_of_backward(output: Any, row: FlatRow) -> None:
-    """Let the backward from `output`, a result of a model, be of this row, whichever row has begun since."""
+def row_of_backward(output: Any, row: FlatRow | None) -> None:
+    """Let the backward from `output`, a result of a model, be of this row (None: of a padded micro-batch), whichever
+    row has begun since."""
 
     def begin(_: Tensor) -> None:
         global _row
@@ -151,8 +160,10 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
     Where somebody has wrapped the forward since, it stays: in the doors of this room it has no effect without a row.
     """
-    attributes = vars(module)
-    before, added = attributes.get("forward"), functools.partial(forward, module.forward)
+    attributes, own = vars(module), module.forward
+    before, added = attributes.get("forward"), functools.partial(forward, own)
+    # Its signature is that of its own, by which `generate` decides what it makes; accelerate unwraps by it.
+    vars(added)["__wrapped__"] = own
     attributes["forward"] = added
 
     def undo() -> None:

@@ -266,13 +266,11 @@ class _LoopDoor:
         self.leave = replace_forward(model, self._forward)
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args = args[1:] if args and args[0] is self._model else args  # accelerate binds the forward that it unwraps
         row, positions = row_in_progress(), kwargs.get("position_ids")
         if _is_flat(positions) and kwargs.get("attention_mask") is None:
             if row is not None and self._is_of(positions, row):
-                output = own(*args, **kwargs)
-                if not torch.compiler.is_compiling():
-                    row_of_backward(output, row)
-                return output
+                return _of_row(own(*args, **kwargs), row)
             if self._model.training:
                 in_progress = "of no flat row" if row is None else f"of another row, of {row.tokens}"
                 raise ConfigError(
@@ -280,7 +278,7 @@ class _LoopDoor:
                     f"info taken out last is {in_progress}; call pop_step_info(batch) right before its forward."
                 )
         with flat_row(()):
-            return own(*args, **kwargs)
+            return _of_row(own(*args, **kwargs), None)
 
     def _is_of(self, positions: Tensor, row: FlatRow) -> bool:
         """Whether these are the positions of the row in progress. Reading them makes the host wait for the device, so
@@ -294,6 +292,13 @@ class _LoopDoor:
             return False
         self._computed = row.number
         return True
+
+
+def _of_row(output: Any, row: FlatRow | None) -> Any:
+    """The output of a forward, whose backward is of this row, too."""
+    if not torch.compiler.is_compiling():
+        row_of_backward(output, row)
+    return output
 
 
 def _is_flat(positions: Any) -> TypeGuard[Tensor]:

@@ -5,19 +5,24 @@ Real transformers models in float64 on real worker processes.
 
 from __future__ import annotations
 
+import gc
+import inspect
 import json
+import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from toy import NUM_ROWS, Rows, item, pad
 from training.flat_models import gradients, largest_difference, make_model
 from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
 
 from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
-from odb_factory.model.flat_row import row_in_progress
+from odb_factory.model.flat_row import begin_row, row_in_progress
 
 BUDGET = 128
 
@@ -285,6 +290,93 @@ def test_mixed_precision_within_the_model_is_rounding(tiny_text: Path) -> None:
 
     with make(dataset=Rows(long, 24), collate_fn=collate, token_budget=1024) as loader:
         unpad(model, loader)
+
+
+def test_a_forward_that_stands_before_the_own_is_asked_like_it(tiny_text: Path) -> None:
+    """`generate` masks padding only where the forward takes a mask by its signature."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
+    rows, signature = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]]), inspect.signature(model.forward)
+
+    def generate(**more: Any) -> torch.Tensor:
+        ask = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
+        return torch.stack(model.generate(rows, output_logits=True, **ask, **more).logits)
+
+    expected = generate()
+    assert not torch.allclose(generate(attention_mask=torch.ones_like(rows)), expected)
+    with make() as loader:
+        unpad(model, loader)
+        assert torch.allclose(generate(), expected) and inspect.signature(model.forward) == signature
+
+
+@pytest.mark.parametrize("is_prepared_first", [True, False])
+def test_accelerate_unwraps_what_is_set_up(tiny_text: Path, is_prepared_first: bool, accelerate_state: None) -> None:
+    """Its wrapper of mixed precision goes, whichever was there first."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected, accelerator = model(ids).logits, Accelerator(cpu=True, mixed_precision="bf16")
+    with make() as loader:
+        if is_prepared_first:
+            unpad(accelerator.prepare(model), loader)
+        else:
+            unpad(model, loader)
+            accelerator.prepare(model)
+        assert not torch.equal(model(ids).logits, expected), "in bfloat16"
+        inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert torch.equal(inner(ids).logits, expected) and torch.equal(inner(input_ids=ids).logits, expected)
+
+
+def test_a_model_that_is_set_up_is_freed_with_its_last_user(tiny_text: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
+    with make() as loader:
+        unpad(model, loader)
+        for batch in loader:
+            info = pop_step_info(batch)
+            (model(**batch).loss * info.loss_scale).backward()
+    gone = weakref.ref(model)
+    del model, batch, info
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
+    """I10. Neither a thread that is at the end of the epoch, nor the end of another iteration, which may be one of the
+    garbage collector, changes it within a forward."""
+    with make() as loader, make() as other:
+        broken_off, batches, rest = iter(other), iter(loader), list[Any]()
+        pop_step_info(next(broken_off))
+        info = pop_step_info(next(batches))
+        del broken_off
+        thread = threading.Thread(target=rest.extend, args=(batches,))
+        thread.start()
+        thread.join()
+        row = row_in_progress()
+        assert rest and row is not None and row.segments == info.segments
+        pop_step_info(rest[-1])
+    begin_row(())
+
+
+@pytest.mark.parametrize("is_flat_first", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_a_padded_and_a_flat_batch_share_a_backward(kind: str, is_flat_first: bool) -> None:
+    """I10: recomputed layers are of the batch that they were computed for."""
+    model = make_model(kind, torch.float64).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(5, 29).view(2, 12)
+    rows = {"input_ids": ids, "labels": ids}  # no mask tells them from a flat row
+    with make(dataset=Rows(labelled, 24), collate_fn=collate) as loader:
+        unpad(model, loader)
+        batch = next(iter(loader))
+        info = pop_step_info(batch)
+        assert len(info.segments) > 1
+        both = [batch, rows] if is_flat_first else [rows, batch]
+        for one in both:
+            model(**one).loss.backward()
+        expected = gradients(model)
+        model.zero_grad()
+        sum(model(**one).loss for one in both).backward()
+        assert largest_difference(gradients(model), expected) < 1e-6
+        row = row_in_progress()
+        assert row is not None and row.segments == info.segments
 
 
 def big_padded_batch(model: Any, ids: list[int], scaling: str) -> float:
