@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import zlib
 from collections import Counter
@@ -14,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.comm.agreement import ranks_alike
@@ -124,7 +123,7 @@ class _FirstItem(Dataset[tuple[str, bool | None]]):
         except ItemError as error:
             return str(error), None
         except Exception:  # a row that cannot be read; the loader reports it, by its policy
-            return "", None
+            return "", self.observer.counts_labels
         return "", self.observer.counts_labels
 
 
@@ -173,7 +172,12 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: 
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     batches: Any = loader.batch_sampler  # None if the dataset yields batches
-    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
+    while isinstance(batches, BatchSamplerShard):  # accelerate's share of a rank
+        if batches.split_batches and batches.num_processes > 1:
+            raise ConfigError(
+                "split_batches: True would cut each batch apart among the ranks, and odb gives every rank batches of "
+                f"its own; set it to False and divide batch_size by {batches.num_processes}."
+            )
         batches = batches.batch_sampler
     size = loader.batch_size or getattr(batches, "batch_size", None)
     return DataLoaderParts(
@@ -228,20 +232,23 @@ def _sampler(batches: Any) -> Any:
             "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give one whose dataset "
             "yields single samples."
         )
-    sampler = getattr(batches, "sampler", None)
-    if sampler is None:
+    kind, sampler = type(batches), getattr(batches, "sampler", None)
+    cuts_in_order = getattr(kind, "__iter__", None) is BatchSampler.__iter__ or kind.__module__.startswith("torchdata.")
+    if sampler is None or not cuts_in_order:
         raise ConfigError(
-            f"odb: {type(batches).__name__} decides which samples share a batch, and has no `sampler`; "
-            "build the DataLoader with `sampler=` or `shuffle=`, for odb forms the batches."
+            f"odb: a {kind.__name__} decides which samples share a batch, as odb does; give the order alone: build the "
+            "DataLoader with `sampler=` or `shuffle=`."
         )
     return sampler
 
 
 def _whole(sampler: Any, seed: int) -> Any:
     """The order of all ranks together, the same on each."""
-    if type(sampler) is DistributedSampler:
+    kind = type(sampler)
+    of_torchdata = kind.__module__.startswith("torchdata.")
+    if kind is DistributedSampler or (of_torchdata and isinstance(sampler, DistributedSampler)):
         return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
-    if type(sampler) in (RandomSampler, SeedableRandomSampler):
+    if kind in (RandomSampler, SeedableRandomSampler) or (of_torchdata and kind.__name__ == "RandomSampler"):
         return RandomOrder(
             sampler.data_source,
             replacement=sampler.replacement,
@@ -249,7 +256,7 @@ def _whole(sampler: Any, seed: int) -> Any:
             generator=torch.Generator(),
             data_seed=seed,
         )
-    return copy.copy(sampler)
+    return sampler
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,6 +306,16 @@ def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Ite
     yield from mine
 
 
+def _index(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"sampler: it yields {value!r}, and rows are known by whole numbers here; number them, and let the dataset "
+            "take the numbers."
+        ) from None
+
+
 class ShardSampler(Sampler[int]):
     """The shard of a rank in `sampler`: no padding, no index twice (I2).
 
@@ -323,7 +340,7 @@ class ShardSampler(Sampler[int]):
         """Indices of all ranks: the first of the order drawn last, then those of an order drawn for this."""
         yield from self.first
         with self._kept():
-            order = [int(index) for index in self.sampler]
+            order = list(map(_index, self.sampler))
         yield from order
 
     def _kept(self) -> AbstractContextManager[None]:
@@ -338,7 +355,7 @@ class ShardSampler(Sampler[int]):
         return (index for _, index in shard(order, self.rank, self.world_size, self.start))
 
     def _open(self) -> Iterator[int]:
-        order = map(int, self.sampler)
+        order = map(_index, self.sampler)
         self.first = list(itertools.islice(order, FINGERPRINTED))
         self.fingerprint = zlib.crc32(repr((len(self.sampler), self.first)).encode())
         return itertools.chain(self.first, order)

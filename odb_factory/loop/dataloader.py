@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, Unpack
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.data.order import IN_ORDER, check_source, unwrap
@@ -78,7 +79,9 @@ class Controls(Generic[T_co]):
     ) -> None:
         """After an error this rank reports to the others why it leaves. Raises the cause of the error, if known."""
         cause = None if error is None else ending(error)
-        if cause is not None and not (isinstance(cause, SystemExit) and not cause.code):
+        # A generator that yields the batches may be closed, and a program may end.
+        is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
+        if cause is not None and not is_end:
             self._odb.abort(one_line(cause))
         self.close()
         if cause is not None and cause is not error:
@@ -343,6 +346,9 @@ class ODBHandle(Controls[Any], Stateful):
     def __init__(self, dataloader: Any, loader: DataLoader[Any], stock: type[DataLoader[Any]], odb: Iteration):
         self.dataloader, self._loader, self._stock, self._odb = dataloader, loader, stock, odb
         self._collate_fn = loader.collate_fn
+        self._drop_last = getattr(dataloader, "_drop_last", None)  # of one that accelerate has prepared
+        if self._drop_last is not None:  # else `gather_for_metrics` cuts the last micro-batch as a last fixed one
+            dataloader._drop_last = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.dataloader).__name__}, {self._odb})"
@@ -363,6 +369,8 @@ class ODBHandle(Controls[Any], Stateful):
         if self._loader.__dict__.pop("_odb", None) is not None:
             self._loader.__class__ = self._stock
             self._loader.collate_fn = self._collate_fn
+            if self._drop_last is not None:
+                self.dataloader._drop_last = self._drop_last
 
 
 def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
@@ -381,6 +389,17 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     loader = unwrap(dataloader)
     if hasattr(loader, "_odb"):
         raise ConfigError("apply_odb: this DataLoader forms its batches online already; call it once.")
+    if isinstance(dataloader, DataLoaderDispatcher):
+        raise ConfigError(
+            "dispatch_batches: accelerate lets one rank read for all (by default where a dataset is iterated), and "
+            "with odb every rank forms its own batches; apply odb before `prepare`, or set it to False in accelerate's "
+            "DataLoaderConfiguration."
+        )
+    if getattr(dataloader, "skip_batches", 0):
+        raise ConfigError(
+            "accelerate.skip_first_batches: it would pass over micro-batches of odb; to resume in the middle of an "
+            "epoch use state_dict() and load_state_dict() of what apply_odb returns."
+        )
     if getattr(dataloader, "use_stateful_dataloader", False):
         raise ConfigError(
             "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
@@ -390,7 +409,9 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     # accelerate asks for a batch before it hands over the last
     iteration = Iteration(loader, is_fetched_ahead=loader is not dataloader, **options)
     stock = type(loader)
-    loader.__class__ = type(stock.__name__, (Online, stock), {"__module__": stock.__module__})
+    # The state of a torchdata loader would be that of fixed batches.
+    kinds = (Online, Stateful, stock) if hasattr(stock, "state_dict") else (Online, stock)
+    loader.__class__ = type(stock.__name__, kinds, {"__module__": stock.__module__})
     loader._odb = iteration
     handle = ODBHandle(dataloader, loader, stock, iteration)
     loader.collate_fn = FixedBatchesRefused()

@@ -168,6 +168,26 @@ def test_apply_inside_what_accelerate_prepared() -> None:
     assert len(next(iter(prepared))["input_ids"]) == 4
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_torchdata_keeps_the_state_of_online_batches(shuffle: bool) -> None:
+    """Asked for by its own methods, and shuffled anew in the same order."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make_one() -> Any:
+        loader = stateful(Rows(), batch_size=4, shuffle=shuffle, collate_fn=pad)
+        return loader, apply_odb(loader, token_budget=BUDGET)
+
+    loader, handle = make_one()
+    with handle:
+        done, _ = stopped(loader, 3)
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert [len(batch["input_ids"]) for batch in loader] == [4] * (NUM_ROWS // 4), "as before"
+    loader, handle = make_one()
+    with handle:
+        loader.load_state_dict(state)
+        assert done + flat(epoch_of(loader)) == EVERY_ROW
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("mode", ["keep", "fill"])
 def test_a_state_goes_on_behind_the_last_optimizer_step(mode: Any, num_workers: int, tmp_path: Path) -> None:

@@ -12,13 +12,27 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import PartialState
+from accelerate.utils import DataLoaderConfiguration
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from transformers import AutoModelForCausalLM
 
-from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply_odb, pop_step_info, weighted_loss
+from odb_factory import (
+    ConfigError,
+    Cost,
+    DataError,
+    ODBConfig,
+    ODBDataLoader,
+    ODBError,
+    apply_odb,
+    pop_step_info,
+    weighted_loss,
+    without_logits,
+)
+from odb_factory.accounting.losses import TokenLoss
 
 FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt", lr_reference_samples=8)
 
@@ -97,6 +111,31 @@ def test_a_loop_without_gradients_evaluates_and_generates(tiny_text: Path) -> No
             assert len(info.ids) * (batch["input_ids"].shape[1] + new) <= 150
             answers |= zip(info.ids, answers_of(batch))
     assert answers == {k: answers_of(pad_on_the_left([item(k)]))[0] for k in range(NUM_ROWS)}
+
+
+@pytest.mark.parametrize("layout", ["padded", "flat"])
+def test_labels_on_a_device_are_not_counted_there(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would wait for it in each micro-batch. What the loop has masked itself on the host is counted anew."""
+    handed: list[int | None] = []
+
+    class Model(torch.nn.Module):
+        def forward(self, **_: Any) -> dict[str, torch.Tensor]:
+            return {"loss": torch.zeros(())}
+
+    weighing = TokenLoss.weighing
+    monkeypatch.setattr(TokenLoss, "weighing", lambda *given: (handed.append(given[4]), weighing(*given))[1])
+    loss_of = without_logits(Model())
+    with make(layout=layout) as loader:
+        for batch in loader:
+            info, labels = pop_step_info(batch), batch["labels"]
+            loss_of({"labels": labels.to("meta")}, info)
+            labels[:, -2:] = -100
+            loss_of({"labels": labels}, info)
+            assert handed[-2] == info.units and handed[-1] == int((labels[:, 1:] != -100).sum()) < info.units
+    with make(cost_fn=lambda row: Cost(len(row["input_ids"]), units=3)) as loader:
+        batch = next(iter(loader))
+        loss_of({"labels": batch["labels"].to("meta")}, pop_step_info(batch))
+        assert handed[-1] is None, "a unit is no label here"
 
 
 def test_a_mean_loss_is_not_scaled_where_samples_weigh_differently() -> None:
@@ -304,6 +343,23 @@ def test_advice_that_is_set_already_is_not_given(said: pytest.LogCaptureFixture)
     assert "on_error" not in said.text and "overlong: singleton" not in said.text
 
 
+def test_a_first_row_that_cannot_be_read_changes_no_check() -> None:
+    """What units are counted from was then taken for unknown."""
+
+    def bad(k: int) -> Any:
+        if k == 0:
+            raise OSError("no such file")
+        return item(k)
+
+    def negative(items: list[Any]) -> Any:
+        batch = pad(items)
+        return batch | {"labels": torch.where(batch["labels"] == -100, -1, batch["labels"])}
+
+    with make(Rows(bad), on_error="skip", collate_fn=negative) as loader:
+        with pytest.raises(DataError, match="a label is negative and not -100|units of"):
+            rows_of(loader)
+
+
 def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
     """I2: a micro-batch is handed over before the next one is collated, whatever the accumulation."""
     place = torch.zeros(16, 40, dtype=torch.long)
@@ -477,9 +533,53 @@ def test_what_torch_takes_reaches_torch() -> None:
         assert (loader.timeout, loader.persistent_workers, loader.drop_last) == (7, True, False)
 
 
+def test_rows_that_are_known_by_names_are_refused() -> None:
+    rows = {f"row {k}": item(k) for k in range(NUM_ROWS)}
+    with make(rows, sampler=list(rows)) as loader:
+        with pytest.raises(ODBError, match="sampler: it yields 'row 0', and rows are known by whole numbers here"):
+            rows_of(loader)
+
+
+def test_an_order_that_changes_between_epochs_is_followed() -> None:
+    """As torch does: of a curriculum, or of examples that are drawn by their losses."""
+    order = list(range(NUM_ROWS))
+    with make(sampler=order, batch_size=NUM_ROWS) as loader:
+        assert rows_of(loader) == EVERY_ROW
+        order[:] = [7] * 20 + [3] * 40
+        assert rows_of(loader) == Counter({7: 20, 3: 40})
+
+
+class Repeats(BatchSampler):
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
 def test_a_plain_iterable_in_a_dataloader_is_refused() -> None:
     with pytest.raises(ConfigError, match="dataset: a list_iterator"):
         apply_odb(DataLoader(iter([1, 2]), collate_fn=pad), token_budget=BUDGET)
+
+
+def test_batches_that_are_not_cut_in_order_are_refused(accelerate_state: None) -> None:
+    """A sampler of batches has an order beside its own batches."""
+    batches = Repeats(SequentialSampler(Rows()), 4, False)
+    with pytest.raises(ConfigError, match="a Repeats decides which samples share a batch, as odb does; give the order"):
+        apply_odb(DataLoader(Rows(), batch_sampler=batches, collate_fn=pad), token_budget=BUDGET)
+    accelerator = Accelerator(cpu=True)
+    skipping = skip_first_batches(DataLoader(Rows(), batch_size=4, collate_fn=pad), 2)
+    with pytest.raises(ConfigError, match="SkipBatchSampler decides"):
+        apply_odb(skipping, token_budget=BUDGET)
+    stream = DataLoader(Stream(), batch_size=4, collate_fn=pad)
+    undispatched = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    with pytest.raises(ConfigError, match="^accelerate.skip_first_batches: it would pass over micro-batches"):
+        apply_odb(skip_first_batches(undispatched.prepare(stream), 2), token_budget=BUDGET)
+    with pytest.raises(ConfigError, match="^dispatch_batches: accelerate lets one rank read for all"):
+        apply_odb(accelerator.prepare(stream), token_budget=BUDGET)
+    split = DataLoader(
+        Rows(), batch_sampler=BatchSamplerShard(BatchSampler(SequentialSampler(Rows()), 4, False), 2, 0, True)
+    )
+    with pytest.raises(ConfigError, match="^split_batches: True would cut each batch apart .* divide batch_size by 2"):
+        apply_odb(split, token_budget=BUDGET)
 
 
 @pytest.mark.parametrize(
@@ -537,6 +637,16 @@ def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state:
     for loader in (accelerator.prepare(make(gradient_accumulation_steps=4)), wrapped):
         with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 4 in the Accelerator.*leave it at"):
             next(iter(loader))
+
+
+def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) -> None:
+    """Of a last batch of fixed size it drops the rows that other ranks have to fill it."""
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(DataLoader(Rows(num_rows=17), batch_size=16, collate_fn=pad))
+    with apply_odb(prepared, token_budget=1024, global_batch_size=17):
+        gathered = [accelerator.gather_for_metrics(batch["input_ids"][:, 0]) for batch in prepared]
+    assert sorted(torch.cat(gathered).tolist()) == list(range(1, 18)) and len(gathered) == 1
+    assert [len(accelerator.gather_for_metrics(batch["input_ids"])) for batch in prepared] == [16, 1]
 
 
 def test_accelerate_saves_the_state_of_a_single_rank(tmp_path: Any, accelerate_state: None) -> None:

@@ -257,6 +257,15 @@ def leaves_early(rank: int, how: str) -> Any:
     if how == "garbage":
         del loader, batches
         gc.collect()
+    elif how == "generator":
+
+        def rest() -> Any:
+            with loader:
+                yield from batches
+
+        made = rest()
+        next(made)
+        made.close()
     else:
         try:
             with loader:
@@ -267,9 +276,11 @@ def leaves_early(rank: int, how: str) -> Any:
 
 
 def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
-    """By garbage collection, which waits for no rank and calls no collective, or by `sys.exit(0)`."""
-    for how in ("garbage", "exit"):
+    """By garbage collection, which waits for no rank and calls no collective, by a generator that is closed, or by
+    `sys.exit(0)`."""
+    for how in ("garbage", "generator", "exit"):
         first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)
         assert "left the epoch before its end" in first.value, how
         assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
+        assert "GeneratorExit" not in first.value
         assert second.value < 15
