@@ -263,7 +263,7 @@ class ObservedDataset(WorkerDataset):
                 "" if is_item else "fix or remove the row, or set `on_error: skip` to leave such rows out",
                 fatal=self.config.on_error == "raise",
             )
-        if cost.units == 0:
+        if cost.units == 0 and not getattr(self.observer, "keeps_unsupervised", False):
             return reject("unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
             return reject(
@@ -302,6 +302,7 @@ class ItemObserver:
         `Cost`; without these its label tokens are counted where it has `input_ids` and one label for each of them, and
         any other sample is one unit.
     counts_labels: whether units are counted from labels of tokens; None: not known before the first item.
+    keeps_unsupervised: samples without a unit are samples, too: they are evaluated.
     """
 
     def __init__(
@@ -316,6 +317,7 @@ class ItemObserver:
         self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
         self.loss_scaling = loss_scaling
         self.counts_labels = None if takes_any_loss and cost_fn is not None else True
+        self.keeps_unsupervised = False
         self.needs_units = loss_scaling not in ("approx", "none")
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:

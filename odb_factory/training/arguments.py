@@ -35,10 +35,20 @@ class RunArguments:
         self._running: dict[str, Any] = {name: value for name, value in RUNNING.items() if hasattr(trainer.args, name)}
         if getattr(trainer.args, SAMPLING, None) == "group_by_length":
             self._running[SAMPLING] = "random"
-        self._given = {name: getattr(trainer.args, name) for name in self._running}
         self._engine_configs = _deepspeed_configs(trainer)
+        self._keep()
+
+    def _keep(self) -> None:
+        self._given = {name: getattr(self._args, name) for name in self._running}
         self.accumulation: int = self._given[GAS]
         self.counts_tokens = bool(self._given.get("include_tokens_per_second"))
+
+    @contextlib.contextmanager
+    def set_by_trial(self) -> Iterator[None]:
+        """Within it a trial of a search sets them: these are the user's from then on."""
+        with self.shown():
+            yield
+            self._keep()
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from odb_factory.accounting.statistics import Computing
 from odb_factory.config import AUTO, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import IGNORE_INDEX, Observer
+from odb_factory.data.observe import IGNORE_INDEX, ItemError, Observer
 from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured, MicroBatch, Sample
@@ -43,6 +43,7 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
+from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean
 
@@ -243,11 +244,14 @@ class Evaluation:
         self, forward: Callable[..., Any], micro_batch: MicroBatch, measured: Measured, batch: Any
     ) -> Any:
         self._share = len(micro_batch.ids) / self._batch_size
-        weights = self._weights(micro_batch)
+        has_loss = any(micro_batch.units)
+        weights = self._weights(micro_batch) if has_loss else []
         self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
         batch, unpadded = self._trainer.odb.unpadded(batch)
         with self._trainer.odb.in_forward(measured), unpadded:
             loss, logits, labels = forward(batch)
+        if loss is not None and not has_loss:
+            loss = torch.zeros_like(loss)  # the mean over no token is no number
         # Else of the mean over pairs of a `get_batch_loss_metrics`.
         weight = 1.0 if self.computing.is_weighed else self.computing.loss.scale
         self.computing = None
@@ -273,7 +277,7 @@ class Evaluation:
         """Of each sample, the weight of each of its tokens in `eval_loss`."""
         a_round = self.loader.world_size * self._batch_size * self._of_row
         assert self._mean.divisor is not None
-        return [a_round / self._mean.divisor / sample.stock_units for sample in micro_batch.samples]
+        return [a_round / self._mean.divisor / max(sample.stock_units, 1) for sample in micro_batch.samples]
 
     def _store_metrics(self, metrics: dict[str, float], train_eval: str = "train") -> None:
         """Stock takes the mean over the batches of a rank, and over ranks."""
@@ -351,7 +355,12 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         trainer.args.world_size,
         counts_tokens=trainer.model_accepts_loss_kwargs and not odb.equal_weights,
     )
-    observer: Observer = odb.observer_of_items(parts, config)
+    items = odb.observer_of_items(parts, config)
+    items.keeps_unsupervised = True
+    observer: Observer = items
+    if odb.eval_rows is None and (why := _why_not_counted(items, parts.dataset)) is not None:
+        logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
+        return None
     if odb.eval_rows is not None:
         rows, observer = odb.eval_rows(parts.dataset)
         full_rounds = dataclasses.replace(full_rounds, dataset=rows)
@@ -405,6 +414,18 @@ class PromptObserver:
 
     def describe(self, dataset: Any, index: int) -> str:
         return self.observer.describe(dataset, index)
+
+
+def _why_not_counted(observer: Observer, dataset: Any) -> str | None:
+    """Why the first row cannot be: one without labels is predicted, in stock. Any other error is the evaluation's."""
+    with kept_random_numbers():
+        try:
+            observer(dataset[0])
+        except ItemError as error:
+            return f"row 0: {error}"
+        except Exception:
+            return None
+    return None
 
 
 def new_tokens(trainer: Any) -> int:

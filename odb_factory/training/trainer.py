@@ -271,6 +271,12 @@ class ODBTrainerMixin(Base):
         training.begin(stock)
         return TrainLoader(training, getattr(self.model, "main_input_name", "input_ids"), stock)
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        """A trial of a search for hyperparameters may set arguments that a run hides."""
+        training = self._odb_training
+        with contextlib.nullcontext() if training is None else training.arguments.set_by_trial():
+            super()._hp_search_setup(trial)
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""
         stock: int = super().get_total_train_batch_size(args)

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
-from toy import NUM_ROWS, Rows, Stream, pad
+from toy import NUM_ROWS, Rows, Stream, item, pad
 from training.toy_training import BLOCK, FILL, Rates, audit, ids, losses, make, train
 from transformers import Trainer
 
@@ -111,3 +112,48 @@ def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, powe
     train(tiny_text, tmp_path, block=block, **changes)
     samples = NUM_ROWS / max(line["optimizer_step"] for line in audit(tmp_path))
     assert rates.rates == [pytest.approx(1e-3 * (samples / 4) ** power)] * len(rates.rates)
+
+
+def labelled(k: int) -> dict[str, Any]:
+    """Row k of the toy data; two have nothing but a prompt."""
+    one = item(k)
+    return one | {"labels": [-100] * len(one["labels"])} if k in (2, 5) else one
+
+
+def pad_both(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Labels where items have some."""
+    batch = pad(items)
+    for one, row in zip(items, batch["labels"]):
+        row[: len(one["input_ids"])] = torch.tensor(one.get("labels", one["input_ids"]))
+    return batch if "labels" in items[0] else {"input_ids": batch["input_ids"]}
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_predictions_by_budget_are_of_every_row(tiny_text, tmp_path, has_labels: bool) -> None:
+    """Of rows that carry no loss, too; where no row has labels they are stock's."""
+    rows = Rows(labelled if has_labels else lambda k: {"input_ids": item(k)["input_ids"]}, 12)
+    block = BLOCK | {"eval_token_budget": 128}
+    found, expected = (
+        make(tiny_text, tmp_path, collate=pad_both, per_device_eval_batch_size=4, block=given).predict(rows)
+        for given in (block, None)
+    )
+    assert len(found.predictions) == len(expected.predictions) == 12
+    for k in range(12):
+        tokens = len(item(k)["input_ids"])
+        assert found.predictions[k][:tokens] == pytest.approx(expected.predictions[k][:tokens], abs=1e-4)
+    assert ("test_loss" in found.metrics, "test_loss" in expected.metrics) == (has_labels, has_labels)
+    if has_labels:
+        assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
+
+
+def test_a_trial_of_a_search_sets_the_accumulation(tiny_text, tmp_path) -> None:
+    """Which a run hides from the Trainer before that asks for the trial's."""
+
+    class Searched(Trainer):
+        def _hp_search_setup(self, trial: Any) -> None:
+            super()._hp_search_setup(trial)
+            self.args.gradient_accumulation_steps = 1
+
+    changes = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 2, "trainer_class": Searched}
+    trainer = train(tiny_text, tmp_path, block=BLOCK, **changes)
+    assert (trainer.state.global_step, trainer.args.gradient_accumulation_steps) == (NUM_ROWS // 2, 1)
