@@ -21,6 +21,7 @@ from odb_factory.accounting.losses import in_float32
 from odb_factory.errors import ConfigError
 from odb_factory.loop.dataloader import ODBDataLoader, ODBHandle
 from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
+from odb_factory.model.flat_row import begin_row
 
 
 class OptimizerStep:
@@ -123,6 +124,7 @@ class OnlineBatching(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: OptimizerStep, batch_idx: int
     ) -> None:
         """Before Lightning's checkpoint callbacks, which it calls last."""
+        begin_row(())
         loader: Any = trainer.train_dataloader
         loader.trained_on(batch)
 
@@ -140,6 +142,7 @@ class OnlineBatching(Callback):
         total = torch.zeros((), device=module.device)
         last = len(batch.micro_batches) - 1
         for number, (micro_batch, info) in enumerate(batch.micro_batches):
+            begin_row(info.segments)  # the infos of a whole step, and of the next, have been taken out
             output = self._forward(micro_batch, batch_idx)
             loss = in_float32(output["loss"] if isinstance(output, dict) else output) * info.loss_scale
             total += loss.detach()

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from toy import NUM_ROWS, Rows, item, pad
 from transformers import AutoModelForCausalLM
 
-from odb_factory import ConfigError, ODBDataLoader
+from odb_factory import ConfigError, ODBDataLoader, unpad
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
@@ -89,7 +89,13 @@ class Losses(lightning.Callback):
 
 
 def train(
-    path: str, folder: Path, *, ranks: int = 1, ckpt_path: str | None = None, kind: type[Module] = Module
+    path: str,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    ckpt_path: str | None = None,
+    kind: type[Module] = Module,
+    layout: Any = "padded",
 ) -> tuple[Any, list[float]]:
     """Returns the trained module and the losses; a checkpoint behind every optimizer step is left in `folder`."""
     module, losses = kind(path), Losses()
@@ -115,7 +121,10 @@ def train(
         shuffle=True,
         collate_fn=pad,
         audit_dir=folder,
+        layout=layout,
     ) as loader:
+        if layout == "flat":
+            unpad(module.model, loader)
         evaluated = DataLoader([item(k) for k in range(4)], batch_size=4, collate_fn=pad)
         trainer.fit(module, OptimizerSteps(loader), evaluated, ckpt_path=ckpt_path, weights_only=True)
         assert trainer.global_step == STEPS and loader.num_optimizer_steps == STEPS // EPOCHS
@@ -213,6 +222,15 @@ def test_resume_behind_every_step(alone: tuple[Path, Any, list[float]], tiny_tex
     assert audit_of(tmp_path, 1) == audit_of(folder, 1)[step:]
     assert later == losses[step:]
     assert distance(rest.model.state_dict(), module.model.state_dict()) == 0
+
+
+def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[float]], tiny_text, tmp_path) -> None:
+    """I10. The step infos of two optimizer steps are taken out before the first forward."""
+    module, losses = train(str(tiny_text), tmp_path, layout="flat")
+    assert losses == pytest.approx(alone[2], rel=RELATIVE)
+    lines = read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
+    assert any(len(line["segments"]) > 1 for line in lines)
+    assert distance(module.model.state_dict(), alone[1].model.state_dict()) < RELATIVE
 
 
 @pytest.mark.parametrize(
