@@ -20,6 +20,8 @@ from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
+from odb_factory.errors import ConfigError
+from odb_factory.llamafactory.attach import training_rows
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
@@ -193,6 +195,14 @@ def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
     assert whole.cost == vl.observe(49).cost, part
     assert isinstance(part, Rejection) and part.fatal and part.reason == "media_cut"
     assert "picture_1_0.png" in part.message and "\n" not in part.message
+
+
+def test_tokenized_data_that_are_packed_are_refused() -> None:
+    packed = datasets.Dataset.from_list(
+        [{"input_ids": [5, 6, 7, 8], "packing_params": {"sequence_boundaries": [0, 2, 4]}}]
+    )
+    with pytest.raises(ConfigError, match="^tokenized_path: its rows are packs of several samples .*without packing"):
+        training_rows(packed, STAGES["sft"], None, None, None)
 
 
 def conversation(question: str, images: tuple[str, ...] = (), system: str = "") -> dict[str, Any]:

@@ -90,6 +90,29 @@ def without_rates(ours: Training) -> Training:
     return ours
 
 
+def test_tokens_a_second_of_pairs_need_no_pass(tiny_text, tmp_path) -> None:
+    """Which would end in an error on a row that LLaMA-Factory drops."""
+
+    def said(who: str, words: str) -> dict[str, str]:
+        return {"from": who, "value": words}
+
+    pairs: list[dict[str, Any]] = [
+        {"conversations": [said("human", "why?")], "chosen": said("gpt", "so " * k), "rejected": said("gpt", "no")}
+        for k in range(1, 9)
+    ]
+    pairs[5]["conversations"] *= 2
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")
+    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
+    info = {"pairs": {"file_name": "pairs.json", "formatting": "sharegpt", "ranking": True, "columns": columns}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    given = {"stage": "dpo", "dataset": "pairs", "max_steps": 2, "include_effective_tokens_per_second": True}
+    train(training_config(tiny_text, tmp_path, tmp_path / "out", **given, odb=BLOCK))
+    results, summary = (
+        json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("train_results", "odb_summary")
+    )
+    assert results["effective_tokens_per_sec"] * results["train_runtime"] == pytest.approx(summary["tokens"])
+
+
 @pytest.mark.skipif(
     transformers.__version__ >= "5", reason="stock fails: LLaMA-Factory's collator gives no mm_token_type_ids there"
 )

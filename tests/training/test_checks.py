@@ -221,6 +221,14 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, name: str, value: Any,
     check_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1), CONFIG)
 
 
+def test_batches_that_are_split_among_ranks_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path, accelerator_config={"split_batches": True})
+    check_arguments(args, CONFIG)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    with pytest.raises(ConfigError, match="^accelerator_config.split_batches: True .*_train_batch_size by 2"):
+        check_arguments(args, CONFIG)
+
+
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
     trainer = make(tiny_text, tmp_path)
     with pytest.raises(ConfigError, match="^odb.max_patches: 1 is less than the 16"):

@@ -10,9 +10,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from toy import Rows
 from training.test_resume import BLOCK, FILL, train
-from training.toy_training import history
+from training.toy_training import history, make
 from transformers import Trainer, TrainerCallback
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end")
@@ -116,3 +118,15 @@ def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path, eve
     again = train(tiny_text, tmp_path / "out", resume=True, **options)
     assert history(again) == history(whole)
     assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["dataset_samples"] == 60
+
+
+def test_figures_of_numpy_are_saved_with_the_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
+    """Of `compute_metrics`, in an evaluation by budget: the Trainer writes them as JSON."""
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    block = BLOCK | {"eval_token_budget": BUDGET}
+    trainer = make(tiny_text, tmp_path, block=block, eval_dataset=Rows(num_rows=16), **each)
+    trainer.compute_metrics = lambda found: {"rows": np.int64(len(found.label_ids)), "half": np.float32(0.5)}
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
+    (entry,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
+    assert (entry["eval_rows"], entry["eval_half"]) == (16, 0.5)
