@@ -126,10 +126,7 @@ def make_step_info(
     num_samples: int | None,
     optimizer_step: int,
 ) -> ODBStepInfo:
-    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""| None = None,
-) -> ODBStepInfo:
-    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1. num_supervised: tokens of the
-    collated batch with a loss, if known."""
+    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""
     step = micro_batch.step
     progress = None
     if num_samples is not None:
