@@ -85,6 +85,8 @@ def why_refused(model: Any, args: Any) -> str | None:
         return why
     if model.config.model_type in CROSS_ATTENTION:
         return f"{model.config.model_type} attends from every token of a row to all images of that row"
+    if getattr(args, "packing", False):  # of TRL's arguments
+        return "packing: True makes rows of several samples, in each of which positions begin at 0 again"
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor or shifts_labels(model):
         return None

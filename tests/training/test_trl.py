@@ -72,6 +72,13 @@ def test_padding_free_is_the_flat_layout(tiny_text: Path, tmp_path: Path) -> Non
         assert any(len(line["ids"]) > 2 for line in lines)
 
 
+def test_packs_stay_as_they_are(tiny_text: Path, tmp_path: Path) -> None:
+    """Their positions begin anew within a row, which is no sample of a flat one."""
+    packed: dict[str, Any] = {"packing": True, "max_length": 64}
+    stock = train(of_text(tiny_text), tmp_path / "stock", odb=None, **packed)
+    assert train(of_text(tiny_text), tmp_path / "odb", odb=BLOCK, **packed) == pytest.approx(stock, rel=1e-5)
+
+
 def test_a_vision_language_model(tiny_vl: Path, tmp_path: Path) -> None:
     """Its rows are messages and images, which are collated alone to be counted."""
     stock = train(of_images(tiny_vl), tmp_path / "stock", odb=None)
