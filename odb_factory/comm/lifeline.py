@@ -62,7 +62,8 @@ ACK_S = 5.0
 """A failing rank waits so long, at most, until the ranks beside it have heard why."""
 FLUSH_S = 1.0
 CONNECT_S = 10.0
-LONGEST_LINE = 1 << 16
+LONGEST_LINE, LONGEST_REASON = 1 << 16, 4000
+"""Bytes of a line; characters of the reason of a failure, each of which takes at most 12 bytes in a line."""
 COLLECTIVES = "/torch/distributed/"
 """In the name of the file where a main thread stands that waits in a collective of the training."""
 TORCH = "/torch/"
@@ -307,8 +308,8 @@ class Lifeline:
         that a rank hears of stands."""
         if self._failed is not None or self._is_closing or not self._thread.is_alive():
             return
+        reason = reason[:LONGEST_REASON]
         self._failed = self.generation, time.monotonic(), reason
-
         self._unacknowledged = {rank for rank, peer in list(self._peers.items()) if not peer.is_done}
         self._call(lambda: self._flood("failure", [self.generation, reason]))
         until = time.monotonic() + ACK_S

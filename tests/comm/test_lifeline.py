@@ -105,3 +105,10 @@ def test_reports_are_merged() -> None:
     assert merge([one, other]) == Report(
         1, {"a": [1, 1, 5, 6], "b": [0, 3, 4, 1]}, {"ended": 7, "frozen": 4}, {"3": "x"}
     )
+
+
+def test_a_long_reason_is_cut(ranks: list[Lifeline]) -> None:
+    """A line that is longer than any of ours is a stranger's, and ends the connection."""
+    ranks[3].abort("rank 3 left the training: rows " + "1234567, " * 200_000)
+    until(lambda: all(one.failure for one in ranks[:3] + ranks[4:]), "a failure")
+    assert all(str(one.failure).startswith("rank 3 left the training: rows") for one in ranks[:3] + ranks[4:])
