@@ -262,7 +262,7 @@ class EpochPlanner(ABC):
         ]
 
     def _leave_out(self, row: Rejection, step: int) -> None:
-        """step: index of the optimizer step that the row would have been in, or of the next one that is planned."""
+        """step: index of the optimizer step that the row would have been in, or of the next one that is handed on."""
         if row.fatal:
             raise DataError(row.message)
         self.rejected[row.reason] += 1
@@ -524,7 +524,7 @@ class FillEpoch(EpochPlanner):
             if isinstance(row, Sample):
                 self._next = Held(row, draw)
                 return
-            self._leave_out(row, self._next_step + len(self._planned) // self.accumulation)
+            self._leave_out(row, self._next_step)
 
     def _make_plan(self, ranks: Sequence[RankMetadata], budget: Budget, index: int) -> Plan:
         if (problem := self.context.compare_orders([rank.order for rank in ranks])) is not None:

@@ -104,7 +104,7 @@ class Agreed:
         """A micro-batch of the step, as planned, without these rows."""
         if not self.failed:
             return replace(micro_batch, step=self.step)
-        ids = {row.id for _, row in self.failed}
+        rows = {(index, row.id) for index, row in self.failed}  # one may be in several micro-batches
         here = [row for index, row in self.failed if index == micro_batch.index]
         totals = replace(
             micro_batch.totals,
@@ -114,7 +114,7 @@ class Agreed:
             active_ranks=micro_batch.totals.active_ranks - self.emptied[micro_batch.index],
         )
         units = self.failed_units
-        left = (one for one in micro_batch.samples if one.id not in ids)
+        left = (one for one in micro_batch.samples if (micro_batch.index, one.id) not in rows)
         samples = tuple(one._replace(stock_units=one.stock_units - units[one.stock_mean]) for one in left)
         return replace(micro_batch, step=self.step, totals=totals, samples=samples)
 
@@ -305,7 +305,8 @@ class StepAgreement:
         for source in ready:
             if note := source.recv_bytes():
                 told = json.loads(note)
-                self._notes[told["step"]].append(told)
+                if told["step"] >= self._next:  # else its message has been sent, and nobody would take the note
+                    self._notes[told["step"]].append(told)
 
     def _exchange(self) -> None:
         """Send the next message and keep what all ranks say."""

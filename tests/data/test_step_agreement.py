@@ -62,3 +62,18 @@ def test_all_ranks_count_the_micro_batches_that_are_over_budget_on_any(kind: str
     first, second = run_ranks(2, count)
     assert first[1::2] == [0, 0] and all(second[1::2])
     assert first[::2] == second[::2] == second[1::2]
+
+
+def test_what_workers_tell_of_earlier_steps_is_not_kept() -> None:
+    """An optimizer step of many micro-batches begins when the first of them are collated; an epoch has many steps."""
+
+    def count(seat: Seat) -> int:
+        with_workers = {"num_workers": 1, "collate_workers": 1, "batch_size": 15}
+        loader = make_loader([30] * 300, seat, **KEEP | with_workers)
+        for micro_batch, _, _ in loader:
+            assert micro_batch.step.num_micro_batches == 60
+            notes = loader.under_way.agreement._notes
+        loader.close()
+        return sum(map(len, notes.values()))
+
+    assert run_ranks(1, count) == [0]

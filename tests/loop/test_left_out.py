@@ -142,3 +142,37 @@ def test_left_out_for_whatever_reason_stands_in_one_file(tmp_path, caplog: pytes
     named = [message for message in caplog.messages if message.startswith("left out (")]
     assert len(named) == 10
     assert f"listed in {tmp_path / 'odb_left_out_rank0.jsonl'}" in caplog.text
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_rows_after_the_last_usable_one_stand_in_the_file_too(tmp_path, accumulation: int) -> None:
+    """Without join an epoch ends with an optimizer step that was planned before these rows were read."""
+
+    class Odd(Rows):
+        def __getitem__(self, k: int) -> Any:
+            if k >= 19:
+                raise OSError("no such file")
+            return item(0)
+
+    options = {"global_batch_size": "fill", "join": False, "gradient_accumulation_steps": accumulation}
+    with ODBDataLoader(
+        Odd(num_rows=24),
+        token_budget=400,
+        buffer_size=8,
+        collate_fn=pad,
+        on_error="skip",
+        audit_dir=tmp_path,
+        **options,
+    ) as loader:
+        rows_of(loader)
+        assert loader.stats()["odb/left_out"] == 5
+    assert [line["id"] for line in read_jsonl(tmp_path / "odb_left_out_rank0.jsonl")] == [19, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_is_drawn_twice_in_an_optimizer_step_is_left_out_twice(tmp_path, workers: int) -> None:
+    """I8: one of the two may be known in time, and the other late."""
+    order = [11, *range(12, 22), 11]  # the longest row: of the first micro-batch, and of the second
+    weights, ids, stats = train(tmp_path, Failing({11}), num_workers=workers, sampler=order, token_budget=41)
+    assert ids == Counter(range(12, 22))
+    assert sum(weights.values()) + stats["odb/lost_weight"] == pytest.approx(1, abs=1e-5)
