@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,22 @@ class Outcome(NamedTuple):
     def failed_places(self) -> list[int]:
         """The places in the micro-batch of the rows that failed; the sample of an idle one is in none."""
         return [number for number, id in enumerate(self.micro_batch.ids) if id in self.failed]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process. A queue of workers would lose what cannot be pickled, and the trainer wait for it."""
+        try:
+            return _outcome, (bytes(ForkingPickler.dumps(tuple(self))),)
+        except Exception as error:
+            rows = ", ".join(map(str, self.micro_batch.ids))
+            problem = (
+                f"rows {rows}: what collate_fn has made of them cannot be sent to the training process "
+                f"({one_line(error)}); let it return what pickle takes, or set collate_workers to 0."
+            )
+            return Outcome, (self.micro_batch, {}, None, None, problem)
+
+
+def _outcome(pickled: bytes) -> Outcome:
+    return Outcome(*ForkingPickler.loads(pickled))
 
 
 class NotCollated(DataError):

@@ -283,6 +283,19 @@ def test_what_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def unsendable(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return pad(items) | {"made_by": lambda: None}
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_that_cannot_be_sent_to_the_trainer_is_named() -> None:
+    """A queue of torch would lose it, and the trainer wait for ever."""
+    with wrapped(collate_fn=unsendable) as loader, pytest.raises(DataError) as caught:
+        list(loader)
+    message = str(caught.value)
+    assert message.startswith("rows ") and "cannot be sent to the training process" in message and "\n" not in message
+
+
 def test_the_start_method_is_that_of_the_platform() -> None:
     """Not `fork` where there is one: it is Python's choice, or the user's."""
     method = multiprocessing.get_start_method()
