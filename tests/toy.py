@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -32,6 +33,17 @@ class Rows(Dataset):
 
     def __getitem__(self, k: int) -> Any:
         return self.make(k)
+
+
+class Opening(Rows):
+    """Opens a file when it is read first, which no other process may read from."""
+
+    opened_by: int | None = None
+
+    def __getitem__(self, k: int) -> Any:
+        self.opened_by = self.opened_by or os.getpid()
+        assert self.opened_by == os.getpid()
+        return item(k)
 
 
 class Stream(IterableDataset):

@@ -523,9 +523,14 @@ def release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
         dist.destroy_process_group(group)
 
 
-def gather_once(message: bytes, silence_s: float, phase: str = "comparing what the ranks say") -> list[bytes]:
-    """The messages of all ranks of the default group, in the main thread. silence_s, phase: as in `Group`."""
-    group = Group(None, silence_s, "a comparison before training")
+def gather_once(
+    message: bytes,
+    silence_s: float,
+    phase: str = "comparing what the ranks say",
+    parent: dist.ProcessGroup | None = None,
+) -> list[bytes]:
+    """The messages of all ranks of `parent`, in the main thread. parent, silence_s, phase: as in `Group`."""
+    group = Group(parent, silence_s, "a comparison before training")
     try:
         return group.all_gather(message, phase)
     finally:

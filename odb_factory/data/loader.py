@@ -23,11 +23,11 @@ from odb_factory.data.collate import Collated, CollatedDataset, Outcome
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.flat import FlatLayout
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
-from odb_factory.data.order import DataLoaderParts, ShareProgress
+from odb_factory.data.order import DataLoaderParts, ShareProgress, ends_of, length_of
 from odb_factory.data.processes import PlanProcess, compute_here
 from odb_factory.data.progress import RESTART, DataState, FilledProgress, KeptProgress, OptimizerStepRule, TrainingData
 from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
-from odb_factory.data.serialize import Picklable, of_rows
+from odb_factory.data.serialize import Picklable
 from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
@@ -73,6 +73,7 @@ class Pass:
     in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`,
     `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
     agreement on the optimizer step under way. is_taken: an iterator over its micro-batches has been handed out.
+    is_empty: nothing was left of a resumed epoch but rows that cannot be used.
     """
 
     agreed: Agreed
@@ -86,7 +87,7 @@ class Pass:
         self.epoch_steps = 0
         self.batches: Iterator[Outcome | None] | None = None
         self.error: Exception | None = None
-        self.is_taken = False
+        self.is_taken = self.is_empty = False
 
     def feed(self, num_workers: int, *, keeps_samples: bool = False) -> Iterator[Task | None]:
         """Planned tasks to be collated, and None while there is none yet.
@@ -100,6 +101,8 @@ class Pass:
                 task = self.tasks.popleft()
                 self.in_flight.append(task[1] if keeps_samples else None)
                 yield task
+            if self.is_empty:
+                return
             try:
                 self.tasks.extend(self.plans.poll(0 if self.in_flight else POLL_S))
             except queue.Empty:
@@ -202,7 +205,7 @@ class ODBLoader:
         # The length of a split stream may be that of this rank's part or of the whole.
         is_split = getattr(self._order, "is_split", False)
         self.num_samples: int | None = (
-            None if is_split else _length(parts.dataset if parts.sampler is None else parts.sampler)
+            None if is_split else length_of(parts.dataset if parts.sampler is None else parts.sampler)
         )
         self._context = EpochContext(
             budget=budget,
@@ -232,8 +235,8 @@ class ODBLoader:
             probes=(),
             rows_from={name: str(value) for name, value in named.items()},
         )
-        read_row = self._workers.read_row
-        self._progress = FilledProgress(begin, read_row) if stock is None else KeptProgress(begin, read_row, stock)
+        read_rows = self._workers.read_rows
+        self._progress = FilledProgress(begin, read_rows) if stock is None else KeptProgress(begin, read_rows, stock)
         self._settings = {
             **releases(),
             **block_settings(config),
@@ -246,7 +249,7 @@ class ODBLoader:
         }
         if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
             # A sampler that is already a rank's part would be split again; the first and the last row show it.
-            self._settings["what the first and the last row of the dataset say"] = of_rows(parts.dataset)
+            self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
         # Rows that fail change the divisor, unless stock's is fixed or samples cannot be weighed.
         self._reweighs = config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights)
         self.epoch = 0
@@ -395,12 +398,12 @@ class ODBLoader:
     @property
     def has_rows(self) -> bool:
         """Whether rows can be read by their index, which a stream does not allow."""
-        return self._workers.read_row is not None
+        return self._workers.read_rows is not None
 
     def first_samples(self) -> Iterator[Sample]:
-        """The first samples of the epoch under way in the order of all ranks, observed in this process."""
-        if self._workers.read_row is not None:
-            rows = map(self._workers.read_row, dict.fromkeys(self._order.first))
+        """The first samples of the epoch under way in the order of all ranks."""
+        if self._workers.read_rows is not None:
+            rows = self._workers.read_rows(dict.fromkeys(self._order.first))
             yield from (row for row in rows if isinstance(row, Sample))
 
     def begin(self) -> Pass:
@@ -507,10 +510,10 @@ class ODBLoader:
                 current.tasks.extend(current.plans.poll())
             except queue.Empty:
                 ranks.check()
-            except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
+            except StopIteration:
+                current.is_empty = True
                 progress.turn_to(self.epoch + 1)
-                self.set_epoch(self.epoch + 1)
-                return self._begin()
+                return current
         first = current.tasks[0][0].step
         current.epoch_steps = first.epoch_steps
         current.agreement.start(first.index, workers.notes, workers.window)
@@ -611,13 +614,6 @@ class ODBLoader:
             return self._order.fingerprint
         self._order.set_epoch(epoch)
         return self._order.peek()
-
-
-def _length(source: Any) -> int | None:
-    try:
-        return len(source)
-    except TypeError:
-        return None
 
 
 def _place(step: OptimizerStep) -> tuple[int, int]:

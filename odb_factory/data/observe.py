@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -285,6 +285,7 @@ GIVE_COST_FN = (
     "patches, units); in a loop of your own the collated batch then needs neither `input_ids` nor `labels`"
 )
 EXPECTED = "expected a mapping with `input_ids` of shape [length] or [1, length] (list, array or tensor)"
+UnitsFrom = Literal["labels", "cost_fn", "items"]
 
 
 class ItemObserver:
@@ -301,7 +302,7 @@ class ItemObserver:
     takes_any_loss: with a `cost_fn` the loss need not be that of a language model. A sample then has the units of its
         `Cost`; without these its label tokens are counted where it has `input_ids` and one label for each of them, and
         any other sample is one unit.
-    counts_labels: whether units are counted from labels of tokens; None: not known before the first item.
+    units_from: labels of tokens, the `cost_fn`, or one an item; None: not known before the first item.
     keeps_unsupervised: samples without a unit are samples, too: they are evaluated.
     """
 
@@ -316,7 +317,7 @@ class ItemObserver:
     ):
         self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
         self.loss_scaling = loss_scaling
-        self.counts_labels = None if takes_any_loss and cost_fn is not None else True
+        self.units_from: UnitsFrom | None = None if takes_any_loss and cost_fn is not None else "labels"
         self.keeps_unsupervised = False
         self.needs_units = loss_scaling not in ("approx", "none")
 
@@ -330,11 +331,11 @@ class ItemObserver:
         features = item
         if isinstance(item, Mapping):
             features = {key: value for key, value in item.items() if key != PATCHES_KEY}
-        if self.counts_labels is None:
-            self.counts_labels = cost.units == 0 and self._has_token_labels(features)
-        if cost.units == 0 and not self.counts_labels:
+        if self.units_from is None:
+            self.units_from = "cost_fn" if cost.units else "labels" if self._has_token_labels(features) else "items"
+        if cost.units == 0 and self.units_from == "items":
             cost = dataclasses.replace(cost, units=1)
-        elif cost.units == 0:
+        elif cost.units == 0 and self.units_from == "labels":
             labels = self._labels(features)
             cost = dataclasses.replace(
                 cost,
@@ -343,13 +344,17 @@ class ItemObserver:
             )
         return features, cost
 
+    @property
+    def counts_labels(self) -> bool:
+        return self.units_from == "labels"
+
     def describe(self, dataset: Any, index: int) -> str:
         return f"row {index} of the training dataset"
 
     def _cost(self, item: Any) -> Cost:
         given = None if self.cost_fn is None else self.cost_fn(item)
         if isinstance(given, Cost):
-            return given
+            return Cost(*(_in_python(getattr(given, one.name)) for one in dataclasses.fields(given)))
         if self.cost_fn is not None and not isinstance(given, Real):
             raise ItemError(
                 f"cost_fn returned {given!r}; let it return the size of an item (a whole number of at least 1) or an "
@@ -414,6 +419,13 @@ class ItemObserver:
                 "odb_factory.Cost(tokens, patches, units), or choose loss_scaling 'approx' or 'none'"
             )
         return labels
+
+
+def _in_python(value: Any) -> Any:
+    """A number of numpy or torch can go neither to another rank nor into a file."""
+    if isinstance(value, Media):
+        return Media(*map(_in_python, value))
+    return value.item() if isinstance(value, np.generic | Tensor) else value
 
 
 def _modality(inputs: Mapping[str, Any]) -> int:

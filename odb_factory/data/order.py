@@ -19,8 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.lifeline import world_size_of
-from odb_factory.data.observe import ItemError, ItemObserver, RawItem
-from odb_factory.data.processes import WorkerDataset
+from odb_factory.data.observe import ItemError, ItemObserver, RawItem, UnitsFrom
+from odb_factory.data.processes import WorkerDataset, WorkerInit
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import fingerprint, pack
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -111,47 +111,75 @@ def unwrap(dataloader: Any) -> DataLoader:
     return dataloader
 
 
-class _FirstItem(Dataset[tuple[str, bool | None]]):
+class _OfItems(Dataset[Any]):
+    """`self[i]` is `of(dataset[i])`."""
+
+    def __init__(self, dataset: Any, of: Callable[[Any], Any]):
+        self.dataset, self.of = dataset, of
+
+    def __getitem__(self, index: int) -> Any:
+        return self.of(self.dataset[index])
+
+
+def read(source: Any, indices: Iterable[int], parts: DataLoaderParts) -> Iterator[Any]:
+    """`source[i]` of each index, read where items will be, in a worker process if there are any: these must not inherit
+    what a dataset opens when it is read first. source: has the `dataset` of these parts."""
+    if parts.num_workers == 0:
+        yield from map(source.__getitem__, indices)
+        return
+    yield from DataLoader(
+        source,
+        sampler=list(indices),
+        batch_size=None,
+        num_workers=1,
+        generator=torch.Generator(),
+        worker_init_fn=WorkerInit(parts.worker_init_fn),
+        timeout=parts.timeout,
+        multiprocessing_context=parts.multiprocessing_context,
+    )
+
+
+def ends_of(parts: DataLoaderParts) -> object:
+    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
+
+    A row that reads differently the second time (augmentation, random masks) says nothing about the data.
+    """
+    try:
+        with kept_random_numbers():
+            rows = [0, 0, len(parts.dataset) - 1]
+            first, again, last = read(_OfItems(parts.dataset, fingerprint), rows, parts)
+    except Exception as error:  # the loader reports what cannot be read
+        return type(error).__name__
+    return [first, last] if first == again else None
+
+
+class _FirstItem(Dataset[tuple[str, UnitsFrom | None]]):
     """`self[0]`: observe the first item of a dataset; what is wrong with the kind of its items, or ""."""
 
     def __init__(self, dataset: Any, observer: ItemObserver):
         self.dataset, self.observer = dataset, observer
 
-    def __getitem__(self, index: int) -> tuple[str, bool | None]:
+    def __getitem__(self, index: int) -> tuple[str, UnitsFrom | None]:
         try:
             self.observer(self.dataset[index])
         except ItemError as error:
             return str(error), None
         except Exception:  # a row that cannot be read; the loader reports it, by its policy
-            return "", self.observer.counts_labels
-        return "", self.observer.counts_labels
+            return "", self.observer.units_from
+        return "", self.observer.units_from
 
 
 def check_first_item(parts: DataLoaderParts, observer: ItemObserver) -> None:
     """Observe the first item of a dataset with an index, and note what units of its items are counted from.
 
-    It is read where items will be, in a worker process if there are any: workers do not inherit what a dataset opens
-    for it. Random numbers are drawn as without it.
+    Random numbers are drawn as without it.
     Raises `ConfigError` if items of this kind need a `cost_fn` or labels, or if `cost_fn` returns no cost.
     """
-    first = _FirstItem(parts.dataset, observer)
-    if parts.num_workers == 0:
-        with kept_random_numbers():
-            message, counts_labels = first[0]
-    else:
-        ((message, counts_labels),) = DataLoader(
-            first,
-            sampler=[0],
-            batch_size=None,
-            num_workers=1,
-            generator=torch.Generator(),
-            worker_init_fn=parts.worker_init_fn,
-            timeout=parts.timeout,
-            multiprocessing_context=parts.multiprocessing_context,
-        )
+    with kept_random_numbers():
+        ((message, units_from),) = read(_FirstItem(parts.dataset, observer), [0], parts)
     if message:
         raise ConfigError(f"dataset: {observer.describe(parts.dataset, 0)}: {message}.")
-    observer.counts_labels = counts_labels
+    observer.units_from = units_from
 
 
 def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: bool = False) -> DataLoaderParts:
@@ -296,11 +324,11 @@ class Start:
 
 def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
     """(position in the order, item) of what a rank draws: every `world_size`-th item of those that are left."""
-    left: Iterator[tuple[int, Any]] = enumerate(order)
+    left: Iterator[tuple[int, Any]] = itertools.islice(enumerate(order), start.stop)  # no rank looks beyond its end
     before = start.done.done_before
     if before is not None:
         left = ((i, item) for i, item in left if i >= len(before) or not before[i])
-    mine = itertools.islice(left, rank, start.stop, world_size)
+    mine = itertools.islice(left, rank, None, world_size)
     waiting = set(start.done.waiting)
     yield from (pair for number, pair in enumerate(itertools.islice(mine, start.done.drawn)) if number in waiting)
     yield from mine
@@ -314,6 +342,14 @@ def _index(value: Any) -> int:
             f"sampler: it yields {value!r}, and rows are known by whole numbers here; number them, and let the dataset "
             "take the numbers."
         ) from None
+
+
+def length_of(source: Any) -> int | None:
+    """None where nobody knows."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
 
 
 class ShardSampler(Sampler[int]):
@@ -357,7 +393,7 @@ class ShardSampler(Sampler[int]):
     def _open(self) -> Iterator[int]:
         order = map(_index, self.sampler)
         self.first = list(itertools.islice(order, FINGERPRINTED))
-        self.fingerprint = zlib.crc32(repr((len(self.sampler), self.first)).encode())
+        self.fingerprint = zlib.crc32(repr((length_of(self.sampler), self.first)).encode())
         return itertools.chain(self.first, order)
 
     def _blocks(self, order: Iterator[int], size: int) -> Iterator[list[int]]:
@@ -434,10 +470,14 @@ class StreamReader(WorkerDataset, IterableDataset):
     fingerprint = 0
     """Of the order, for a state: a stream is not iterated to find out what it will yield."""
 
-    def __init__(self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False):
+    def __init__(
+        self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False, whole_batches_of: int | None = None
+    ):
+        """whole_batches_of: rows of a batch, where batches that are not full on all ranks are dropped (`drop_last`)."""
         self.dataset = dataset
         self.rank, self.world_size = rank, world_size
         self.is_split = is_split or is_split_by_node(dataset)
+        self._block = (whole_batches_of or 0) * (1 if self.is_split else world_size)
         self.start = Start()
         self._of_first = 0
 
@@ -451,7 +491,8 @@ class StreamReader(WorkerDataset, IterableDataset):
             rest = _raising(error)
         yield fingerprint(first) if first else 0
         whole = (0, 1) if self.is_split else (self.rank, self.world_size)
-        pairs = shard(itertools.chain(first, rest), *whole, self.start)
+        rows: Iterator[Any] = itertools.chain(first, rest)
+        pairs = shard(_in_blocks(rows, self._block) if self._block else rows, *whole, self.start)
         position = -1
         while True:
             try:
@@ -502,6 +543,12 @@ def _raw(id: int, item: Any) -> RawItem:
         return RawItem(id, pack(item), is_packed=True)
     except Exception as error:
         return RawItem(id, None, problem=one_line(error))
+
+
+def _in_blocks(rows: Iterator[Any], size: int) -> Iterator[Any]:
+    """Without those of a last block that is not full."""
+    while len(block := list(itertools.islice(rows, size))) == size:
+        yield from block
 
 
 def _raising(error: Exception) -> Iterator[Any]:

@@ -11,10 +11,11 @@ import numpy as np
 
 from odb_factory.config import BUDGETS, ODBConfig
 from odb_factory.data.order import MEAN_OF_STEP, ShareProgress, Start, StockMean, StockSteps
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
+from odb_factory.data.samples import MicroBatch, OptimizerStep, ReadRows, Sample
 from odb_factory.data.saved import VERSION, AnyInt, Positive, check_version, dump, load, require
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
+from odb_factory.random_numbers import kept_random_numbers
 
 logger = get_logger(__name__)
 
@@ -228,20 +229,18 @@ def done_positions(states: Sequence[DataState]) -> np.ndarray:
 NUM_PROBES = 8
 """The rows that a rank has trained on last and reads again when it resumes, to see that they are the same."""
 RESTART = "set `resume: ignore_data` to restart the epoch"
-ReadRow = Callable[[int], Sample | Rejection]
-"""Observes a row of the dataset by its number."""
 
 
 class Progress(ABC):
     """Follows the optimizer steps that are consumed, writes states and reads them.
 
-    begin: the state before the first step of the first epoch. read_row: None where rows have no number (a stream).
+    begin: the state before the first step of the first epoch. read_rows: None where rows have no number (a stream).
     now: the state after the optimizer step consumed last. is_loaded: a state has been loaded, and no step taken since.
     order: the fingerprint that the order of the epoch must have, if a state was loaded.
     """
 
-    def __init__(self, begin: DataState, read_row: ReadRow | None):
-        self._begin, self._read_row = begin, read_row
+    def __init__(self, begin: DataState, read_rows: ReadRows | None):
+        self._begin, self._read_rows = begin, read_rows
         self.now = begin
         self.open(0)
 
@@ -301,7 +300,8 @@ class Progress(ABC):
         mine = next((state for state in states if state.rank == self._begin.rank), states[0])
         changed = self._changed_settings(mine)
         self._check_data(mine, fingerprint(mine.epoch), changed)
-        self._check_rows(mine, changed)
+        with kept_random_numbers():
+            self._check_rows(mine, changed)
         if changed.keys() - BUDGETS:  # budgets may change: rows depend on them where overlong ones are dropped or cut
             logger.warning(
                 "%s since the checkpoint; the rows to come are made with what is set now", ", ".join(changed.values())
@@ -372,13 +372,13 @@ class Progress(ABC):
 
     def _check_rows(self, state: DataState, changed: Mapping[str, str]) -> None:
         """Read a few trained rows again. Raises `DataError` where one has changed; warns where rows are random."""
-        if self._read_row is None:
+        if self._read_rows is None:
             return
-        for row, content in state.probes:
-            now = self._read_row(row)
-            if not content or (isinstance(now, Sample) and now.content == content):
+        contents = {row: content for row, content in state.probes if content}
+        for (row, content), now in zip(contents.items(), list(self._read_rows(contents))):
+            if isinstance(now, Sample) and now.content == content:
                 continue
-            again = self._read_row(row)
+            (again,) = self._read_rows([row])
             if isinstance(now, Sample) and isinstance(again, Sample) and now.content != again.content:
                 logger.warning(
                     "row %d of the training dataset is another each time it is read, so it is not known whether the "
@@ -400,8 +400,8 @@ class KeptProgress(Progress):
     Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step.
     """
 
-    def __init__(self, begin: DataState, read_row: ReadRow | None, stock: StockSteps):
-        super().__init__(begin, read_row)
+    def __init__(self, begin: DataState, read_rows: ReadRows | None, stock: StockSteps):
+        super().__init__(begin, read_rows)
         self._stock = stock
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,10 @@ class Rejection:
     reason: str
     message: str
     fatal: bool = False
+
+
+ReadRows = Callable[[Iterable[int]], Iterator[Sample | Rejection]]
+"""Observes rows of the dataset by their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

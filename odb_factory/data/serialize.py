@@ -22,7 +22,6 @@ import torch
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import Cost, Media
-from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
@@ -277,19 +276,6 @@ def fingerprint(value: Any, before: int = 0, *, floats: bool = False) -> int:
             before = fingerprint(one, before, floats=floats)
         return _add(f"{len(value)} items", before)
     return _add(type(value).__name__, before)
-
-
-def of_rows(dataset: Any) -> object:
-    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
-
-    A row that reads differently the second time (augmentation, random masks) says nothing about the data.
-    """
-    try:
-        with kept_random_numbers():
-            first, again, last = (fingerprint(dataset[index]) for index in (0, 0, len(dataset) - 1))
-    except Exception as error:  # the loader reports what cannot be read
-        return type(error).__name__
-    return [first, last] if first == again else None
 
 
 def _add(text: str, before: int) -> int:

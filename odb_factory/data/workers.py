@@ -15,7 +15,7 @@ import queue
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pickle import PicklingError
 from typing import Any
 
@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 from odb_factory.comm.standing import waiting
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.observe import ObservedDataset, where
-from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
+from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, read
 from odb_factory.data.processes import BusyRows, PlanProcess, WorkerInit, worker_seed
-from odb_factory.data.samples import Rejection, Sample, Task, no_usable_row
+from odb_factory.data.samples import ReadRows, Rejection, Sample, Task, no_usable_row
 from odb_factory.data.serialize import NOT_SENT
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
@@ -136,7 +136,7 @@ class LoaderWorkers:
     rows, groups: what observes and what collates. collate_workers: None: as many as there are observe workers; 0: this
     process collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. window:
     micro-batches that are collated ahead. notes: what collate workers report beside their batches.
-    read_row: observes a row of the dataset, by its number, in this process; None for a stream.
+    read_rows: observes rows of the dataset, by their numbers (see `read`); None for a stream.
 
     A dataset that is iterated has one worker more, which reads it for the observe workers and is restarted in each
     epoch. Only what is collated is pinned. The seed of the workers is that of `generator` (None: the global one).
@@ -160,20 +160,24 @@ class LoaderWorkers:
         self._tasks, self._chunks = Feed(), Feed()
         rows.busy, groups.busy = BusyRows(num_workers), BusyRows(self.num_collating)
         self._stand_in: Sample | None = None
+        self._seen: list[Sample | Rejection] = []
         self._lock = threading.Lock()
         self._reading: DataLoader | None = None
         self._observing: DataLoader | None
         self.order: Any
-        self.read_row: Callable[[int], Sample | Rejection] | None = None
+        self.read_rows: ReadRows | None = None
         if parts.sampler is None:
-            self.order = StreamReader(parts.dataset, rank, world_size, is_split=parts.already_split)
+            whole = parts.batch_size if parts.drop_last else None
+            self.order = StreamReader(
+                parts.dataset, rank, world_size, is_split=parts.already_split, whole_batches_of=whole
+            )
             # A persistent worker would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
             self._reading = self._loader(self.order, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
             rows.sends_dataset = False
             self._observing = self._loader(rows, num_workers, batch_sampler=self._chunks)
         else:
-            self.read_row = rows.__getitem__
+            self.read_rows = functools.partial(read, rows, parts=parts)
             self.order = ShardSampler(parts.sampler, rank, world_size)
             self._observing = self._loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
         self._collating: DataLoader | None = self._loader(
@@ -209,9 +213,14 @@ class LoaderWorkers:
             # waits there until the stream yields.
             ahead: Iterator[list[Any]] = itertools.repeat([], self._parts.prefetch_factor * self._parts.num_workers)
             self._chunks.source = itertools.chain(ahead, (list(self.order.items(chunk)) for chunk in chunks))
-        return itertools.chain.from_iterable(
-            _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._rows.busy)
-        )
+        observed = _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._rows.busy)
+        return map(self._noted, itertools.chain.from_iterable(observed))
+
+    def _noted(self, row: Sample | Rejection) -> Sample | Rejection:
+        """The first rows of a stream are kept: one of them may be a stand-in."""
+        if self.read_rows is None and len(self._seen) < SMALL_ONES_TRIED:
+            self._seen.append(row)
+        return row
 
     def collate(self, epoch: int, tasks: Iterator[Task | None]) -> Iterator[Any]:
         """The outcomes of these tasks; ask for them with `next_outcome`."""
@@ -247,24 +256,27 @@ class LoaderWorkers:
 
     def _find_stand_in(self) -> Sample:
         reasons: dict[int, str] = {}  # a row may be looked at twice
-        usable = _usable(self._all_rows(), reasons)
-        for _ in range(STAND_INS_TRIED // SMALL_ONES_TRIED):
-            first = itertools.islice(usable, SMALL_ONES_TRIED)
-            for sample in sorted(first, key=size):
-                try:
-                    self._groups.collate([sample])
-                except DataError:
-                    reasons[sample.id] = "that cannot be collated"
-                else:
-                    return sample
+        for rows in self._rows_to_try():
+            usable = _usable(rows, reasons)
+            for _ in range(STAND_INS_TRIED // SMALL_ONES_TRIED):
+                for sample in sorted(itertools.islice(usable, SMALL_ONES_TRIED), key=size):
+                    try:
+                        self._groups.collate([sample])
+                    except DataError:
+                        reasons[sample.id] = "that cannot be collated"
+                    else:
+                        return sample
         raise DataError(no_usable_row(Counter(reasons.values())))
 
-    def _all_rows(self) -> Iterator[Sample | Rejection]:
-        """In the order of all ranks, read and observed in this process; a stream from its beginning."""
-        if self.read_row is not None:
-            return map(self.read_row, self.order.whole())
+    def _rows_to_try(self) -> Iterator[Iterable[Sample | Rejection]]:
+        """Rows in the order of all ranks, read and observed in this process. Of a stream first those that this rank has
+        drawn: a second iterator may move the file of the one under way, or end it."""
+        if self.read_rows is not None:
+            yield map(self._rows.__getitem__, self.order.whole())
+            return
+        yield list(self._seen)
         reader = StreamReader(self._parts.dataset, 0, 1)
-        return (self._rows[item] for item in reader.items(reader))
+        yield (self._rows[item] for item in reader.items(reader))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -319,7 +331,7 @@ def size(sample: Sample) -> tuple[int, int]:
     return sample.cost.patches + sample.cost.padded, sample.id
 
 
-def _usable(rows: Iterator[Sample | Rejection], reasons: dict[int, str]) -> Iterator[Sample]:
+def _usable(rows: Iterable[Sample | Rejection], reasons: dict[int, str]) -> Iterator[Sample]:
     """reasons: of the others, by their ids; filled here."""
     for row in rows:
         if isinstance(row, Sample):

@@ -440,8 +440,9 @@ class Iteration:
         return trial_batches(self.loader.first_samples(), self.loader.groups, count)
 
     def gather(self, content: Any) -> list[Any]:
-        """What each rank says (JSON types), to all ranks."""
-        answers = gather_once(json.dumps(content).encode(), self.config.exchange_timeout_s)
+        """What each rank says (JSON types), to all ranks of the process group."""
+        said = json.dumps(content).encode()
+        answers = gather_once(said, self.config.exchange_timeout_s, parent=self._process_group)
         return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
@@ -495,7 +496,7 @@ class Iteration:
                 if self._is_fetched_ahead:  # the framework hands it over now, and holds the next one
                     self._check_goes_on(loader, current)
                     self.accounting.end()
-            if micro_batch is None or not (micro_batch.step.last and micro_batch.ends_optimizer_step):
+            if not (current.is_empty or (micro_batch and micro_batch.step.last and micro_batch.ends_optimizer_step)):
                 raise ConfigError(STALE)
         finally:
             end_row([one.row for _, one in handed_over])

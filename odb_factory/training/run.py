@@ -463,7 +463,7 @@ class ODBRun:
         """Whether a resumed run has nothing left to do."""
         if (known := self.total_steps) is not None:
             return self.optimizer_steps >= known
-        return self._epochs_before >= self.epochs
+        return max(self._epochs_before, self.loader.epoch) >= self.epochs
 
     @property
     def epoch(self) -> float:

@@ -392,8 +392,10 @@ class Training:
         # 3. where a checkpoint left it, and the first plan
         if self.checkpoint is not None:
             checkpoint.load(run, self.checkpoint, odb.gather)
-        if not run.finished:
-            loader.begin()
+        if not run.finished and loader.begin().is_empty:  # the Trainer would end at an epoch without a step
+            loader.set_epoch(loader.epoch + 1)
+            if not run.finished:
+                loader.begin()
 
     # Its micro-batches
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from data import test_fill_epoch, test_keep_epoch
+from data.stops import KEEP, run
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep import (
@@ -151,3 +152,9 @@ def test_rejected_rows_of_a_stream_leave_no_remainder() -> None:
     """Nobody knows how many rows it has."""
     (epoch,) = run_epoch(REJECTED, num_samples=None)
     assert "12" not in str(epoch.error) and "remain" not in str(epoch.error)
+
+
+def test_fewer_rows_than_a_batch_of_every_rank_are_named() -> None:
+    """Some of the ranks would look beyond what `drop_last` leaves, and take the order of the others for another."""
+    with pytest.raises(CollectiveError, match="3 dropped by drop_last"):
+        run([5] * 3, world_size=4, **KEEP, drop_last=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.data.observe import IGNORE_INDEX, VIDEO_KEYS, count_media, count_supervised, measure_batch
-from odb_factory.data.samples import Measured
+from odb_factory.data.observe import (
+    IGNORE_INDEX,
+    VIDEO_KEYS,
+    ItemObserver,
+    count_media,
+    count_supervised,
+    measure_batch,
+)
+from odb_factory.data.samples import Measured, Sample, SampleInfo
+from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
 from odb_factory.errors import DataError
-from odb_factory.planning import Media
+from odb_factory.planning import Cost, Media
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
 
@@ -173,3 +182,15 @@ def test_a_label_that_is_no_token_is_an_error() -> None:
 def test_a_batch_without_labels_has_no_supervised_token() -> None:
     batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
     assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, media=Media(4), units=0)
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_a_cost_may_be_counted_by_numpy_or_torch(number: Any) -> None:
+    """It can still be sent to another rank, and stand in a file."""
+    observer = ItemObserver(
+        lambda items: {}, cost_fn=lambda item: Cost(number(5), number(2), units=number(3), media=Media(number(2)))
+    )
+    features, cost = observer({"input_ids": [1] * 5})
+    sample = Sample(0, cost, pack(features))
+    assert sample_from_bytes(sample_to_bytes(sample)) == sample
+    assert json.dumps(SampleInfo.of(sample)) == "[0, 5, 3, 0, 0, 0, 0, 0]"

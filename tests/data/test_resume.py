@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data.stops import (
     KEEP,
     LENGTHS,
@@ -496,3 +497,19 @@ def begin(seat: Any, state: dict[str, Any] | None = None, **options: Any) -> str
 def test_ranks_that_stand_at_different_optimizer_steps_stop_before_the_first(stopped: dict[str, Any]) -> None:
     for message in run_ranks(2, lambda seat: begin(seat, stopped["keep"] if seat.rank else None, **EIGHT)):
         assert "optimizer steps done in it (0 on rank 0; 4 on rank 1)" in message
+
+
+def test_a_state_is_loaded_without_a_random_number() -> None:
+    """Rows that are trained on again may draw some."""
+
+    class Drawing(Observer):
+        def __call__(self, item: tuple[int, int]) -> tuple[dict[str, Any], Any]:
+            torch.rand(1)
+            return super().__call__(item)
+
+    _, states = run(LENGTHS, stop_after=2)
+    loader = make_loader(LENGTHS, Table(1).seat(0), observer=Drawing())
+    before = torch.get_rng_state()
+    loader.load_state_dict(states)
+    assert torch.equal(torch.get_rng_state(), before)
+    loader.close()

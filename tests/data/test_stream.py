@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from data.stops import LENGTHS, Observer, Stream, ids_of, run, usable
 from torch.utils.data import IterableDataset
 from toy import item, pad
 
-from odb_factory import ODBDataLoader
+from odb_factory import ODBDataLoader, pop_step_info
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost
 
@@ -72,3 +73,30 @@ def test_an_item_that_cannot_be_sent_to_a_worker_is_named() -> None:
     with ODBDataLoader(Unsendable(), 3, on_error="skip", **options) as loader:
         list(loader)
         assert loader.stats()["odb/left_out"] == 1
+
+
+class Lines(IterableDataset):
+    """All its iterators read one file, from its beginning."""
+
+    def __init__(self, path: Path):
+        self.file = path.open()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.file.seek(0)
+        while line := self.file.readline():
+            yield item(int(line))
+
+
+def without_row_100(items: list[dict[str, Any]]) -> Any:
+    if any(one["input_ids"][0] == 101 for one in items):
+        raise ValueError("no pixels")
+    return pad(items)
+
+
+def test_a_sample_for_idle_micro_batches_is_none_that_another_iterator_reads(tmp_path: Path) -> None:
+    """I2: the one under way would go on elsewhere in the file."""
+    path = tmp_path / "rows"
+    path.write_text("".join(f"{k:60}\n" for k in range(600)))
+    options = {"token_budget": 41, "collate_fn": without_row_100, "on_error": "skip"}
+    with ODBDataLoader(Lines(path), 12, **options) as loader:
+        assert Counter(id for batch in loader for id in pop_step_info(batch).ids) == Counter(set(range(600)) - {100})

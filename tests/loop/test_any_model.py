@@ -227,6 +227,15 @@ def test_a_language_model_with_a_cost_function_keeps_its_units() -> None:
         assert sum(pop_step_info(batch).units for batch in loader) == sum(3 + k for k in range(16))
 
 
+def test_an_item_to_which_cost_fn_gives_no_unit_is_left_out() -> None:
+    """Its mean loss would be one over nothing."""
+    items, collate, cost_fn, *_ = tagged_tokens()
+    items[3] |= {"labels": [-100] * len(items[3]["labels"])}
+    with ODBDataLoader(items, STEP, token_budget=64, collate_fn=collate, cost_fn=cost_fn) as loader:
+        assert {id for batch in loader for id in pop_step_info(batch).ids} == set(range(NUM_ROWS)) - {3}
+        assert loader.stats()["odb/left_out"] == 1
+
+
 def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "odb_factory"):
         with loader_of() as loader:

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from distributed.ranks import run_ranks
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
-from torch.utils.data import DataLoader, DistributedSampler
-from toy import NUM_ROWS, Rows, Stream, item, pad
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, get_worker_info
+from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply_odb, pop_step_info
@@ -259,6 +259,74 @@ def test_a_dataset_with_a_sampler_needs_no_length() -> None:
 
     with make(Endless(), sampler=range(40), num_workers=1) as loader:
         assert rows_of(loader) == Counter(range(40))
+
+
+def find_the_dataset(worker_id: int) -> None:
+    worker = get_worker_info()
+    assert worker is not None and worker.dataset.opened_by is None
+
+
+def test_workers_inherit_nothing_that_a_dataset_opens_when_it_is_read() -> None:
+    """Neither from the first look at it nor from that at the rows of a state."""
+    with make(Opening(), num_workers=1, worker_init_fn=find_the_dataset) as loader:
+        before, state = stopped(loader, 2)
+    with make(dataset := Opening(), num_workers=1, worker_init_fn=find_the_dataset) as loader:
+        loader.load_state_dict(state)
+        assert before + rows_of(loader) == EVERY_ROW and dataset.opened_by is None
+
+
+def test_an_epoch_of_which_nothing_is_left_is_over() -> None:
+    """All that is left of it breaks the budget that there is now; the next epoch is trained on once."""
+
+    def row(k: int) -> dict[str, Any]:
+        ids = [k + 1] * (30 if k >= 20 else 5)
+        return {"input_ids": ids, "labels": ids}
+
+    def loader(token_budget: int) -> ODBDataLoader:
+        options = {"global_batch_size": "fill", "overlong": "drop", "buffer_size": 4}
+        return make(Rows(row, 22), token_budget=token_budget, **options)
+
+    with loader(40) as first:
+        before, state = stopped(first, 5)
+    assert before == Counter(range(20))
+    with loader(20) as second:
+        second.load_state_dict(state)
+        epochs = []
+        for epoch in range(second.epoch, 3):
+            second.set_epoch(epoch)
+            epochs.append(rows_of(second))
+    assert epochs == [Counter(), before, before]
+
+
+def test_a_sampler_needs_no_length() -> None:
+    class Endless(Sampler):
+        def __iter__(self) -> Any:
+            return iter(range(40))
+
+    with make(sampler=Endless(), batch_size=4) as loader:
+        before, state = stopped(loader, 3)
+    with make(sampler=Endless(), batch_size=4) as loader:
+        loader.load_state_dict(state)
+        assert before + rows_of(loader) == Counter(range(40)) and loader.num_optimizer_steps is None
+
+
+def test_an_order_that_its_owner_changes_between_epochs_is_that_of_torch() -> None:
+    """As a curriculum does."""
+
+    class Curriculum(Sampler):
+        rows = range(20)
+
+        def __iter__(self) -> Any:
+            return iter(self.rows)
+
+        def __len__(self) -> int:
+            return 20
+
+    order = Curriculum()
+    with make(sampler=order) as loader:
+        assert rows_of(loader) == Counter(range(20))
+        order.rows = range(30, 50)
+        assert rows_of(loader) == Counter(range(30, 50))
 
 
 def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture) -> None:

@@ -21,9 +21,10 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
 from torch.utils.data import IterableDataset, Subset
-from toy import NUM_ROWS, Rows, Stream, item, pad
+from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
+from training.flat_models import make_model
 
-from odb_factory import ODBDataLoader, ODBError, pop_step_info
+from odb_factory import ODBDataLoader, ODBError, pop_step_info, unpad
 
 SETTINGS = {"token_budget": 128, "batch_size": 8, "collate_fn": pad}
 
@@ -284,3 +285,34 @@ def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
         assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
         assert "GeneratorExit" not in first.value
         assert second.value < 15
+
+
+def with_a_mask(items: list[Any]) -> dict[str, Any]:
+    batch = pad(items)
+    return batch | {"attention_mask": (batch["input_ids"] != 0).long()}
+
+
+def flat_in_a_group(rank: int) -> float:
+    group, started = dist.new_group([0, 1]), time.monotonic()
+    if rank < 2:
+        settings = SETTINGS | {"collate_fn": with_a_mask, "layout": "flat"}
+        with ODBDataLoader(Rows(), process_group=group, **settings) as loader:
+            unpad(make_model("qwen2"), loader)
+            rows_of(loader)
+    dist.barrier()
+    return time.monotonic() - started
+
+
+def test_a_model_is_tried_by_the_ranks_of_the_process_group_alone(tmp_path: Path) -> None:
+    """The third rank does something else."""
+    assert max(run.value for run in run_ranks("loop.test_own_loop_ranks:flat_in_a_group", tmp_path, world_size=3)) < 45
+
+
+def opens_its_data(rank: int) -> list[int]:
+    with ODBDataLoader(Opening(), num_workers=1, **SETTINGS) as loader:
+        return rows_of(loader)
+
+
+def test_ranks_compare_rows_that_workers_have_read(tmp_path: Path) -> None:
+    """The workers of the epochs would inherit what this process had opened."""
+    assert every_row_once(*(run.value for run in run_ranks("loop.test_own_loop_ranks:opens_its_data", tmp_path)))
