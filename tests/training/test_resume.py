@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import SequentialSampler
 from toy import NUM_ROWS, Rows
 from training import toy_training
 from training.toy_training import audit, history
@@ -158,3 +159,29 @@ def test_other_data_are_refused(tiny_text, tmp_path) -> None:
     assert sorted(after) == list(range(50))
     with pytest.raises(ConfigError, match="no folder"):
         train(tiny_text, tmp_path, resume=str(tmp_path / "nowhere"), block=BLOCK)
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_epoch_of_which_nothing_is_left_takes_no_further_step(tiny_text, tmp_path, epochs: int) -> None:
+    """All that is left of it breaks the budget that there is now."""
+
+    def row(k: int) -> dict[str, Any]:
+        ids = [k + 1] * (30 if k >= 20 else 5)
+        return {"input_ids": ids, "labels": ids}
+
+    def run(token_budget: int, **more: Any) -> None:
+        block = FILL | {"buffer_size": 4, "overlong": "drop", "token_budget": token_budget}
+        options = {"trainer_class": InOrder, "num_train_epochs": epochs, "save_strategy": "steps", "save_steps": 1}
+        toy_training.train(tiny_text, tmp_path, Rows(row, 22), block=block, **options | more)
+
+    run(40, callbacks=[StopAfter(5)])
+    run(20, resume=True)
+    lines = audit(tmp_path)
+    for epoch in range(2):
+        ids = sorted(row for line in lines if line["epoch"] == epoch for row in line["ids"])
+        assert ids == (list(range(20)) if epoch < epochs else [])
