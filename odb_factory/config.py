@@ -112,24 +112,25 @@ class ODBConfig:
     def _contradictions(self) -> Iterator[str]:
         """Keys that contradict each other. Each of them alone has been checked."""
         multiple, buckets = self.pad_to_multiple_of, self.length_buckets or ()
-        budget = LARGEST if isinstance(self.token_budget, str) else self.token_budget
         if multiple is not None and self.layout == "padded":
             yield (
                 f"pad_to_multiple_of: {multiple} has no effect with `layout: padded`, whose rows are padded as the "
                 "data collator says; leave it out, or set `layout: flat`"
             )
-        if multiple is not None and multiple > budget:
-            yield (
-                f"pad_to_multiple_of: {multiple} is more than token_budget ({budget}), which every flat micro-batch "
-                "would break; choose a smaller multiple, or raise token_budget"
-            )
+        for name in ("token_budget", "eval_token_budget"):
+            budget = getattr(self, name)
+            if multiple is not None and isinstance(budget, int) and multiple > budget:
+                yield (
+                    f"pad_to_multiple_of: {multiple} is more than {name} ({budget}), which every flat micro-batch "
+                    f"would break; choose a smaller multiple, or raise {name}"
+                )
+            if buckets and isinstance(budget, int) and buckets[-1] > budget:
+                yield f"length_buckets: {buckets[-1]} exceeds {name} ({budget}); remove it, or raise {name}"
         if self.row_multiple > 1 and self.layout == "flat":
             yield (
                 f"row_multiple: {self.row_multiple} has no effect with `layout: flat`, whose micro-batches are one "
                 "row; leave it out, or set length_buckets"
             )
-        if buckets and buckets[-1] > budget:
-            yield f"length_buckets: {buckets[-1]} exceeds token_budget ({budget}); remove it, or raise token_budget"
         for size in buckets:
             if size % (multiple or 1):
                 yield (

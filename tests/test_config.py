@@ -157,6 +157,14 @@ WRONG = [
     ({"layout": "padded", "pad_to_multiple_of": 16}, "odb.pad_to_multiple_of: 16 has no effect * `layout: flat`"),
     ({"length_buckets": [9000]}, "odb.length_buckets: 9000 exceeds token_budget (8192); remove it"),
     (
+        {"length_buckets": [512], "eval_token_budget": 256},
+        "odb.length_buckets: 512 exceeds eval_token_budget (256); remove it, or raise eval_token_budget",
+    ),
+    (
+        {"pad_to_multiple_of": 512, "eval_token_budget": 256},
+        "odb.pad_to_multiple_of: 512 is more than eval_token_budget (256)* raise eval_token_budget",
+    ),
+    (
         {"length_buckets": [64, 100], "pad_to_multiple_of": 16},
         "odb.length_buckets: 100 is no multiple of pad_to_multiple_of (16)",
     ),
