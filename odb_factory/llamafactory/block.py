@@ -115,10 +115,11 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
         )
     if args.get("stage") == "pt" and args.get("packing") is None:
         args["packing"] = False
-        notes.append(
-            "stage pt: documents stay whole (`packing: false`); without odb LLaMA-Factory would cut them into blocks "
-            "of cutoff_len tokens, and what is longer than that is cut off now"
-        )
+        if not _are_tokenized(args):
+            notes.append(
+                "stage pt: documents stay whole (`packing: false`); without odb LLaMA-Factory would cut them into "
+                "blocks of cutoff_len tokens, and what is longer than that is cut off now"
+            )
     for note in notes if logs else ():
         logger.info(note)
     return args
@@ -141,9 +142,13 @@ def _with_local_files_by_index(args: dict[str, Any]) -> dict[str, Any]:
     return args | {"streaming": False}
 
 
+def _are_tokenized(args: Mapping[str, Any]) -> bool:
+    """Whether the rows are those of `tokenized_path`, as they are there."""
+    return args.get("tokenized_path") is not None and os.path.isdir(str(args["tokenized_path"]))
+
+
 def _all_rows_have_an_index(args: Mapping[str, Any]) -> bool:
-    tokenized = args.get("tokenized_path")
-    if tokenized is not None and os.path.isdir(str(tokenized)):
+    if _are_tokenized(args):
         return True
     from llamafactory.data.parser import get_dataset_list
 
@@ -260,12 +265,15 @@ REFUSED = {
     "use_kt": "odb cannot drive the data path of the KTransformers trainer; remove the key",
     "use_hyper_parallel": "odb cannot drive the data path of that trainer; remove the key",
     "use_unsloth": "Unsloth puts its own code in place of the Trainer's that odb builds on; remove the key",
+    "mixture_of_depths": (
+        "which tokens its layers compute depends on the padding of their row, and odb makes other rows; remove the key"
+    ),
     "packing": (
         "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key (with `layout: "
         "flat` whole samples share a row, without padding)"
     ),
 }
-"""Keys of the YAML that must not be true, and why."""
+"""Keys of the YAML that must not be set, and why."""
 AT_A_BACKWARD = {
     "use_galore": ("galore_layerwise", True, "set galore_layerwise: false"),
     "use_apollo": ("apollo_layerwise", True, "set apollo_layerwise: false"),

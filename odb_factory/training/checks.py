@@ -56,6 +56,11 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
             "accelerator_config.use_seedable_sampler: False has no effect: the order of samples is that of data_seed "
             "or seed, as with True"
         )
+    if getattr(args, "ignore_data_skip", False):
+        logger.warning(
+            "ignore_data_skip: True has no effect: a resumed training continues where its checkpoint stands, without "
+            "reading what came before (`resume: ignore_data` of odb restarts the epoch)"
+        )
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
         logger.warning(
             "group_by_length (train_sampling_strategy) has no effect: samples of like length meet in a micro-batch "

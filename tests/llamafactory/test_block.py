@@ -69,10 +69,12 @@ def test_a_kernel_that_cannot_weigh_samples_is_named_where_they_weigh_differentl
     assert "`loss_scaling: exact`" in message and "\n" not in message
 
 
-def test_group_by_length_is_told_to_have_no_effect_under_both_its_names(config, caplog) -> None:
-    old = "group_by_length" in TrainingArguments.__dataclass_fields__
-    get_train_args(config | ({"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}))
-    told = [message for message in caplog.messages if "group_by_length" in message and "has no effect" in message]
+@pytest.mark.parametrize("key", ["group_by_length", "ignore_data_skip"])
+def test_what_has_no_effect_is_told_so(config, caplog, key: str) -> None:
+    """group_by_length: under both its names."""
+    old = key in TrainingArguments.__dataclass_fields__
+    get_train_args(config | ({key: True} if old else {"train_sampling_strategy": key}))
+    told = [message for message in caplog.messages if key in message and "has no effect" in message]
     assert len(told) == 1 and "\n" not in told[0]
 
 

@@ -48,6 +48,7 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss: False", "true")),
     ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage: 'ppo'", "its own batches")),
     ({"stage": "dpo", "pref_bco_weight": 0.5}, ("pref_bco_weight: 0.5", "running mean", "remove")),
+    ({"mixture_of_depths": "convert"}, ("mixture_of_depths: 'convert'", "padding", "remove")),
     ({"num_train_epochs": 0}, ("num_train_epochs: 0",)),
     ({"gradient_accumulation_steps": 0}, ("gradient_accumulation_steps: 0",)),
     ({"dataloader_num_workers": "2"}, ("dataloader_num_workers: '2'",)),
