@@ -184,7 +184,8 @@ def _encoder_of(config: Any, *, trains_tower: bool) -> EncoderCost | None:
 
 def _order(asked: Asked, dataset: Any) -> list[int]:
     """The order of the first epoch, as the Trainer's sampler and ours have it."""
-    if asked.parsed.finetuning.disable_shuffling:
+    in_order = getattr(asked.parsed.training, "train_sampling_strategy", "random") == "sequential"
+    if in_order or asked.parsed.finetuning.disable_shuffling:
         order = list(range(len(dataset)))
     else:
         sampler = SeedableRandomSampler(dataset, generator=torch.Generator(), data_seed=asked.seed)
@@ -282,7 +283,7 @@ def _without_weights(asked: Asked, tokenizer: Any) -> Any:
 
     model_args, finetuning_args = copy.copy(asked.parsed.model), copy.copy(asked.parsed.finetuning)
     model_args.train_from_scratch = True  # from the config
-    for key in ("adapter_name_or_path", "quantization_bit", "mixture_of_depths"):
+    for key in ("adapter_name_or_path", "quantization_bit"):
         setattr(model_args, key, None)
     model_args.enable_liger_kernel = model_args.print_param_status = False
     finetuning_args.finetuning_type = "full"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, TrainerCallback
 
 from odb_factory.accounting.losses import DataSets
@@ -349,7 +350,8 @@ class FillSchedule:
         """Let the scheduler follow the samples done, if the run counts epochs."""
         if self.clock is None:
             return
-        if not follow_clock(scheduler, self.clock) and not isinstance(scheduler, ReduceLROnPlateau):
+        goes_by_metrics = "metrics" in inspect.signature(scheduler.step).parameters  # of an evaluation
+        if not follow_clock(scheduler, self.clock) and not goes_by_metrics:
             name, steps = type(scheduler).__name__, self.clock.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from llamafactory.hparams import TrainingArguments
 from llamafactory.train.tuner import run_exp
 from same_training import NUM_EVAL, NUM_TRAINED, write_rows
 from support import training_config
@@ -19,6 +20,8 @@ from odb_factory.plan.look import Look, look
 
 pytestmark = pytest.mark.timeout(600)
 
+IN_ORDER = {"train_sampling_strategy": "sequential"}
+"""Of transformers 5."""
 BATCHES = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "val_size": NUM_EVAL}
 DATA = {"pt": "documents", "dpo": "pairs", "kto": "judged"}
 
@@ -49,6 +52,8 @@ def test_each_stage_as_in_its_run(stage, tiny_text, rows_dir, tmp_path) -> None:
         odb={"token_budget": 300, "layout": "padded"},
         **BATCHES,
     )
+    if stage == "pt" and IN_ORDER.keys() <= TrainingArguments.__dataclass_fields__.keys():
+        config |= IN_ORDER
     found = look_at(config, tmp_path)
     run_exp(config)
     summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text(encoding="utf-8"))

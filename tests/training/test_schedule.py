@@ -9,10 +9,10 @@ import pytest
 import torch
 from toy import Rows
 from training.toy_training import FILL, Rates, Sequential, train
-from transformers import Trainer
+from transformers import Trainer, optimization
 
 from odb_factory import ConfigError
-from odb_factory.training.run import ScheduleClock, follow_clock
+from odb_factory.training.run import FillSchedule, ScheduleClock, follow_clock
 
 SHORT_THEN_LONG = [3] * 200 + [60] * 60
 
@@ -75,3 +75,17 @@ def test_lr_scale_in_order_is_exact_where_the_window_holds_all(tiny_text, tmp_pa
     block = FILL | {"buffer_size": 1024, "lr_scale": "linear", "lr_reference_samples": 8}
     train_short_then_long(tiny_text, tmp_path, block, rates=rates, lr_scheduler_type="constant")
     assert rates.rates[0] == pytest.approx(1e-3 * len(SHORT_THEN_LONG) / len(rates.rates) / 8)
+
+
+@pytest.mark.parametrize("name", ["GreedyLR", "ReduceLROnPlateau"])
+def test_a_schedule_that_goes_by_a_metric_is_not_told_to_count_steps(name: str, caplog) -> None:
+    kind = getattr(optimization, name, None)
+    if kind is None:
+        pytest.skip("this release of transformers has no such schedule")
+    schedule = FillSchedule(None, None, is_shuffled=True, is_estimated=True)  # neither loader nor config is asked
+    assert schedule.steps_of_schedule(100, 0) == 100
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    schedule.follow(kind(optimizer))
+    assert not caplog.messages
+    schedule.follow(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert caplog.messages == ["StepLR counts optimizer steps, which are estimated as 100"]
