@@ -148,7 +148,7 @@ class ODBLoader:
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`. plans_here: in this process,
-    also where it has workers.
+    also where it has workers. is_evaluated: of `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
@@ -175,6 +175,7 @@ class ODBLoader:
         rows_from: Mapping[str, object] | None = None,
         keeps_samples: bool = False,
         plans_here: bool = False,
+        is_evaluated: bool = False,
     ):
         self.dataset, self.config, self.layout, self.rule = parts.dataset, config, layout, rule
         self._keeps_samples, self._plans_here = keeps_samples, plans_here
@@ -199,7 +200,7 @@ class ODBLoader:
             budget=None if self.counts_labels else budget,
             skips=config.on_error == "skip",
         )
-        rows = ObservedDataset(parts.dataset, observer, config, budget)
+        self._rows = rows = ObservedDataset(parts.dataset, observer, config, budget, is_evaluated=is_evaluated)
         self._workers = LoaderWorkers(parts, rows, self.groups, config.collate_workers, rank, world_size)
         self._order = self._workers.order
         # The length of a split stream may be that of this rank's part or of the whole.
@@ -587,7 +588,8 @@ class ODBLoader:
         if outcome.problem:
             return outcome.problem
         id, cause = next(iter(outcome.failed.items()))
-        skips = " (`on_error: skip` leaves out media that cannot be decoded)" if self.config.on_error == "raise" else ""
+        may_skip = self.config.on_error == "raise" and not self._rows.is_evaluated
+        skips = " (`on_error: skip` leaves out media that cannot be decoded)" if may_skip else ""
         return f"{self._workers.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
 
     def _abandon(self, error: BaseException) -> None:

@@ -191,14 +191,6 @@ class Observer(Protocol):
         """Where `dataset[index]` comes from, for messages: dataset, row, files."""
 
 
-def where(observer: Observer, dataset: Any, index: int) -> str:
-    """Where a row comes from; its number alone if even that cannot be read."""
-    try:
-        return observer.describe(dataset, index)
-    except Exception:
-        return f"row {index} of the training dataset"
-
-
 @dataclass(frozen=True, slots=True)
 class RawItem:
     """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
@@ -224,12 +216,23 @@ class ObservedDataset(WorkerDataset):
     """`self[i]` observes `dataset[i]`, `self[raw_item]` an item of a stream. Never raises for a row.
 
     Returns a `Sample`, or a `Rejection` where the row cannot be used; one that the reader of a stream has made is
-    returned as it is.
+    returned as it is. is_evaluated: it is no training dataset, and no policy of the block leaves rows out.
     """
 
-    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget):
+    def __init__(
+        self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, *, is_evaluated: bool = False
+    ):
         self.dataset, self.observer, self.config, self.budget = dataset, observer, config, budget
+        self.is_evaluated = is_evaluated
         self.busy = BusyRows()
+
+    def where(self, index: int, source: Any = None) -> str:
+        """Where a row comes from; its number alone if even that cannot be read. source: in place of the dataset."""
+        try:
+            text = self.observer.describe(self.dataset if source is None else source, index)
+        except Exception:
+            text = f"row {index} of the training dataset"
+        return text.replace("the training dataset", "the evaluation dataset", 1) if self.is_evaluated else text
 
     def __getitem__(self, row: int | RawItem | Rejection) -> Sample | Rejection:
         if isinstance(row, Rejection):
@@ -238,7 +241,7 @@ class ObservedDataset(WorkerDataset):
 
         def reject(reason: str, what: str, way_out: str = "", fatal: bool = False) -> Rejection:
             """way_out: added where the policy is to stop; elsewhere what it advises has been done."""
-            message = f"{where(self.observer, source, index)}: {what.rstrip('.')}"
+            message = f"{self.where(index, source)}: {what.rstrip('.')}"
             return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
 
         try:
@@ -246,13 +249,13 @@ class ObservedDataset(WorkerDataset):
                 features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
             sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
-            return Rejection(index, error.reason, f"{where(self.observer, source, index)}: {error}")
+            return Rejection(index, error.reason, f"{self.where(index, source)}: {error}")
         except MediaCut as error:
             return reject(
                 "media_cut",
                 str(error),
-                "such a sample cannot travel as a singleton either: "
-                "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`",
+                "such a sample cannot travel as a singleton either: raise cutoff_len, or shrink the media "
+                "(image_max_pixels, video_maxlen)" + self._or("set `overlong: drop`"),
                 fatal=self.config.overlong != "drop",
             )
         except Exception as error:
@@ -260,7 +263,7 @@ class ObservedDataset(WorkerDataset):
             return reject(
                 "unreadable",
                 str(error) if is_item else one_line(error),
-                "" if is_item else "fix or remove the row, or set `on_error: skip` to leave such rows out",
+                "" if is_item else "fix or remove the row" + self._or("set `on_error: skip` to leave such rows out"),
                 fatal=self.config.on_error == "raise",
             )
         if cost.units == 0 and not getattr(self.observer, "keeps_unsupervised", False):
@@ -273,6 +276,9 @@ class ObservedDataset(WorkerDataset):
                 fatal=self.config.overlong == "error",
             )
         return sample
+
+    def _or(self, policy: str) -> str:
+        return "" if self.is_evaluated else f", or {policy}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.comm.standing import waiting
 from odb_factory.data.collate import CollatedDataset
-from odb_factory.data.observe import ObservedDataset, where
+from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, read
 from odb_factory.data.processes import BusyRows, PlanProcess, WorkerInit, worker_seed
 from odb_factory.data.samples import ReadRows, Rejection, Sample, Task, no_usable_row
@@ -242,7 +242,7 @@ class LoaderWorkers:
 
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""
-        return where(self._rows.observer, self._parts.dataset, index)
+        return self._rows.where(index)
 
     def stand_in(self) -> Sample:
         """A sample for micro-batches that weigh nothing, which has been collated once: the smallest of the first usable

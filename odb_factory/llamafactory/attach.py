@@ -215,14 +215,14 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     if not isinstance(dataset, Dataset):
         if next(iter(dataset), None) is None:
             raise DataError(
-                f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, "
+                f"{dataset_attr} yields no row; take it out of the YAML, or, if it is a local file beside a stream, "
                 "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into that many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
         keep_head(stream)
         return stream
     if not len(dataset):
-        raise DataError(f"{dataset_attr} has no row; take it out of `dataset`, or raise max_samples or num_samples.")
+        raise DataError(f"{dataset_attr} has no row; take it out of the YAML, or raise max_samples or num_samples.")
     if is_convertible(dataset, dataset_attr):
         converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
     else:
@@ -354,7 +354,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     observer = observe(head=rows.head if isinstance(rows, OnlineStream) else None)
 
     def eval_rows(stored: Any) -> tuple[TokenizedDataset, RowObserver]:
-        return TokenizedDataset(stored, rows.media, stage), observe()
+        return TokenizedDataset(stored, rows.media, stage), observe(decode=False)
 
     enable_odb(
         trainer,

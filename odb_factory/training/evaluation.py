@@ -16,7 +16,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +83,7 @@ def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedC
         join=True,
         overlong="singleton",
         oom="raise",
+        on_error="raise",
         audit=False,
     )
 
@@ -101,7 +102,7 @@ class Evaluation:
 
     stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. mean: of a round.
     loss_only: no predictions are kept. can_split: no rank waits for another one in a forward.
-    new_tokens: the most that are generated after each prompt. is_kept: the loader is for later evaluations, too.
+    generation: from the rows; None: nothing is generated. is_kept: the loader is for later evaluations, too.
     computing: the micro-batch in forward, where its loss is weighed.
     """
 
@@ -115,11 +116,11 @@ class Evaluation:
         *,
         loss_only: bool,
         can_split: bool,
-        new_tokens: int,
+        generation: Generation | None,
         is_kept: bool,
     ):
         self.dataset, self.loader, self.loss_only = stock.dataset, loader, loss_only
-        self._can_split, self._new_tokens, self._is_kept = can_split, new_tokens, is_kept
+        self._can_split, self._generation, self._is_kept = can_split, generation, is_kept
         self.computing: Computing | None = None
         self._trainer, self._stock, self._mean, self._batch_size = trainer, stock, mean, parts.batch_size
         in_round = parts.batch_size * loader.world_size
@@ -224,8 +225,8 @@ class Evaluation:
                     "image_max_pixels, or leave the sample out."
                 ) from error
             forget(error)
-        with_new = dataclasses.replace(measured, length=measured.length + self._new_tokens)
-        self.loader.lower(self._watch.lower(with_new))
+        length = measured.length if self._generation is None else self._generation.tokens(measured.length)
+        self.loader.lower(self._watch.lower(dataclasses.replace(measured, length=length)))
         loss, self.computing, self._figures = None, None, defaultdict(float, before)
         clear_device_cache(garbage_collection=True)
         logger.warning(
@@ -340,14 +341,15 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     if why is not None:
         logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
         return None
-    training = odb.training
-    config = odb.config.resolved() if training is None else training.run.config
+    training, config = odb.training, odb.resolved
+    settled = None if training is None or training.is_unchecked else training  # its layout is that to train with
+    assert config is not None
     config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
     can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
     loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
     parts = dismantle(stock, 0)
     # As stock keeps its own, with its worker processes; after a training nobody would close it.
-    is_kept = parts.persistent_workers and training is not None
+    is_kept = parts.persistent_workers and settled is not None
     parts = dataclasses.replace(parts, persistent_workers=is_kept)
     full_rounds = dataclasses.replace(parts, drop_last=True)
     mean = mean_of_round(
@@ -364,10 +366,11 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     if odb.eval_rows is not None:
         rows, observer = odb.eval_rows(parts.dataset)
         full_rounds = dataclasses.replace(full_rounds, dataset=rows)
-    layout, generated = Layout("padded", "outside of training") if training is None else training.layout, 0
+    layout = Layout("padded", "outside of training, or not checked yet") if settled is None else settled.layout
+    generation: Generation | None = None
     if not loss_only and getattr(trainer.args, "predict_with_generate", False):
-        generated = new_tokens(trainer)
-        observer, layout = PromptObserver(observer, generated), Layout("padded", "tokens are generated")
+        generation = Generation.of(trainer)
+        observer, layout = PromptObserver(observer, generation), Layout("padded", "tokens are generated")
     eval_loaders = [] if training is None else training.eval_loaders
     kept = next((loader for dataset, loader in eval_loaders if dataset is parts.dataset), None)
     loader = kept or odb.make_loader(
@@ -377,6 +380,7 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         observer=observer,
         keeps_samples=can_split,
         plans_here=ROWS_PLANNED * trainer.args.world_size <= PLANNED_HERE,
+        is_evaluated=True,
         rule=OptimizerStepRule(
             batch_size=parts.batch_size,
             accumulation=-(-ROWS_PLANNED // parts.batch_size),
@@ -397,20 +401,45 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         mean,
         loss_only=loss_only,
         can_split=can_split,
-        new_tokens=generated,
+        generation=generation,
         is_kept=is_kept,
     )
+
+
+class Generation(NamedTuple):
+    """How much `generate` makes of a prompt: at most `new_tokens` more or, where that is 0, up to `max_length` in all.
+    num_beams: rows that it computes of one. multiple: to which prompts are padded."""
+
+    new_tokens: int
+    max_length: int
+    num_beams: int
+    multiple: int
+
+    @classmethod
+    def of(cls, trainer: Any) -> Generation:
+        asked, configured = getattr(trainer, "_gen_kwargs", {}), trainer.model.generation_config
+        new_tokens, max_length = asked.get("max_new_tokens"), asked.get("max_length")
+        if new_tokens is None and max_length is None:
+            new_tokens, max_length = configured.max_new_tokens, configured.max_length
+        num_beams = asked.get("num_beams") or configured.num_beams or 1
+        multiple = 1 if trainer.odb.collation is None else trainer.odb.collation.pad_to_multiple_of
+        return cls(new_tokens or 0, 0 if new_tokens else max_length or 0, num_beams, multiple)
+
+    def tokens(self, of_prompt: int) -> int:
+        """Of a prompt and what is generated after it, in all beams."""
+        padded = -(-of_prompt // self.multiple) * self.multiple
+        return self.num_beams * max(padded + self.new_tokens, self.max_length)
 
 
 class PromptObserver:
     """Counts a row from which tokens are generated: its prompt, and the tokens that may follow."""
 
-    def __init__(self, observer: Observer, new_tokens: int):
-        self.observer, self.new_tokens = observer, new_tokens
+    def __init__(self, observer: Observer, generation: Generation):
+        self.observer, self.generation = observer, generation
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:
         features, cost = self.observer(item)
-        return features, dataclasses.replace(cost, tokens=cost.tokens + self.new_tokens, units=1)
+        return features, dataclasses.replace(cost, tokens=self.generation.tokens(cost.tokens), units=1)
 
     def describe(self, dataset: Any, index: int) -> str:
         return self.observer.describe(dataset, index)
@@ -428,26 +457,20 @@ def _why_not_counted(observer: Observer, dataset: Any) -> str | None:
     return None
 
 
-def new_tokens(trainer: Any) -> int:
-    """The most tokens that are generated after a prompt."""
-    asked = getattr(trainer, "_gen_kwargs", {})
-    return int(asked.get("max_new_tokens") or trainer.model.generation_config.max_new_tokens or 0)
-
-
 def _why_stock(trainer: Any, stock: Any) -> str | None:
-    odb, training, args = trainer.odb, trainer.odb.training, trainer.args
+    odb, args = trainer.odb, trainer.args
     if isinstance(stock.dataset, IterableDataset):
         return "its rows can only be iterated"
-    loss = TrainerLoss.of(trainer)
+    loss = None if odb.equal_weights else TrainerLoss.of(trainer)
     if loss is not None:
         return f"the trainer computes the loss in place of the model, by {loss.name}"
     if odb.observer is not None and odb.eval_rows is None:
         return f"figures of {type(trainer).__name__} depend on which rows share a batch"
-    lacks_budgets = odb.config.auto_keys if training is None else training.lacks_budgets
-    if lacks_budgets:
+    if odb.resolved is None:
         return "budgets of auto are not chosen yet"
     if not trainer.accelerator.even_batches or trainer.accelerator.split_batches:
         return "even_batches or split_batches of accelerate are not the defaults"
-    if trainer.compute_metrics is not None and (args.batch_eval_metrics or args.include_for_metrics):
-        return "batch_eval_metrics or include_for_metrics is set"
+    by_batch = args.batch_eval_metrics or not args.eval_do_concat_batches
+    if trainer.compute_metrics is not None and (by_batch or args.include_for_metrics):
+        return "batch_eval_metrics or include_for_metrics is set, or eval_do_concat_batches is not"
     return None

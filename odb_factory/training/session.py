@@ -142,10 +142,19 @@ class Session:
     evaluation: Evaluation | None = None
     eval_limits: Limits | None = None
     _token_losses: dict[str | None, TokenLoss] = field(default_factory=dict)
+    _resolved: ResolvedConfig | None = None
 
     def end(self) -> None:
-        """Forget the training, and what was made for its model."""
+        """Forget the training, and what was made for its model, but not the budgets that it has chosen."""
+        self._resolved = self.resolved
         self.training, self._token_losses = None, {}
+
+    @property
+    def resolved(self) -> ResolvedConfig | None:
+        """With the budgets of the training, or of the last one; None while those of `auto` are not chosen."""
+        if self.training is not None and self.training.has_begun:
+            return None if self.training.lacks_budgets else self.training.run.config
+        return self._resolved or (None if self.config.auto_keys else self.config.resolved())
 
     def gather(self, content: Any) -> list[Any]:
         """The contents (JSON types) of all ranks, in rank order. Collective."""

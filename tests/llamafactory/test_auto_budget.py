@@ -24,8 +24,9 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
     rows = write_uneven_rows(folder, {"mixed": 24})
 
     def run(name: str, **block: Any) -> list[float]:
-        block |= {"layout": "padded", "audit": True}
+        block |= {"layout": "padded", "audit": True, "eval_token_budget": 1024}
         changes = {"dataset": "mixed", "max_steps": 3, "gradient_accumulation_steps": 24, "freeze_vision_tower": False}
+        changes |= {"val_size": 4, "do_eval": True, "per_device_eval_batch_size": 2}
         run_exp(training_config(tiny_vl, rows, tmp_path / name, odb=block, **changes))
         return [line["loss"] for line in read_log(tmp_path / name) if "loss" in line]
 
@@ -37,6 +38,8 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
     (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
     tokens, patches = map(int, re.findall(r"auto is (\d+)", line))
     assert "as much as memory_fraction allows" in line
+    evaluated = [one.getMessage() for one in caplog.records if "evaluat" in one.getMessage()]
+    assert len(evaluated) == 1 and evaluated[0].startswith("evaluated 4 rows"), "after the training that has chosen"
     assert auto == run("numbers", token_budget=tokens, max_patches=patches)
     lines = read_jsonl(tmp_path / "auto" / "odb_audit_rank0.jsonl")
     assert all(one["rows"] * one["length"] <= tokens and one["patches"] <= patches for one in lines if one["rows"] > 1)

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.rows import write_uneven_rows
+from distributed.rows import row, write_uneven_rows
+from llamafactory.train.tuner import run_exp
+from PIL import Image
 from same_training import Cell, Config, Training, run_cells, train
-from support import training_config
-from transformers import GenerationMixin, Qwen2ForCausalLM
+from support import training_config, write_dataset
+from transformers import GenerationMixin, Qwen2ForCausalLM, TrainerCallback
 
+from odb_factory.errors import DataError
 from odb_factory.training.session import Session
 
 RELATIVE = 1e-6
@@ -84,6 +87,7 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
     data = write_uneven_rows(tmp_path, {"one": 20, "other": 24})
     """Its loader, whose workers persist, is that of the first."""
     changes = {"max_steps": 2, "eval_steps": 1, "eval_strategy": "steps", "per_device_eval_batch_size": 4}
+    changes |= {"eval_on_start": True}
     changes |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     config = training_config(
         tiny_text, data, tmp_path / "stock", dataset="one", eval_dataset="other", cutoff_len=120, **changes
@@ -97,7 +101,7 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
         return forward(model, *args, **kwargs)
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        made.extend(["plans_here"] if "plans_here" in kwargs else ())
+        made.extend([args[3].reason] if "plans_here" in kwargs else ())
         return make_loader(*args, **kwargs)
 
     made, make_loader = list[str](), Session.make_loader
@@ -108,7 +112,8 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
     cuts = [number for number, said in enumerate(caplog.messages) if "in an evaluation" in said]
     ends = [number for number, said in enumerate(caplog.messages) if said.startswith("evaluated 24 rows")]
     assert cuts and len(ends) > 1 and max(cuts) < ends[0]
-    assert len(made) == 2, "in the training, and after it"
+    of_training = [not reason.startswith("outside of training, or not checked") for reason in made]
+    assert of_training == [False, True, False], "before the check of the layout, in the training, after it"
     for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
         assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}
 
@@ -133,12 +138,25 @@ def test_generated_text_is_that_of_stock(
         max_new_tokens=20,
         cutoff_len=140,
         per_device_eval_batch_size=3,
+        eval_strategy="steps",
+        eval_steps=1,
     )
     ours = config | {
         "output_dir": str(tmp_path / "odb"),
         "odb": {"token_budget": 300, "row_multiple": 2, "eval_token_budget": 900, "layout": "padded"},
     }
-    train(ours)
+    generate, shapes = GenerationMixin.generate, list[torch.Size]()
+
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = generate(model, *args, **kwargs)
+        shapes.append(made.shape)
+        return made
+
+    with monkeypatch.context() as context:
+        context.setattr(GenerationMixin, "generate", watched)
+        train(ours)
+    assert all(shape.numel() <= 900 for shape in shapes)
+    assert any(shape[1] == 140 for shape in shapes), "within the training up to cutoff_len"
     train(config)
     assert any(message.startswith("evaluated 13 rows in ") for message in caplog.messages)
 
@@ -147,7 +165,6 @@ def test_generated_text_is_that_of_stock(
             raise torch.OutOfMemoryError("as of an accelerator")
         return generate(model, *args, **kwargs)
 
-    generate = GenerationMixin.generate
     monkeypatch.setattr(GenerationMixin, "generate", of_two)
     train(ours | {"output_dir": str(tmp_path / "short")})
     assert any("in an evaluation" in message and "cut in two" in message for message in caplog.messages)
@@ -156,3 +173,34 @@ def test_generated_text_is_that_of_stock(
         for name in ("odb", "stock", "short")
     )
     assert mine == its == short and mine.count("\n") == 13
+
+
+class Vanish(TrainerCallback):
+    """Deletes a file when training begins."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.file.unlink()
+
+
+def test_a_row_that_cannot_be_read_ends_an_evaluation_whatever_on_error_says(tiny_vl: Path, tmp_path: Path) -> None:
+    """Figures without it would not be stock's."""
+    picture = tmp_path / "picture.png"
+    Image.effect_noise((64, 64), 60).convert("RGB").save(picture)
+    texts, pictures = [row(9) for _ in range(4)], [row(9, [picture.name])] * 4
+    config = training_config(
+        tiny_vl,
+        write_dataset(tmp_path, {"texts": texts, "pictures": pictures}),
+        tmp_path / "out",
+        eval_dataset="pictures",
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=2,
+        odb={"token_budget": 256, "eval_token_budget": 256, "on_error": "skip"},
+    )
+    with pytest.raises(DataError, match="row 0 of the evaluation dataset") as caught:
+        run_exp(config, callbacks=[Vanish(picture)])
+    assert "picture.png" in str(caught.value) and "on_error" not in str(caught.value)
