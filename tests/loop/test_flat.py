@@ -11,6 +11,7 @@ import json
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info, un
 from odb_factory.model.flat_row import begin_row, row_in_progress
 
 BUDGET = 128
+
+
+@pytest.fixture(autouse=True)
+def no_row_is_left() -> Iterator[None]:
+    yield
+    begin_row(())
 
 
 def labelled(k: int) -> dict[str, Any]:
@@ -352,7 +359,6 @@ def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
         row = row_in_progress()
         assert rest and row is not None and row.segments == info.segments
         pop_step_info(rest[-1])
-    begin_row(())
 
 
 @pytest.mark.parametrize("is_flat_first", [True, False])
