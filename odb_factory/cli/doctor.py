@@ -290,7 +290,8 @@ def _versions(facts: Facts) -> Iterator[Check]:
             yield Check("note", f"{name} is not installed; {hint}")
         elif name == "deepspeed" and Version(version) < Version(SUMS_OFFLOADED_GRADIENTS):
             what = f"ZeRO-2 with offload_optimizer is refused: deepspeed {version} loses gradients of micro-batches"
-            yield Check("note", what, f'only that needs it: pip install "deepspeed>={SUMS_OFFLOADED_GRADIENTS}"')
+            newer = f'pip install "deepspeed>={SUMS_OFFLOADED_GRADIENTS}" (LLaMA-Factory takes it, too)'
+            yield Check("note", what, f"only that needs it: {newer}")
         else:
             yield Check("ok", f"{name} {version}")
 

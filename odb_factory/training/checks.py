@@ -51,6 +51,10 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
     """
     for message in _refused(args, config, memory_meter):
         raise ConfigError(message)
+
+
+def log_without_effect(args: Any) -> None:
+    """Training arguments of stock that do nothing here."""
     if not getattr(args.accelerator_config, "use_seedable_sampler", True):
         logger.warning(
             "accelerator_config.use_seedable_sampler: False has no effect: the order of samples is that of data_seed "

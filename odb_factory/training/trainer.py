@@ -46,6 +46,7 @@ from odb_factory.training.checks import (
     check_stream,
     check_trainer,
     compare_output_dirs,
+    log_without_effect,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.run import RunLog, scale_learning_rate
@@ -489,6 +490,7 @@ def enable_odb(
     config = make_config(config, block)
     check_process_group(process_group)
     check_arguments(trainer.args, config, memory_meter)
+    log_without_effect(trainer.args)
     if isinstance(trainer.train_dataset, IterableDataset):
         check_stream(config)
     check_dummy_media(config, collation or Collation())

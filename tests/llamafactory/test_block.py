@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamafactory.hparams import FinetuningArguments, TrainingArguments, get_train_args
+from llamafactory.hparams import FinetuningArguments, get_train_args
 from support import training_config
 
 from odb_factory.errors import ConfigError
@@ -67,15 +67,6 @@ def test_a_kernel_that_cannot_weigh_samples_is_named_where_they_weigh_differentl
     message = str(caught.value)
     assert message.startswith(f"{key}: {value} computes the loss without logits")
     assert "`loss_scaling: exact`" in message and "\n" not in message
-
-
-@pytest.mark.parametrize("key", ["group_by_length", "ignore_data_skip"])
-def test_what_has_no_effect_is_told_so(config, caplog, key: str) -> None:
-    """group_by_length: under both its names."""
-    old = key in TrainingArguments.__dataclass_fields__
-    get_train_args(config | ({key: True} if old else {"train_sampling_strategy": key}))
-    told = [message for message in caplog.messages if key in message and "has no effect" in message]
-    assert len(told) == 1 and "\n" not in told[0]
 
 
 def test_neat_packing_is_the_wish_for_flat_micro_batches(config, caplog) -> None:

@@ -23,11 +23,12 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
+    TrainingArguments,
 )
 
 from odb_factory import Collation, ConfigError, Cost, DataError, ODBConfig, enable_odb
 from odb_factory.data.observe import count_supervised, measure_batch
-from odb_factory.training.checks import check_arguments
+from odb_factory.training.checks import check_arguments, log_without_effect
 
 CONFIG = ODBConfig(token_budget=1024)
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -219,6 +220,15 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, name: str, value: Any,
     with pytest.raises(ConfigError, match=match):
         check_arguments(args, CONFIG)
     check_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1), CONFIG)
+
+
+@pytest.mark.parametrize("key", ["group_by_length", "ignore_data_skip"])
+def test_what_has_no_effect_is_told_so(tmp_path, caplog: pytest.LogCaptureFixture, key: str) -> None:
+    """group_by_length: under both its names."""
+    old = key in TrainingArguments.__dataclass_fields__
+    log_without_effect(arguments(tmp_path, **({key: True} if old else {"train_sampling_strategy": key})))
+    (told,) = [message for message in caplog.messages if key in message and "has no effect" in message]
+    assert "\n" not in told
 
 
 def test_batches_that_are_split_among_ranks_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
