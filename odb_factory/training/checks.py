@@ -123,6 +123,11 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
             "accelerator_config.split_batches: True does not go with odb: stock would cut each batch apart among the "
             f"ranks; remove it and divide per_device_train_batch_size by {args.world_size}."
         )
+    if getattr(args, "ddp_static_graph", None) and args.world_size > 1:
+        yield (
+            "ddp_static_graph: True does not go with odb: torch takes the first backward for every later one, and an "
+            "optimizer step has a number of its own of them; remove the key."
+        )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         yield (
             "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "

@@ -231,11 +231,20 @@ def test_what_has_no_effect_is_told_so(tmp_path, caplog: pytest.LogCaptureFixtur
     assert "\n" not in told
 
 
-def test_batches_that_are_split_among_ranks_are_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = arguments(tmp_path, accelerator_config={"split_batches": True})
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, "^accelerator_config.split_batches: .*_batch_size by 2"),
+        ({"ddp_static_graph": True}, "^ddp_static_graph: True .* remove the key"),
+    ],
+)
+def test_what_cannot_work_on_several_ranks_is_refused(tmp_path, monkeypatch, given: Any, match: str) -> None:
+    if not given.keys() <= TrainingArguments.__dataclass_fields__.keys():
+        pytest.skip(f"this release of transformers has no {min(given)}")
+    args = arguments(tmp_path, **given)
     check_arguments(args, CONFIG)
     monkeypatch.setattr(type(args), "world_size", 2)
-    with pytest.raises(ConfigError, match="^accelerator_config.split_batches: True .*_train_batch_size by 2"):
+    with pytest.raises(ConfigError, match=match):
         check_arguments(args, CONFIG)
 
 
