@@ -15,7 +15,12 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 @pytest.fixture
 def accelerate_state() -> Iterator[None]:
-    """Its state is shared by all Accelerators of a process."""
+    """Its state is shared by all Accelerators of a process, and of other tests."""
+    _forget_state()
     yield
+    _forget_state()
+
+
+def _forget_state() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
