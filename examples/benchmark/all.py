@@ -271,7 +271,8 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     if not is_script and process.returncode == 0:
         figures, tables = {}, ["The figures are in the first table of this page."]
         if command[0] == "pytest":
-            tables = ["Largest deviation of each training.", page.MORE, printed_tables(output / "printed.txt")]
+            tables = ["The largest deviation of each training stands in the other tables."]
+            tables += [page.MORE, printed_tables(output / "printed.txt")]
         else:
             figures = json.loads((output / "demo.json").read_text(encoding="utf-8"))
         page.write(output, figures, tables)
