@@ -18,6 +18,9 @@ export NPROC_PER_NODE=${NPROC_PER_NODE:-$SLURM_GPUS_ON_NODE}
 if [[ -n ${INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE
 fi
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it over since Slurm 22.05
+fi
 ulimit -n "$(ulimit -Hn)" # ranks hold connections to each other
 
 # Where a node fails the others end as well; `requeue` or a new sbatch resumes from the last checkpoint.

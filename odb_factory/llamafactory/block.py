@@ -59,6 +59,10 @@ def is_meant_for_block(key: Any, value: Any) -> bool:
     return isinstance(value, Mapping) and "token_budget" in value
 
 
+V1_ALONE = ("train_dataset", "micro_batch_size")
+"""Keys of a YAML that v1 alone has."""
+
+
 def check_keys(args: Mapping[Any, Any], shared: tuple[str, ...] = SHARED_KEYS) -> None:
     """Refuse keys that are meant for the block and are not in it, and blocks that have another name.
 
@@ -71,6 +75,12 @@ def check_keys(args: Mapping[Any, Any], shared: tuple[str, ...] = SHARED_KEYS) -
                 "below it, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
+        for key in V1_ALONE if shared is SHARED_KEYS else ():
+            if key in args:
+                raise ConfigError(
+                    f"{key}: a key of LLaMA-Factory's next trainer, which `USE_V1=1 llamafactory-cli sft` starts, and "
+                    "which `odb-factory plan` does not know."
+                )
         shared = (*shared, *(STREAMING_KEYS if args.get("streaming") else ()))
         ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
@@ -346,9 +356,9 @@ V1_MEANINGLESS = {
     "lr_scale": "optimizer steps have the samples of v1's",
     "lr_reference_samples": "optimizer steps have the samples of v1's",
     "join": "all ranks take all optimizer steps of v1",
-    "global_batch_size": "v1 has a key of that name; set it beside the block",
+    "global_batch_size": "v1 has a key of that name, which stands beside the block",
     "loss_scaling": "v1's trainer weighs the losses",
-    "seed": "v1 has a key of that name; set it beside the block",
+    "seed": "v1 has a key of that name, which stands beside the block",
     "length_buckets": "not supported there",
     "row_multiple": "not supported there",
 }

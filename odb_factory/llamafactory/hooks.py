@@ -291,7 +291,8 @@ def drive_ray(original: Callable, *args: Any, **kwargs: Any) -> Any:
             name = re.search(r"name: (rank \d+)", str(error))
             line = (
                 f"the Ray worker of {name[1] if name else 'a rank'} has died: its process was killed or has crashed; "
-                "look for its own last message, for the system's out-of-memory killer (dmesg), or for Ray's own"
+                "look for its own last message, or for that of an out-of-memory killer: the system's (dmesg) or Ray's "
+                "(raylet.out)"
             )
         uncaught.say_last(line)
         raise

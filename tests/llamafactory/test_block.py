@@ -69,6 +69,11 @@ def test_a_kernel_that_cannot_weigh_samples_is_named_where_they_weigh_differentl
     assert "`loss_scaling: exact`" in message and "\n" not in message
 
 
+def test_a_configuration_of_v1_is_told_so(config) -> None:
+    with pytest.raises(ConfigError, match="^train_dataset: a key of LLaMA-Factory's next trainer, which `USE_V1=1"):
+        get_train_args(config | {"train_dataset": "data.yaml", "global_batch_size": 16})
+
+
 def test_neat_packing_is_the_wish_for_flat_micro_batches(config, caplog) -> None:
     """LLaMA-Factory itself must not see it: it would pack the rows before training."""
     given = config | {"neat_packing": True, "packing": True}
