@@ -189,10 +189,9 @@ PARTS = (
         "more tokens than the mean, all groups need the same K, and cutting costs 4 tokens of 67,100. Groups of 512 "
         "ranks would reach .9588 (a plan takes 72 to 90 ms), of 1,024 .9605 (150 to 206 ms, more sockets than 600). "
         "Even groups would reach .964, but samples would have to travel between groups before plans are made; that "
-        "is not built. Real processes agree more slowly where two cores "
-        "run them all (`scale.py --gloo 2 4 8 16 64`, load 8 to 10: 8, 11, 19, 37 and 249 ms; with the 0.94 ms that "
-        "a message takes here the model says 6, 12, 14, 19 and 30); 64 were connected after 19 s, and each needs 13 "
-        "MiB beyond the imported packages.",
+        "is not built. Real processes agree more slowly where two cores run them all (`scale.py --gloo 2 4 8 16 64`, "
+        "load 8 to 10: 8, 11, 19, 37 and 249 ms; with the 0.94 ms that a message takes here the model says 6, 12, 14, "
+        "19 and 30); 64 were connected after 19 s, and each needs 13 MiB beyond the imported packages.",
         ("scale.py",),
         ("scale.py", "--ranks", "2", "8", "--steps", "1", "--exchange", "8", "12", "--group-size", "4", "--held", "8"),
     ),

@@ -124,18 +124,19 @@ def measure_batch(
     """
     rows, length = batch_shape(batch)
     labels = batch.get("labels")
+    units_by_row = None if labels is None else _units_by_row(np.asarray(labels), segments)
     return Measured(
         rows=rows,
         length=length,
         media=count_media(batch, patch_size),
-        units=0 if labels is None else count_supervised(labels),
+        units=sum(units_by_row or ()),
         segments=segments,
-        units_by_row=None if labels is None else _units_by_row(np.asarray(labels), segments),
+        units_by_row=units_by_row,
     )
 
 
 def _units_by_row(labels: np.ndarray, segments: tuple[int, ...]) -> tuple[int, ...]:
-    """labels: int[rows, length]."""
+    """labels: int[rows, length]; of a flat row the first of a segment predicts nothing."""
     _check_labels(labels.shape, 2)
     carry = labels != IGNORE_INDEX
     if (carry & (labels < 0)).any():

@@ -169,17 +169,18 @@ class _FirstItem(Dataset[tuple[str, UnitsFrom | None]]):
         return "", self.observer.units_from
 
 
-def check_first_item(parts: DataLoaderParts, observer: ItemObserver) -> None:
+def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
     """Observe the first item of a dataset with an index, and note what units of its items are counted from.
 
     Random numbers are drawn as without it.
-    Raises `ConfigError` if items of this kind need a `cost_fn` or labels, or if `cost_fn` returns no cost.
+    Returns "", or why items of this kind cannot be observed: they need a `cost_fn` or labels, or `cost_fn` returns no
+    cost.
     """
     with kept_random_numbers():
         ((message, units_from),) = read(_FirstItem(parts.dataset, observer), [0], parts)
-    if message:
-        raise ConfigError(f"dataset: {observer.describe(parts.dataset, 0)}: {message}.")
-    observer.units_from = units_from
+    if not message:
+        observer.units_from = units_from
+    return message
 
 
 def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: bool = False) -> DataLoaderParts:

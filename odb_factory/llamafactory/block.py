@@ -35,6 +35,9 @@ ValueOf = Callable[..., Any]
 
 SHARED_KEYS = ("seed",)
 """Keys that both the block and LLaMA-Factory's arguments have."""
+V1_SHARED_KEYS = (*SHARED_KEYS, "global_batch_size")
+V1_ALONE = ("train_dataset", "micro_batch_size")
+"""Keys of a YAML that v1 alone has."""
 STREAMING_KEYS = ("buffer_size",)
 """Those that mean something in LLaMA-Factory with `streaming: true` alone; elsewhere they are meant for the block."""
 FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb"
@@ -59,14 +62,10 @@ def is_meant_for_block(key: Any, value: Any) -> bool:
     return isinstance(value, Mapping) and "token_budget" in value
 
 
-V1_ALONE = ("train_dataset", "micro_batch_size")
-"""Keys of a YAML that v1 alone has."""
-
-
-def check_keys(args: Mapping[Any, Any], shared: tuple[str, ...] = SHARED_KEYS) -> None:
+def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:
     """Refuse keys that are meant for the block and are not in it, and blocks that have another name.
 
-    shared: keys that both have.
+    is_v1: they are arguments of LLaMA-Factory's next trainer.
     """
     for key, value in args.items():
         if key != "odb" and is_meant_for_block(key, value):
@@ -75,12 +74,13 @@ def check_keys(args: Mapping[Any, Any], shared: tuple[str, ...] = SHARED_KEYS) -
                 "below it, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
-        for key in V1_ALONE if shared is SHARED_KEYS else ():
-            if key in args:
+        for key in V1_ALONE:
+            if key in args and not is_v1:
                 raise ConfigError(
                     f"{key}: a key of LLaMA-Factory's next trainer, which `USE_V1=1 llamafactory-cli sft` starts, and "
                     "which `odb-factory plan` does not know."
                 )
+        shared = V1_SHARED_KEYS if is_v1 else SHARED_KEYS
         shared = (*shared, *(STREAMING_KEYS if args.get("streaming") else ()))
         ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
@@ -345,7 +345,6 @@ def check_combination(
 # LLaMA-Factory's next trainer (`USE_V1=1`).
 
 V1_COMMANDS = ("sft", "dpo", "rm")
-V1_SHARED_KEYS = (*SHARED_KEYS, "global_batch_size")
 V1_EVALUATES, V1_STEPS = "v1 does not evaluate", "the optimizer steps of v1's trainer do not take that"
 V1_MEANINGLESS = {
     "eval_token_budget": V1_EVALUATES,
@@ -378,7 +377,7 @@ V1_NAMES = {
 
 def check_v1(args: Mapping[str, Any]) -> ODBConfig:
     """Check arguments of v1 that hold an `odb:` block; returns what the block says. Raises a one-line `ConfigError`."""
-    check_keys(args, V1_SHARED_KEYS)
+    check_keys(args, is_v1=True)
     config = ODBConfig.from_block(args["odb"])
     defaults = {item.name: item.default for item in dataclasses.fields(ODBConfig)}
     for key, why in V1_MEANINGLESS.items():

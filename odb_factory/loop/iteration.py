@@ -29,7 +29,7 @@ from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig, make_co
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import MEAN_OF_STEP, StockMean, check_first_item, dismantle
+from odb_factory.data.order import MEAN_OF_STEP, StockMean, dismantle, why_not_observed
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import MicroBatch
 from odb_factory.data.serialize import Picklable, fingerprint
@@ -335,8 +335,8 @@ class Iteration:
             loss_scaling=resolved.loss_scaling,
             takes_any_loss=True,
         )
-        if parts.sampler is not None:
-            check_first_item(parts, observer)
+        if parts.sampler is not None and (why := why_not_observed(parts, observer)):
+            raise ConfigError(f"dataset: {observer.describe(parts.dataset, 0)}: {why}.")
         self._make = partial(
             ODBLoader,
             parts,

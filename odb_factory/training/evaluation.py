@@ -34,8 +34,8 @@ from odb_factory.accounting.statistics import Computing
 from odb_factory.config import AUTO, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import IGNORE_INDEX, ItemError, Observer
-from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
+from odb_factory.data.observe import IGNORE_INDEX, Observer
+from odb_factory.data.order import DataLoaderParts, StockMean, dismantle, why_not_observed
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import OutOfMemoryError, one_line
@@ -43,7 +43,6 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
-from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean
 
@@ -360,8 +359,8 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     items = odb.observer_of_items(parts, config)
     items.keeps_unsupervised = True
     observer: Observer = items
-    if odb.eval_rows is None and (why := _why_not_counted(items, parts.dataset)) is not None:
-        logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
+    if odb.eval_rows is None and (why := why_not_observed(parts, items)):  # what has no labels is predicted, in stock
+        logger.info("eval_token_budget: %s has no effect on this evaluation: row 0: %s", asked, why)
         return None
     if odb.eval_rows is not None:
         rows, observer = odb.eval_rows(parts.dataset)
@@ -443,18 +442,6 @@ class PromptObserver:
 
     def describe(self, dataset: Any, index: int) -> str:
         return self.observer.describe(dataset, index)
-
-
-def _why_not_counted(observer: Observer, dataset: Any) -> str | None:
-    """Why the first row cannot be: one without labels is predicted, in stock. Any other error is the evaluation's."""
-    with kept_random_numbers():
-        try:
-            observer(dataset[0])
-        except ItemError as error:
-            return f"row 0: {error}"
-        except Exception:
-            return None
-    return None
 
 
 def _why_stock(trainer: Any, stock: Any) -> str | None:
