@@ -148,8 +148,12 @@ def check_figures(saved: Any, name: str) -> None:
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` (JSON types): under a name of its own first, then in its place."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    """Write `content` (JSON types): under a name of its own first, then in its place.
+
+    The first name is beside the folder where that can be: others may copy the folder meanwhile, as the ranks of Ray
+    Train do, and a name that is gone again would end them.
+    """
+    fresh = _outside(path.parent) / f".{path.name}.{secrets.token_hex(8)}"
     try:
         with fresh.open("x", encoding="utf-8") as file:
             json.dump({"version": VERSION, "checksum": _checksum(content), "content": content}, file)
@@ -161,8 +165,14 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
         raise
 
 
+def _outside(folder: Path) -> Path:
+    """The folder above, or the folder itself if files cannot be moved from there."""
+    above = folder.resolve().parent
+    return above if os.access(above, os.W_OK) and above.stat().st_dev == folder.stat().st_dev else folder
+
+
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a process killed in `write_checked` has left in a folder."""
+    """Remove what processes killed in `write_checked` have left in a folder."""
     for path in folder.glob(".odb_*.json.*"):
         path.unlink(missing_ok=True)
 

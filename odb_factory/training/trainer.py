@@ -146,7 +146,8 @@ class ODBCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._training.run
         if args.local_process_index == 0:
-            for folder in Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            output = Path(args.output_dir)
+            for folder in (output, *output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
                 remove_unfinished(folder)
         handler = self._training.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them

@@ -31,10 +31,14 @@ CLI = (str(BIN / "llamafactory-cli"), "train")
 
 
 class Command:
-    """A command that uses Ray; a context manager that leaves no process behind. log: what it has printed."""
+    """A command that uses Ray; a context manager that leaves no process behind. log: what it has printed.
+
+    It starts a Ray of its own, whatever cluster runs on the machine or has left its address there.
+    """
 
     def __init__(self, words: Sequence[str], log: Path, **env: str):
         self.mark, self._log = uuid.uuid4().hex, log
+        env = {"RAY_ADDRESS": "local"} | env
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {MARK: self.mark} | env
@@ -171,6 +175,7 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
     storage, mark = tmp_path / "storage", uuid.uuid4().hex
     words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), written(config, tmp_path), str(storage)]
     monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # of the second worker, which has no node any more
     cluster = ray_cluster.Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000}
     )
@@ -181,6 +186,8 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
             cluster.remove_node(other, allow_graceful=False)
             assert run.end(2 * START_S) == 0, run.log[-6000:]
             assert re.search(r"Result\(.*'loss': ", run.log, re.DOTALL), run.log[-6000:]
+            # It begins three times if a worker fails besides.
+            assert run.log.count("Started training worker group of size") == 2, run.log[-6000:]
     finally:
         cluster.shutdown()
         end_marked_processes(mark)

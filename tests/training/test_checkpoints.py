@@ -402,11 +402,12 @@ def test_a_checkpoint_cut_off_loses_nothing(
         )
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in left}
     assert [path.name for path in (tmp_path / "checkpoint-4").glob("odb_state*")] == [RANK_0]
-    unfinished = tmp_path / "checkpoint-4" / ".odb_state_rank0.json.0123456789abcdef"
-    unfinished.touch()  # as a kill in the middle of a write leaves it
+    unfinished = [folder / ".odb_state_rank0.json.0123456789abcdef" for folder in (tmp_path, tmp_path / "checkpoint-4")]
+    for path in unfinished:
+        path.touch()  # as a kill in the middle of a write leaves it
     train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
     assert rows_of(tmp_path, resumed_from) == ONCE
-    assert not unfinished.exists()
+    assert not any(path.exists() for path in unfinished)
 
 
 def test_a_checkpoint_that_the_trainer_deletes_at_once_ends_nothing(run: Path, tiny_text, tmp_path, caplog) -> None:
@@ -566,3 +567,22 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path) -> None:
     with pytest.raises(TypeError):
         module.write_checked(tmp_path / RANK_0, {"not JSON": object()})
     assert [path.name for path in tmp_path.iterdir()] == [MARKER]
+
+
+@pytest.mark.parametrize("above_is_writable", [True, False])
+def test_a_folder_can_be_copied_while_it_is_written(tmp_path, monkeypatch, above_is_writable: bool) -> None:
+    """Each rank of Ray Train copies a checkpoint when it has written its own files."""
+    folder, seen = tmp_path / "checkpoint-4", []
+    folder.mkdir()
+    replace = os.replace
+
+    def watched(fresh: Path, path: Path) -> None:
+        seen.append(fresh.parent)
+        replace(fresh, path)
+
+    monkeypatch.setattr(os, "replace", watched)
+    monkeypatch.setattr(os, "access", lambda path, mode: above_is_writable)  # root may write anywhere
+    write_marker(folder, 1, 1)
+    assert seen == [tmp_path if above_is_writable else folder]
+    assert read_marker(folder) == (1, 1)
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-4", MARKER]
