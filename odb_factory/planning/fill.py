@@ -3,13 +3,17 @@
 1. K is the number of micro-steps that every rank (or all ranks together) can fill.
 2. Of each pool the oldest samples are chosen, until they need all its micro-batches.
 3. The chosen samples are cut as those of a kept optimizer step are (`keep.cut`), into exactly K micro-steps.
+4. Of padded micro-steps the fuller half goes, and those with the oldest sample of a pool: samples of odd lengths wait
+   for their like.
 
 So the oldest sample of every pool goes in every round. When all data have ended, everything goes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -70,7 +74,23 @@ def plan_buffers(
         final = bool((done & (left < accumulation)).any())
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
-    return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
+    plan = to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
+    if final or not join or budget.layout == "flat":
+        return plan
+    return _fuller_half(plan, order[np.searchsorted(pool_of[order], np.flatnonzero(count))].tolist())
+
+
+def _fuller_half(plan: Plan, oldest: Sequence[int]) -> Plan:
+    """Without the micro-steps that pad more than most, unless they hold one of the samples `oldest`."""
+    first = set(oldest)
+    fullness = [step.tokens / step.max_rank_tokens for step in plan.totals]
+    least = sorted(fullness)[len(fullness) // 2]
+    stays = [
+        full >= least or not first.isdisjoint(itertools.chain.from_iterable(groups))
+        for full, *groups in zip(fullness, *plan.groups)
+    ]
+    groups = [list(itertools.compress(own, stays)) for own in plan.groups]
+    return replace(plan, groups=groups, totals=list(itertools.compress(plan.totals, stays)))
 
 
 def _needed(

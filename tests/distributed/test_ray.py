@@ -175,7 +175,9 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
     storage, mark = tmp_path / "storage", uuid.uuid4().hex
     words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), written(config, tmp_path), str(storage)]
     monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # of the second worker, which has no node any more
+    monkeypatch.setenv(
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10"
+    )  # of the second worker, which has no node any more
     cluster = ray_cluster.Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000}
     )

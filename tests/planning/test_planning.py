@@ -171,12 +171,19 @@ def test_the_oldest_sample_goes_out_in_every_round(
 
 
 def test_older_samples_go_first_whatever_their_length() -> None:
-    """Nothing waits for its like: a round takes a stretch of the order by age."""
     lengths = [50, 3, 40, 7, 60, 2, 30, 9] * 4
-    for layout in ("padded", "flat"):
-        window = BufferMetadata([Cost(length) for length in lengths], list(range(32)), exhausted=False)
-        gone = emitted(plan_buffers([window], Budget(100, layout=layout), seed=0, epoch=0, round_index=0), 0)
-        assert sorted(gone) == list(range(32 - len(gone), 32)) and 8 < len(gone) < 32
+    window = BufferMetadata([Cost(length) for length in lengths], list(range(32)), exhausted=False)
+    gone = emitted(plan_buffers([window], Budget(100, layout="flat"), seed=0, epoch=0, round_index=0), 0)
+    assert sorted(gone) == list(range(32 - len(gone), 32)) and 8 < len(gone) < 32
+
+
+@pytest.mark.parametrize("is_oldest", [False, True])
+def test_a_padded_sample_waits_for_its_like_unless_it_is_the_oldest(is_oldest: bool) -> None:
+    lengths, ages = [48, 30] + [25] * 16, [3 if is_oldest else 1, 1, 2] + [0] * 15
+    window = BufferMetadata([Cost(length) for length in lengths], ages, exhausted=False)
+    plan = plan_buffers([window], Budget(100), seed=0, epoch=0, round_index=0)
+    gone = sorted([lengths[i] for i in group] for group in plan.groups[0])
+    assert gone == [[25] * 4] * 3 + [[48, 30]] * is_oldest
 
 
 def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
