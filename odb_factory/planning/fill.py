@@ -4,7 +4,7 @@
 2. Of each pool the oldest samples are chosen, until they need all its micro-batches.
 3. The chosen samples are cut as those of a kept optimizer step are (`keep.cut`), into exactly K micro-steps.
 4. Of padded micro-steps the fuller half goes, and those with the oldest sample of a pool: samples of odd lengths wait
-   for their like.
+   for their like, until a rank runs out of samples.
 
 So the oldest sample of every pool goes in every round. When all data have ended, everything goes.
 """
@@ -75,7 +75,8 @@ def plan_buffers(
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     plan = to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
-    if final or not join or budget.layout == "flat":
+    idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)
+    if final or not join or idles or budget.layout == "flat":
         return plan
     return _fuller_half(plan, order[np.searchsorted(pool_of[order], np.flatnonzero(count))].tolist())
 

@@ -182,8 +182,8 @@ def test_a_padded_sample_waits_for_its_like_unless_it_is_the_oldest(is_oldest: b
     lengths, ages = [48, 30] + [25] * 16, [3 if is_oldest else 1, 1, 2] + [0] * 15
     window = BufferMetadata([Cost(length) for length in lengths], ages, exhausted=False)
     plan = plan_buffers([window], Budget(100), seed=0, epoch=0, round_index=0)
-    gone = sorted([lengths[i] for i in group] for group in plan.groups[0])
-    assert gone == [[25] * 4] * 3 + [[48, 30]] * is_oldest
+    gone = sorted(sorted(lengths[i] for i in group) for group in plan.groups[0])
+    assert gone == [[25] * 4] * 3 + [[30, 48]] * is_oldest
 
 
 def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
