@@ -6,6 +6,7 @@
 #SBATCH --cpus-per-task=128        # data workers: 2 x dataloader_num_workers for each rank
 #SBATCH --time=24:00:00
 #SBATCH --output=%x_%j.log
+##SBATCH --signal=TERM@300         # with enable_jit_checkpoint: saves five minutes before the time is up
 #
 # sbatch examples/slurm.sh MY.yaml [KEY=VALUE ...], where the Python with odb_factory is active on every node.
 # INTERFACE=eth0 sbatch ...: the network interface between the nodes (ip -br addr), if they have several.
@@ -14,7 +15,7 @@ set -euo pipefail
 read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT FORCE_TORCHRUN=1 NNODES=$SLURM_NNODES
-export NPROC_PER_NODE=${NPROC_PER_NODE:-$SLURM_GPUS_ON_NODE}
+export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:?not set: ask Slurm for GPUs, or set NPROC_PER_NODE}}
 if [[ -n ${INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE
 fi
