@@ -32,7 +32,6 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -190,7 +189,7 @@ def _flat(
     undo = contextlib.ExitStack()
     for one in models:
         undo.callback(without_cache(one))
-        undo.callback(mixers.install(one, mixers.EQUAL_GROUPS if is_deepspeed_zero3_enabled() else None))
+        undo.callback(mixers.install(one))
         if install:
             undo.callback(attention.install(one))
     reason = "as configured" if layout == "flat" else "model and attention kernel allow it"

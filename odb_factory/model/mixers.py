@@ -8,8 +8,8 @@ sample does not reach it), and packed again. Everything else in the model stays 
 
 Samples of similar length form a group, and the mixer runs once per group. A group computes at most `WASTE` of its
 tokens or `SMALL` positions in addition to its tokens, so a mixer holds at most 1.25 x tokens + 256 x groups positions
-of a row, whatever its lengths. The number of groups grows with the logarithm of longest / shortest. Where every rank
-must call a mixer as often as the others, the number is fixed (`install(model, groups=EQUAL_GROUPS)`).
+of a row, whatever its lengths. The number of groups grows with the logarithm of longest / shortest. Under ZeRO-3, where
+every rank must call a mixer as often as the others, the number is fixed (`EQUAL_GROUPS`).
 
     undo = install(model)
     with flat_row((5, 3)):
@@ -136,22 +136,18 @@ def describe(model: nn.Module) -> str:
     return " and ".join(f"{number} {name}" for name, number in counts.items())
 
 
-def install(model: nn.Module, groups: int | None = None) -> Callable[[], None]:
-    """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it.
-
-    groups: of every row (None: as its lengths need, so that their number differs from rank to rank). A number is needed
-    where the forward of a mixer waits for other ranks, as under ZeRO-3, which gathers the parameters of its parts.
-    """
+def install(model: nn.Module) -> Callable[[], None]:
+    """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it."""
     undo = contextlib.ExitStack()
     for mixer in find(model):
         if getattr(mixer.forward, "func", None) is not _mix:  # else installed twice
-            undo.callback(replace_forward(mixer, functools.partial(_mix, mixer, groups)))
+            undo.callback(replace_forward(mixer, functools.partial(_mix, mixer)))
     return undo.close
 
 
 @torch.compiler.disable(recursive=False)
-def _mix(mixer: nn.Module, number: int | None, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer. number: of groups. own: its forward before `install`.
+def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer. own: its forward before `install`.
 
     Inside a flat row `own` gets the hidden states and what else has one entry per token; no cache, no mask.
     """
@@ -166,7 +162,8 @@ def _mix(mixer: nn.Module, number: int | None, own: Callable[..., Any], /, *args
             f"layout: {type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
             f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
         )
-    groups = _groups_of(row, number)
+    gathers = hasattr(next(mixer.parameters()), "ds_id")  # ZeRO-3, at each call of a part
+    groups = _groups_of(row, EQUAL_GROUPS if gathers else None)
     by_token = {
         name: groups.unpack(value)
         for name, value in given.items()
