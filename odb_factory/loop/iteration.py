@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
+import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import send_to_device
+from accelerate.state import AcceleratorState, GradientState, is_initialized
+from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DataLoader
 
 from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
@@ -182,6 +183,30 @@ def check_accumulation() -> None:
             "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
             "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
         )
+
+
+_syncs: bool | int = True
+"""What a loader has set as accelerate's `sync_gradients` last; 1 is true like True, but for `tell_accelerate`."""
+
+
+def tell_accelerate(*, is_last: bool, is_left: bool = False) -> None:
+    """Let DeepSpeed step in the `accelerator.backward` of the last micro-batch of an optimizer step alone; before each
+    is handed over, and when the iteration is left.
+
+    Raises `ConfigError` if `accelerator.accumulate` has set what accelerate goes by since the micro-batch before.
+    """
+    global _syncs
+    if not (is_initialized() and torch.is_grad_enabled()):
+        return
+    state = GradientState()
+    if state.sync_gradients is True and _syncs is not True and not is_left:
+        raise ConfigError(
+            "accelerator.accumulate: it counts batches, and lets the optimizer step after each micro-batch of an "
+            "optimizer step that odb has cut; leave it out, and step where the step info says ends_optimizer_step."
+        )
+    # Without DeepSpeed 1: a prepared optimizer clears gradients also before the first micro-batch.
+    within = False if AcceleratorState().distributed_type == DistributedType.DEEPSPEED else 1
+    state.sync_gradients = _syncs = is_last or within
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -484,6 +509,7 @@ class Iteration:
                     collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pin_memory)
                 batch = put_step_info(collated, info)
                 if not self._is_fetched_ahead:
+                    tell_accelerate(is_last=micro_batch.ends_optimizer_step)
                     self.accounting.end()
                 self._current = current
                 handed_over.append((weakref.ref(info), info.receipt))
@@ -495,6 +521,7 @@ class Iteration:
                     logger.warning(NOT_TAKEN)
                 if self._is_fetched_ahead:  # the framework hands it over now, and holds the next one
                     self._check_goes_on(loader, current)
+                    tell_accelerate(is_last=micro_batch.ends_optimizer_step)
                     self.accounting.end()
             if not (current.is_empty or (micro_batch and micro_batch.step.last and micro_batch.ends_optimizer_step)):
                 raise ConfigError(STALE)
@@ -502,6 +529,7 @@ class Iteration:
             end_row([one.row for _, one in handed_over])
             if self._current is current:
                 self._current = None
+                tell_accelerate(is_last=True, is_left=True)
 
     def _check_ranks(self, loader: ODBLoader) -> None:
         group = find_process_group(self._process_group, is_prepared=self.is_prepared)

@@ -640,6 +640,34 @@ def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state:
             next(iter(loader))
 
 
+def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state: None) -> None:
+    """`accelerator.accumulate` would let a prepared optimizer step after each micro-batch, with no word."""
+    accelerator = Accelerator(cpu=True)
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
+    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=16, collate_fn=pad))
+
+    def accumulate(loader: Any) -> None:
+        for batch in loader:
+            with accelerator.accumulate():
+                pop_step_info(batch)
+
+    for loader in (accelerator.prepare(make()), make(), apply_odb(prepared, token_budget=BUDGET)):
+        with loader:
+            for batch in loader:
+                info = pop_step_info(batch)
+                if info.micro_batch == 0:
+                    optimizer.zero_grad()
+                    assert parameter.grad is None, "also where a step has only begun"
+                accelerator.backward(parameter * info.loss_scale)
+                if info.ends_optimizer_step:
+                    assert parameter.grad.item() == pytest.approx(1.0)
+                    optimizer.step()
+            with pytest.raises(ConfigError, match="accelerator.accumulate: it counts batches.*step where"):
+                accumulate(loader)
+        assert accelerator.sync_gradients is True
+
+
 def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) -> None:
     """Of a last batch of fixed size it drops the rows that other ranks have to fill it."""
     accelerator = Accelerator(cpu=True)

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
+from support import need
 from torch.utils.data import IterableDataset, Subset
 from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
 from training.flat_models import make_model
@@ -203,6 +205,34 @@ def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
         assert re.search(r"odb_state_rank\d.json: its checksum is not that of its content.*; load", rank["damaged"])
     left = {path.name for path in (tmp_path / "checkpoint").glob("*odb_state*")}
     assert left == {"odb_state_rank0.json", "odb_state_rank1.json"}, "nothing half written stays"
+
+
+def under_deepspeed(rank: int) -> list[list[int]]:
+    """After each optimizer step: its number, that of DeepSpeed's engine, its micro-batches."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    config |= {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    accelerator, model = Accelerator(deepspeed_plugin=DeepSpeedPlugin(config)), make_model("qwen2")
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), ODBDataLoader(Rows(), **SETTINGS)
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    steps = []
+    with loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            accelerator.backward(engine(**batch).loss * info.loss_scale)
+            if info.ends_optimizer_step:
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.append([info.optimizer_step, engine.global_steps, info.micro_batches])
+    return steps
+
+
+def test_deepspeed_steps_where_an_optimizer_step_ends(tmp_path: Path) -> None:
+    """I9: accelerate has it step in `backward`, with every micro-batch unless it is told."""
+    need("deepspeed")
+    for rank in run_ranks("loop.test_own_loop_ranks:under_deepspeed", tmp_path):
+        assert [(step, of_engine) for step, of_engine, _ in rank.value] == [(k, k) for k in range(1, 5)]
+        assert max(micro_batches for *_, micro_batches in rank.value) > 1
 
 
 def on_a_mesh(rank: int) -> dict[str, Any]:
