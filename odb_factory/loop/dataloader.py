@@ -114,7 +114,8 @@ class Stateful:
         """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
 
         Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names. Loading raises `DataError` if
-        a file is missing or damaged.
+        a file is missing or damaged; where each node has a disk of its own, this rank's file is enough for as many
+        ranks as before.
         """
 
         def path_of(folder: str, rank: int) -> Path:
@@ -131,15 +132,20 @@ class Stateful:
                 ) from None
 
         def load(models: Any, folder: str) -> None:
-            if not path_of(folder, 0).exists():
+            loader = self._odb.loader
+            own, first = path_of(folder, loader.rank), path_of(folder, 0)
+            if not first.exists() and not own.exists():
                 raise DataError(
                     f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was "
                     "saved without checkpoint_with(accelerator). Load it without that call to restart the epoch."
                 )
             # An older folder that more ranks wrote has files of ranks that no longer exist.
-            states = [_read(path_of(folder, 0), 0)]
-            states += [_read(path_of(folder, rank), rank) for rank in range(1, states[0]["world_size"])]
-            self.load_state_dict(states)
+            state = _read(first, 0) if first.exists() else _read(own, loader.rank)
+            ranks = range(state["world_size"])
+            is_apart = not all(path_of(folder, rank).exists() for rank in ranks)
+            if is_apart and own.exists() and len(ranks) == loader.world_size:  # a node with a disk of its own
+                ranks = range(loader.rank, loader.rank + 1)
+            self.load_state_dict([_read(path_of(folder, rank), rank) for rank in ranks])
 
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
