@@ -153,10 +153,18 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
     The first name is beside the folder where that can be: others may copy the folder meanwhile, as the ranks of Ray
     Train do, and a name that is gone again would end them.
     """
-    fresh = _outside(path.parent) / f".{path.name}.{secrets.token_hex(8)}"
+    text = json.dumps({"version": VERSION, "checksum": _checksum(content), "content": content})
+    try:
+        _write_by_way_of(path.parent.resolve().parent, path, text)
+    except OSError:  # it may not be written, or no file be moved from there (another mount or quota)
+        _write_by_way_of(path.parent, path, text)
+
+
+def _write_by_way_of(folder: Path, path: Path, text: str) -> None:
+    fresh = folder / f"_{path.name}.{secrets.token_hex(8)}"  # the Trainer uploads no `_*` of `output_dir`
     try:
         with fresh.open("x", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "checksum": _checksum(content), "content": content}, file)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
@@ -165,15 +173,9 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
         raise
 
 
-def _outside(folder: Path) -> Path:
-    """The folder above, or the folder itself if files cannot be moved from there."""
-    above = folder.resolve().parent
-    return above if os.access(above, os.W_OK) and above.stat().st_dev == folder.stat().st_dev else folder
-
-
 def remove_unfinished(folder: Path) -> None:
     """Remove what processes killed in `write_checked` have left in a folder."""
-    for path in folder.glob(".odb_*.json.*"):
+    for path in folder.glob("_odb_*.json.*"):
         path.unlink(missing_ok=True)
 
 

@@ -156,6 +156,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors"
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 FSDP_WEIGHTS, FSDP_OPTIMIZER = "pytorch_model_fsdp*", "optimizer_*"
 DEEPSPEED = "global_step*"
+DEEPSPEED_STATES = f"{DEEPSPEED}/*model_states.pt"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SCHEDULER = "scheduler.pt"
 TENSORS, ARCHIVES = ".safetensors", (".pt", ".pth", ".bin")
@@ -202,13 +203,18 @@ def _shards(index: Path) -> list[Path]:
     return [index.with_name(name) for name in sorted(names)]
 
 
-def check_optimizer(folder: Path) -> None:
+def check_optimizer(folder: Path, *, by_deepspeed: bool | None = None) -> None:
     """Raise `DataError` if the state of optimizer or schedule is missing.
 
     DeepSpeed's own files are complete or not loaded by it: without ZeRO its optimizer is in that of the model, and so
-    is a schedule of its configuration.
+    is a schedule of its configuration. by_deepspeed: whether it loads the checkpoint; None: not known.
     """
-    if any(folder.glob(f"{DEEPSPEED}/*model_states.pt")):
+    if any(folder.glob(DEEPSPEED_STATES)):
+        if by_deepspeed is False:
+            raise DataError(
+                f"{folder}: the states of its optimizer and schedule are DeepSpeed's, which this training does not "
+                "use, so they would restart"
+            )
         return
     is_alone = any((folder / name).is_file() for name in OPTIMIZERS)
     if not (is_alone or any(folder.glob(FSDP_OPTIMIZER))):
@@ -218,6 +224,22 @@ def check_optimizer(folder: Path) -> None:
         )
     if not (folder / SCHEDULER).is_file():
         raise DataError(f"{folder / SCHEDULER}: it is missing, so the schedule would restart")
+
+
+def check_deepspeed(folder: Path, rank: int, world_size: int) -> None:
+    """Raise `DataError` for a checkpoint that DeepSpeed would not load on these ranks, once it has made its engine."""
+    if not any(folder.glob(DEEPSPEED_STATES)):
+        raise DataError(f"{folder}: it holds no state of DeepSpeed, which this training uses and which loads no other")
+    if not any(folder.glob(f"{DEEPSPEED}/*zero_pp_rank_*")) or (folder / "latest_universal").exists():
+        return
+    written_by = world_size
+    with contextlib.suppress(DataError):  # our files need not be whole to take the model alone
+        written_by = read_states(folder, rank, world_size)[0].data.world_size
+    if written_by != world_size:
+        raise DataError(
+            f"{folder}: ZeRO has split its optimizer among {written_by} ranks, and DeepSpeed does not load it on "
+            f"{world_size} (its ds_to_universal.py makes a checkpoint for any number)"
+        )
 
 
 def check_file(path: Path, expected: Mapping[str, Any] | None) -> None:
@@ -352,8 +374,11 @@ class Checkpoint:
     restarted: Sequence[str] = ()
 
 
-def read_checkpoint(folder: Path, rank: int, world_size: int, *, ignore_data: bool = False) -> Checkpoint:
+def read_checkpoint(
+    folder: Path, rank: int, world_size: int, *, ignore_data: bool = False, by_deepspeed: bool = False
+) -> Checkpoint:
     """Read and check every file of a checkpoint that this rank loads. ignore_data: only the model has to be complete.
+    by_deepspeed: it is loaded by DeepSpeed.
 
     Raises nothing: the other ranks wait for the answer.
     """
@@ -364,10 +389,12 @@ def read_checkpoint(folder: Path, rank: int, world_size: int, *, ignore_data: bo
         record = read_trainer_state(folder)
         check_weights(folder)
         check_content(folder, rank, world_size)
+        if by_deepspeed:
+            check_deepspeed(folder, rank, world_size)
         if ignore_data:
-            return _with_model_alone(folder, record, rank, world_size)
+            return _with_model_alone(folder, record, rank, world_size, by_deepspeed)
         advice = WAY_OUT
-        check_optimizer(folder)
+        check_optimizer(folder, by_deepspeed=by_deepspeed)
         if _is_stock(folder, record):
             problem = f"{folder / INCOMPLETE}: its saving did not end" if (folder / INCOMPLETE).exists() else ""
             return Checkpoint(folder, problem, is_usable=True, is_stock=True, record=record)
@@ -386,7 +413,9 @@ def read_checkpoint(folder: Path, rank: int, world_size: int, *, ignore_data: bo
     return Checkpoint(folder, problem, is_usable=True, record=record, states=states)
 
 
-def _with_model_alone(folder: Path, record: TrainerRecord, rank: int, world_size: int) -> Checkpoint:
+def _with_model_alone(
+    folder: Path, record: TrainerRecord, rank: int, world_size: int, by_deepspeed: bool
+) -> Checkpoint:
     states: Sequence[RankState] = ()
     restarted = []
     try:
@@ -396,7 +425,7 @@ def _with_model_alone(folder: Path, record: TrainerRecord, rank: int, world_size
     except DataError as error:
         restarted.append(f"the figures of the run restart as well ({error})")
     try:
-        check_optimizer(folder)
+        check_optimizer(folder, by_deepspeed=by_deepspeed)
     except DataError as error:
         restarted.append(str(error))
     return Checkpoint(folder, is_usable=True, record=record, states=states, restarted=restarted)
@@ -450,11 +479,19 @@ def number_of(folder: Path) -> int:
 
 
 def find_checkpoint(
-    asked: Any, *, output_dir: str, rank: int, world_size: int, ignore_data: bool, gather: Gather
+    asked: Any,
+    *,
+    output_dir: str,
+    rank: int,
+    world_size: int,
+    ignore_data: bool,
+    by_deepspeed: bool = False,
+    gather: Gather,
 ) -> Checkpoint | None:
     """The checkpoint to resume, None to start from the beginning. Collective: every rank calls it.
 
     asked: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None or False for none.
+    by_deepspeed: DeepSpeed will load it.
     Raises `ConfigError` or `DataError` on all ranks if what is asked for is not a checkpoint, or is damaged and there
     is no older one.
     """
@@ -476,7 +513,7 @@ def find_checkpoint(
     cut_off: Checkpoint | None = None
     while number != NONE_LEFT:
         path = folders.get(number, asked_folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{number}"))
-        found = read_checkpoint(path, rank, world_size, ignore_data=ignore_data)
+        found = read_checkpoint(path, rank, world_size, ignore_data=ignore_data, by_deepspeed=by_deepspeed)
         older = max((other for other in folders if other < number), default=NONE_LEFT)
         answers = gather([found.problem, found.advice, found.is_usable, found.is_stock, older])
         problems, advices, usable, stock, olders = zip(*answers)

@@ -229,6 +229,7 @@ class ODBTrainerMixin(Base):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             ignore_data=config.resume == "ignore_data",
+            by_deepspeed=self.is_deepspeed_enabled,
             gather=odb.gather,
         )
         odb.training = training = Training(odb, checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -232,6 +233,27 @@ def test_the_optimizer_and_schedule_of_deepspeed_are_in_its_own_files(tmp_path) 
     check_optimizer(tmp_path)
 
 
+def test_deepspeed_loads_its_own_states_on_as_many_ranks(run: Path, tmp_path) -> None:
+    """Before it makes its engine; without it the Trainer would continue with a fresh optimizer and schedule."""
+    alone = copied(run, tmp_path, 4)
+    for ignore_data in (False, True):
+        assert "it holds no state of DeepSpeed" in refused(alone, by_deepspeed=True, ignore_data=ignore_data)
+    states = alone / "global_step4"
+    states.mkdir()
+    shutil.copy(alone / "scheduler.pt", states / "mp_rank_00_model_states.pt")
+    two_ranks = {"by_deepspeed": True, "world_size": 2, "gather": lambda message: [message, message]}
+    assert find(alone, by_deepspeed=True) == find(alone, **two_ranks) == alone, "without ZeRO"
+    shutil.copy(alone / "scheduler.pt", states / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert find(alone, by_deepspeed=True) == alone
+    for ignore_data in (False, True):
+        line = refused(alone, ignore_data=ignore_data, **two_ranks)
+        assert "among 1 ranks, and DeepSpeed does not load it on 2" in line and "ignore_data" not in line
+    (alone / "latest_universal").touch()
+    assert find(alone, **two_ranks) == alone
+    assert "are DeepSpeed's, which this training does not use, so they would restart" in refused(alone)
+    assert find(alone, ignore_data=True) == alone
+
+
 def zeroed(path: Path) -> None:
     """What a loss of power can leave of a file."""
     path.write_bytes(bytes(path.stat().st_size))
@@ -402,7 +424,7 @@ def test_a_checkpoint_cut_off_loses_nothing(
         )
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in left}
     assert [path.name for path in (tmp_path / "checkpoint-4").glob("odb_state*")] == [RANK_0]
-    unfinished = [folder / ".odb_state_rank0.json.0123456789abcdef" for folder in (tmp_path, tmp_path / "checkpoint-4")]
+    unfinished = [folder / "_odb_state_rank0.json.0123456789abcdef" for folder in (tmp_path, tmp_path / "checkpoint-4")]
     for path in unfinished:
         path.touch()  # as a kill in the middle of a write leaves it
     train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
@@ -569,20 +591,23 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [MARKER]
 
 
-@pytest.mark.parametrize("above_is_writable", [True, False])
-def test_a_folder_can_be_copied_while_it_is_written(tmp_path, monkeypatch, above_is_writable: bool) -> None:
-    """Each rank of Ray Train copies a checkpoint when it has written its own files."""
+@pytest.mark.parametrize("above_is_near", [True, False])
+def test_a_folder_can_be_copied_while_it_is_written(tmp_path, monkeypatch, above_is_near: bool) -> None:
+    """Each rank of Ray Train copies a checkpoint when it has written its own files; the Trainer uploads `output_dir` to
+    the hub, but for `_*`. A folder may be a mount or have a quota, into which nothing is moved from the one above."""
     folder, seen = tmp_path / "checkpoint-4", []
     folder.mkdir()
     replace = os.replace
 
     def watched(fresh: Path, path: Path) -> None:
         seen.append(fresh.parent)
+        assert fresh.name.startswith("_")
+        if fresh.parent != folder and not above_is_near:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
         replace(fresh, path)
 
     monkeypatch.setattr(os, "replace", watched)
-    monkeypatch.setattr(os, "access", lambda path, mode: above_is_writable)  # root may write anywhere
     write_marker(folder, 1, 1)
-    assert seen == [tmp_path if above_is_writable else folder]
+    assert seen == [tmp_path] + [folder] * (not above_is_near)
     assert read_marker(folder) == (1, 1)
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-4", MARKER]
