@@ -82,6 +82,23 @@ def leave_inherited() -> None:
     gc.freeze()
 
 
+# A job scheduler sends SIGTERM to all processes. A training process that handles it, to save a checkpoint for one,
+# needs its workers until then, so these do not end at once.
+
+SIGTERM_GRACE_S = 120.0
+
+
+def outlive_sigterm() -> bool:
+    """Whether workers of this process do not end at once by SIGTERM: it handles the signal itself."""
+    return callable(signal.getsignal(signal.SIGTERM))
+
+
+def _end_later(*_: object) -> None:
+    timer = threading.Timer(SIGTERM_GRACE_S, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What a data worker does beside its tasks: watch its parent process, run `worker_init_fn`, publish its row.
 
@@ -181,13 +198,14 @@ def _new(parent: int | None, kind: Any) -> Any:
 
 
 class WorkerInit:
-    """The `worker_init_fn` of our DataLoaders: watches the parent, then calls the user's own (if any).
+    """The `worker_init_fn` of our DataLoaders: watches the parent, outlives SIGTERM with it, then calls the user's own
+    (if any).
 
     The user's finds its own dataset in `get_worker_info().dataset` (None in a collating worker that was not forked).
     """
 
     def __init__(self, init_fn: Callable[[int], None] | None):
-        self.init_fn = init_fn
+        self.init_fn, self._outlives = init_fn, outlive_sigterm()
 
     def __call__(self, worker_id: int) -> None:
         from torch.utils.data import get_worker_info
@@ -196,6 +214,8 @@ class WorkerInit:
         assert parent is not None and parent.pid is not None, "only a worker calls this"
         leave_inherited()
         watch_parent(parent.pid)
+        if self._outlives:
+            signal.signal(signal.SIGTERM, _end_later)
         if self.init_fn is not None:
             info = get_worker_info()
             assert info is not None
@@ -241,7 +261,7 @@ class PlanProcess:
             context = multiprocessing.get_context(context)
         self._connection, self._theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(self._theirs, os.getpid()), name="odb-planner", daemon=True
+            target=_serve, args=(self._theirs, os.getpid(), outlive_sigterm()), name="odb-planner", daemon=True
         )
 
     def start(self) -> None:
@@ -292,10 +312,10 @@ class PlanProcess:
             return None
 
 
-def _serve(connection: Connection, parent: int) -> None:
+def _serve(connection: Connection, parent: int, outlives: bool) -> None:
     leave_inherited()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which closes this
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what a trainer does that is to stop
+    signal.signal(signal.SIGTERM, _end_later if outlives else signal.SIG_DFL)  # not what the trainer does
     watch_parent(parent)
     while True:
         function, args, kwargs = connection.recv()

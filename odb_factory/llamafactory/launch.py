@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from omegaconf import OmegaConf
 
@@ -44,7 +46,7 @@ def launch(original: Callable[[], Any]) -> Any:
 
 
 def _launched(original: Callable[[], Any]) -> Any:
-    with _launch_record():
+    with _launch_record(), _sigterm_for_launcher():
         try:
             return original()
         except subprocess.CalledProcessError as ended:
@@ -155,6 +157,27 @@ def _is_in_block(text: str, line: int) -> bool:
     lines = text.splitlines()[: line + 1]
     top = next((line for line in reversed(lines) if line[:1] not in ("", " ", "\t", "#")), "")
     return BLOCK_KEY.match(top) is not None
+
+
+@contextmanager
+def _sigterm_for_launcher() -> Iterator[None]:
+    """Within it SIGTERM ends torchrun, if this process waits for it, and with it this process: a job scheduler or a
+    container would end all ranks with this process, before they have saved what `enable_jit_checkpoint` promises."""
+
+    def pass_on(*_: object) -> None:
+        children = psutil.Process().children()
+        launchers = [child for child in children if any("torchrun" in word for word in child.cmdline())]
+        for launcher in launchers:
+            launcher.terminate()
+        if not launchers:  # this process trains
+            signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import signal
 import subprocess
 import sys
 
@@ -116,3 +117,21 @@ def test_public_names_load_on_first_use(name: str) -> None:
     import odb_factory
 
     assert getattr(odb_factory, name).__name__ == name
+
+
+RANKS = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); print('up', flush=True); time.sleep(60)"
+WAITS = f'sys.exit(subprocess.run([sys.executable, "-c", {RANKS!r}, "torchrun"]).returncode)'
+
+
+@pytest.mark.parametrize(
+    ("trains", "returncode"), [(WAITS, 3), ("(print('up', flush=True), time.sleep(60))", -signal.SIGTERM)]
+)
+def test_sigterm_ends_the_command_after_its_ranks(trains: str, returncode: int) -> None:
+    """A container or a job ends with its first process, which waits here until the ranks have saved."""
+    code = (
+        f"import subprocess, sys, time; from odb_factory.llamafactory import launch; launch._launched(lambda: {trains})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.terminate()
+    assert process.wait(30) == returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -89,8 +90,10 @@ class Signalled(Trainer):
 
 
 def terminate() -> None:
-    """SIGTERM to this process; returns once its handler's timer has run."""
-    os.kill(os.getpid(), signal.SIGTERM)
+    """SIGTERM to this process and its workers, as launchers and schedulers send it; returns once its handler's timer
+    has run."""
+    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        os.kill(pid, signal.SIGTERM)
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join()
@@ -107,7 +110,7 @@ def terminate() -> None:
     ],
 )
 def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path, event: str) -> None:
-    options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1}
+    options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1, "dataloader_num_workers": 1}
     whole = train(tiny_text, tmp_path / "whole", save_strategy="no", **options)
     options |= {"enable_jit_checkpoint": True, "save_steps": 100, "save_total_limit": 1}
     kind = type("Signalled", (Signalled,), {"event": event})
