@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +94,11 @@ class Signalled(Trainer):
 def terminate() -> None:
     """SIGTERM to this process and its workers, as launchers and schedulers send it; returns once its handler's timer
     has run."""
-    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
-        os.kill(pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    workers = [str(child.pid) for child in multiprocessing.active_children()]
+    if workers:  # to torch a signal from their own parent is another
+        subprocess.run(["kill", "-TERM", *workers], check=True)
+        time.sleep(0.2)  # until torch has heard of those that it ends
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join()
