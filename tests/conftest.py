@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -19,6 +20,14 @@ from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 hypothesis.settings.register_profile("odb", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("odb")
+
+# Modules, once imported, stay: a collection that looks through them takes .7 s, and every training makes some.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

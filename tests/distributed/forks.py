@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -143,6 +144,7 @@ def serve(number: int) -> dict[str, Any] | None:
             with contextlib.suppress(Exception):  # the child meets it again, and tells
                 for name in request["modules"]:
                     importlib.import_module(name)
+            gc.freeze()  # a collection in the child need not look through the modules
             begun, begins = os.pipe()
             pid = os.fork()
             if not pid:
