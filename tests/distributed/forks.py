@@ -175,7 +175,9 @@ def run(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
     faulthandler.enable()
+    gc.disable()  # it imports, and nothing else
     found = serve(int(sys.argv[1]))
     if found is None:
         os._exit(0)  # it holds nothing that would have to be put in order
+    gc.enable()
     run(found)
