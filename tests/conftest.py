@@ -25,6 +25,16 @@ hypothesis.settings.load_profile("odb")
 gc.disable()
 
 
+FIRST = ("distributed", "examples", "training", "llamafactory", "integrations", "run_report", "cli", "loop", "model")
+"""Folders by the time that a file takes. xdist hands out files in the order in which they stand: where the long ones
+come last, one worker waits for the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(Path(__file__).parent).parts[0], len(FIRST)))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

@@ -14,7 +14,7 @@ from after_import import AfterImport
 
 PREFIX = "ODB_TEST_SHIM_"
 # Commands that train with LLaMA-Factory, and what they give to torchrun.
-TRAINS = {"llamafactory-cli", "launcher.py", "odb-factory", "train_child.py", "run.py", "gpu.py"}
+TRAINS = {"llamafactory-cli", "launcher.py", "odb-factory", "train_child.py", "run.py", "gpu.py", "v1_trainings.py"}
 
 
 def collect_again(module):
@@ -25,10 +25,11 @@ def collect_again(module):
 for name in sorted(os.environ):
     if name.startswith(PREFIX):
         importlib.import_module(name.removeprefix(PREFIX).lower())
-if TRAINS & {os.path.basename(word) for word in sys.orig_argv} and "USE_V1" not in os.environ:
+if TRAINS & {os.path.basename(word) for word in sys.orig_argv}:
     # Collections while modules are imported, and later ones that look through them, take a third of a short training.
     gc.disable()
-    sys.meta_path.insert(0, AfterImport("llamafactory.train.tuner", collect_again))
+    for name in ("llamafactory.train.tuner", "llamafactory.v1.core.base_trainer"):
+        sys.meta_path.insert(0, AfterImport(name, collect_again))
 if "RANK" in os.environ:
     # As `odb_factory.comm.gloo.pause_at_exit`, for stock trainings: these, too, abort once in a while.
     atexit.register(time.sleep, 0.2)
