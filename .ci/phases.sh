@@ -20,6 +20,7 @@ end_phase() {
 
 finish() {
     local code=$?
+    wait # for what runs in the background in the folder that is removed now
     end_phase
     echo "== minutes by phase"
     printf '%s\n' "${times[@]}" "$(awk -v s=$SECONDS 'BEGIN { printf "%6.1f  all", s / 60 }')"
@@ -34,9 +35,10 @@ fresh() { # name, requirements...: a new virtual environment
 }
 
 install() { # name, requirements...: into a virtual environment; pip's output is shown if it fails
+    # Modules are compiled when they are imported, which most never are.
     local name=$1
     shift
-    if ! "$work/$name/bin/pip" install -q "$@" >"$work/$name.log" 2>&1; then
+    if ! "$work/$name/bin/pip" install -q --no-compile "$@" >"$work/$name.log" 2>&1; then
         tail -n 40 "$work/$name.log"
         return 1
     fi
