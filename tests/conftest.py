@@ -25,14 +25,19 @@ hypothesis.settings.load_profile("odb")
 gc.disable()
 
 
-FIRST = ("distributed", "examples", "training", "llamafactory", "integrations", "run_report", "cli", "loop", "model")
-"""Folders by the time that a file takes. xdist hands out files in the order in which they stand: where the long ones
-come last, one worker waits for the other."""
+SLOW = {"distributed", "examples", "training", "llamafactory", "integrations", "run_report", "cli", "loop"}
+"""Folders whose files take long."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: number for number, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(Path(__file__).parent).parts[0], len(FIRST)))
+    """The order in which xdist hands out files: short ones last, so that its workers end at the same time; the others
+    by their names, so that those of tests/distributed, which mostly wait, run beside some that do not."""
+
+    def key(item: pytest.Item) -> tuple[Any, ...]:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return folder not in SLOW, item.path.name, item.path
+
+    items.sort(key=key)
 
 
 def pytest_collection_finish() -> None:
