@@ -240,9 +240,6 @@ class BatchGenerator(TrainerCallback):
     def __iter__(self) -> Self:
         if self._iteration is None:
             self._iteration = self._begin()
-            # Ranks that there were not before have no state of their own; that of any rank says where all stand.
-            states = self._iteration.gather(self._saved)
-            self._saved = self._saved or next(filter(None, states), None)
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self._iteration.load([saved])
