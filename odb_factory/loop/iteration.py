@@ -40,6 +40,7 @@ from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Receipt, make_step_info, put_step_info
 from odb_factory.model.flat_row import end_row
 from odb_factory.planning import Collation, Cost
+from odb_factory.version import why_gradients_are_lost
 
 logger = get_logger(__name__)
 
@@ -174,10 +175,18 @@ class FixedBatchesRefused:
         )
 
 
-def check_accumulation() -> None:
-    """Raise `ConfigError` if accelerate would end optimizer steps by its own count."""
+def _is_deepspeed() -> bool:
+    """Whether this is a training by DeepSpeed through accelerate."""
+    is_training = is_initialized() and torch.is_grad_enabled()
+    return is_training and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
+
+
+def check_accumulation(*, is_prepared: bool) -> None:
+    """Raise `ConfigError` if accelerate would end optimizer steps by its own count, or DeepSpeed lose micro-batches."""
+    if _is_deepspeed() and (lost := why_gradients_are_lost(AcceleratorState().deepspeed_plugin.deepspeed_config)):
+        raise ConfigError(lost)
     theirs = GradientState().num_steps
-    if theirs != 1:
+    if is_prepared and theirs != 1:
         raise ConfigError(
             f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
             "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
@@ -205,8 +214,7 @@ def tell_accelerate(*, is_last: bool, is_left: bool = False) -> None:
             "optimizer step that odb has cut; leave it out, and step where the step info says ends_optimizer_step."
         )
     # Without DeepSpeed 1: a prepared optimizer clears gradients also before the first micro-batch.
-    within = False if AcceleratorState().distributed_type == DistributedType.DEEPSPEED else 1
-    state.sync_gradients = _syncs = is_last or within
+    state.sync_gradients = _syncs = is_last or (False if _is_deepspeed() else 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -449,8 +457,7 @@ class Iteration:
     def batches(self) -> Iterator[Any]:
         loader = self.loader
         self._check_ranks(loader)
-        if self.is_prepared:
-            check_accumulation()
+        check_accumulation(is_prepared=self.is_prepared)
         if self._begun:
             self.set_epoch(loader.epoch + 1)
         elif self.config.layout == "flat" and not self.is_checked and loader.rank == 0:

@@ -8,11 +8,9 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sized
 from enum import Enum
-from importlib import metadata
 from typing import Any
 
 from accelerate.utils import DistributedType
-from packaging.version import Version
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory import memory
@@ -24,7 +22,7 @@ from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import unwrapped
 from odb_factory.planning import Collation
-from odb_factory.version import SUMS_OFFLOADED_GRADIENTS
+from odb_factory.version import offloads_optimizer, why_gradients_are_lost
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
@@ -93,15 +91,8 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
             section = section.get(name) if isinstance(section, dict) else None
         sizes[f"deepspeed {path}"] = section
     yield from _sharing_a_replica(sizes)
-    zero = deepspeed.get("zero_optimization", {})
-    if zero.get("stage") == 2 and _offloads_optimizer(zero):
-        release = metadata.version("deepspeed")
-        if Version(release) < Version(SUMS_OFFLOADED_GRADIENTS):
-            yield (
-                f"deepspeed: release {release} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
-                "(without odb too, from gradient_accumulation_steps: 3 on); install "
-                f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer."
-            )
+    if (lost := why_gradients_are_lost(deepspeed)) is not None:
+        yield lost
     if args.n_gpu > 1:
         yield (
             f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
@@ -164,10 +155,6 @@ def _sharing_a_replica(sizes: Mapping[str, Any]) -> Iterator[str]:
                 f"{what}: {size} ranks would share one replica of the model, which odb does not support here ({why}); "
                 "set it to 1 (ZeRO, FSDP and HSDP are supported; tensor parallelism in a loop with ODBDataLoader)."
             )
-
-
-def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
-    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
 def check_stream(config: ODBConfig) -> None:
@@ -267,7 +254,7 @@ def why_not_split(args: Any) -> str | None:
             )
         if zero.get("overlap_comm"):
             return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
-        if zero.get("cpu_offload") or _offloads_optimizer(zero):
+        if zero.get("cpu_offload") or offloads_optimizer(zero):
             return "gradients that DeepSpeed has offloaded cannot be dropped"
         return None
     engine = args.distributed_state.distributed_type
