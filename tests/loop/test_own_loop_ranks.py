@@ -217,7 +217,7 @@ def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
 
 
 def under_deepspeed(rank: int) -> Any:
-    """After each optimizer step its number, that of DeepSpeed's engine, its micro-batches; what is said of offloading."""
+    """After each optimizer step its number, that of the engine, its micro-batches; what is said of offloading."""
     os.environ["LOCAL_RANK"] = str(rank)
     config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     config |= {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
