@@ -32,8 +32,9 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def hook_undone() -> Any:
+def hook_undone(monkeypatch: pytest.MonkeyPatch) -> Any:
     before = sys.excepthook
+    monkeypatch.setattr(uncaught, "_before", None)  # a training in this process may have installed it
     yield
     uncaught.uninstall()
     sys.excepthook = before
