@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +166,19 @@ def _sigterm_for_launcher() -> Iterator[None]:
     container would end all ranks with this process, before they have saved what `enable_jit_checkpoint` promises."""
 
     def pass_on(*_: object) -> None:
-        children = psutil.Process().children()
-        launchers = [child for child in children if any("torchrun" in word for word in child.cmdline())]
-        for launcher in launchers:
-            launcher.terminate()
-        if not launchers:  # this process trains
+        is_passed_on = False
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # it has just ended
+                if any("torchrun" in word for word in child.cmdline()):
+                    is_passed_on = True
+                    child.terminate()
+        if not is_passed_on:  # this process trains
             signal.signal(signal.SIGTERM, before)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+        yield
+        return
     before = signal.signal(signal.SIGTERM, pass_on)
     try:
         yield
