@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from packaging.version import Version
-
 __version__ = "0.2.0"
 SUMS_OFFLOADED_GRADIENTS = "0.19.0"
 """The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
@@ -31,6 +29,8 @@ def offloads_optimizer(zero: Mapping[str, Any]) -> bool:
 
 def why_gradients_are_lost(deepspeed: Mapping[str, Any]) -> str | None:
     """Why the installed DeepSpeed does not add up those of all micro-batches with this configuration."""
+    from packaging.version import Version  # not where torch is imported: every process does, and needs this file
+
     zero, release = deepspeed.get("zero_optimization", {}), installed_version("deepspeed")
     is_hit = zero.get("stage") == 2 and offloads_optimizer(zero)
     if not is_hit or release is None or Version(release) >= Version(SUMS_OFFLOADED_GRADIENTS):

@@ -201,9 +201,10 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     return config
 
 
-def is_enabled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a variable switches something on, as LLaMA-Factory reads it."""
-    return environment.get(name, "").lower() in ("true", "y", "1")
+def is_enabled(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a variable switches something on, as LLaMA-Factory reads it. environment: None is that of this process,
+    which `datasets` puts another object in place of."""
+    return (os.environ if environment is None else environment).get(name, "").lower() in ("true", "y", "1")
 
 
 def check_backend() -> None:

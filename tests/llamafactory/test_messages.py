@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
@@ -152,6 +153,7 @@ def test_what_the_yaml_shows_is_said_before_the_launch(
 
 @pytest.mark.parametrize("variable", ["USE_MCA", "USE_MEGATRON_BRIDGE"])
 def test_other_backends_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as `datasets.map` with several processes leaves it
     monkeypatch.setenv(variable, "1")
     message = refusal(tmp_path, "odb:\n  token_budget: 1\n")
     assert message.startswith(f"{variable}: '1' selects ") and f"unset {variable}" in message
