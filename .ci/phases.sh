@@ -20,7 +20,6 @@ end_phase() {
 
 finish() {
     local code=$?
-    wait # for what runs in the background in the folder that is removed now
     end_phase
     echo "== minutes by phase"
     printf '%s\n' "${times[@]}" "$(awk -v s=$SECONDS 'BEGIN { printf "%6.1f  all", s / 60 }')"
