@@ -38,7 +38,7 @@ from odb_factory.model.tower import check_batch, one_pass
 from odb_factory.planning import Collation
 from odb_factory.training import probes
 from odb_factory.training.arguments import HideArguments
-from odb_factory.training.checkpoint import CheckpointMark, Preemption, find_checkpoint
+from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint
 from odb_factory.training.checks import (
     check_arguments,
     check_dummy_media,
@@ -294,6 +294,16 @@ class ODBTrainerMixin(Base):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with training.saver.saving(folder):
             super()._save_checkpoint(model, trial, *args, **kwargs)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """The Trainer calls it before our marker is in the folder, `_save_checkpoint` again when it is."""
+        if (training := self._odb_training) is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        elif (Path(checkpoint_folder) / MARKER).exists():
+            with training.arguments.shown():  # they are uploaded, too
+                super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         training = self._odb_training

@@ -10,15 +10,21 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
 from toy import Rows
 from training.test_resume import BLOCK, FILL, train
 from training.toy_training import history, make
 from transformers import Trainer, TrainerCallback
+
+from odb_factory.training.checkpoint import read_marker
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end")
 BUDGET = 128
@@ -138,3 +144,32 @@ def test_figures_of_numpy_are_saved_with_the_checkpoint(tiny_text: Path, tmp_pat
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
     (entry,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
     assert (entry["eval_rows"], entry["eval_half"]) == (16, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_what_goes_to_the_hub_is_complete(tiny_text: Path, tmp_path: Path, monkeypatch, strategy: str) -> None:
+    """Of the calls that reach the hub stand-ins look at the folder at that moment."""
+    uploads: dict[str, list[str]] = {}
+    given: list[int] = []
+
+    def upload_folder(folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any) -> Future:
+        files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
+        uploads[path_in_repo] = [*filter_repo_objects(files, ignore_patterns=ignore_patterns)]
+        if path_in_repo:
+            assert read_marker(Path(folder_path))[0] == 1
+        arguments = torch.load(Path(folder_path, "training_args.bin"), weights_only=False)
+        given.append(arguments.gradient_accumulation_steps)
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr("transformers.trainer.upload_folder", upload_folder)
+    monkeypatch.setattr("transformers.trainer.create_repo", lambda name, **_: SimpleNamespace(repo_id=name))
+    options = {"push_to_hub": True, "hub_model_id": "me/mine", "hub_strategy": strategy, "max_steps": 2}
+    train(tiny_text, tmp_path, block=KEEP, gradient_accumulation_steps=2, **options)
+    folders = {"every_save": [], "checkpoint": ["last-checkpoint"]}.get(strategy, ["checkpoint-1", "checkpoint-2"])
+    assert list(uploads) == ["", *folders]
+    assert {"model.safetensors", "odb_log.jsonl", "odb_audit_rank0.jsonl"} <= {*uploads[""]}
+    assert all({"odb_state.json", "odb_state_rank0.json", "optimizer.pt"} <= {*uploads[name]} for name in folders)
+    assert not [name for files in uploads.values() for name in files if name.startswith(("_", "checkpoint-"))]
+    assert given == [2] * len(given)
