@@ -258,6 +258,13 @@ def log_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
             rate,
             more,
         )
+    if trainer.args.neftune_noise_alpha is not None:
+        logger.info(
+            "neftune_noise_alpha: %g: the noise of a sample goes by its own length (padded micro-batches: by that of "
+            "its row), in stock by that of its row, padded to the longest of its micro-batch; so shorter samples have "
+            "more noise than in stock, but for per_device_train_batch_size: 1",
+            trainer.args.neftune_noise_alpha,
+        )
     loss = TrainerLoss.of(trainer) if counts_tokens else None
     if loss is not None and not loss.shifts:
         logger.warning(

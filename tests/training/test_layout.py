@@ -296,8 +296,9 @@ def test_what_the_check_finds_is_trained_padded(
     assert not (tmp_path / "flat" / "odb_audit_rank0.jsonl").exists(), "no step is taken"
 
 
-def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeypatch, caplog) -> None:
     """Its noise at its largest, instead of random: the losses would differ by the length that it is divided by."""
+    caplog.set_level(logging.INFO, "odb_factory")
     draw = torch.Tensor.uniform_
 
     def largest(self: torch.Tensor, start: Any = 0, end: Any = 1, **more: Any) -> torch.Tensor:
@@ -318,6 +319,8 @@ def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeyp
     assert losses(off) != pytest.approx(losses(stock), rel=1e-3)
     assert max(len(line["ids"]) for line in audit(tmp_path / "flat")) > 1
     assert not models["flat"].get_input_embeddings()._forward_hooks
+    (told,) = [message for message in caplog.messages if message.startswith("neftune_noise_alpha: 20: ")]
+    assert "per_device_train_batch_size: 1" in told and "\n" not in told
 
 
 def test_a_checkpoint_is_resumed_in_either_layout(tmp_path: Path) -> None:
