@@ -386,8 +386,11 @@ class ItemObserver:
             raise ItemError(f"{_not_an_item(item)}, which its collator cannot take alone: {one_line(error)}") from error
         if np.shape(batch.get("input_ids", ()))[:-1] != (1,):
             way_out = GIVE_COST_FN
-            if "chosen_input_ids" in item:
-                way_out = "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb"
+            if not item.keys().isdisjoint(("chosen_input_ids", "completion_input_ids")):
+                way_out = (
+                    "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb; no "
+                    "other trainer of TRL for preferences is supported (LLaMA-Factory's stages dpo, kto and rm are)"
+                )
             raise ItemError(f"{_not_an_item(item)}, of which its collator makes no row of `input_ids`; {way_out}")
         mask, labels = batch.get("attention_mask"), batch.get("labels")
         media = count_media(batch, self.patch_size)

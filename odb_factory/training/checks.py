@@ -38,6 +38,10 @@ DEEPSPEED_REPLICA = (
 METHODS = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler", "get_batch_samples")
 """Methods of the Trainer that odb overrides, and one that it relies on."""
 STEP_IN_BACKWARD = ("lomo", "adalomo")
+GENERATES = (
+    "GKDTrainer", "GRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer", "RLOOTrainer", "XPOTrainer",
+)  # fmt: skip
+"""Trainers of TRL that make the rows they train on while they train."""
 ENGINES = ("torch", "accelerate", "deepspeed")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
 
@@ -183,6 +187,12 @@ def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     if isinstance(trainer.train_dataset, Sized) and len(trainer.train_dataset) == 0:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
+    generating = next((kind.__name__ for kind in type(trainer).__mro__ if kind.__name__ in GENERATES), None)
+    if generating is not None:
+        raise ConfigError(
+            f"trainer: a {generating} generates answers while it trains, so the lengths of its rows are not known when "
+            "micro-batches are planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
+        )
     # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
     losses = getattr(trainer, "loss", None)
     found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))

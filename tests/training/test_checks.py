@@ -158,6 +158,12 @@ def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text,
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
+def test_a_trainer_that_generates_its_rows_is_refused(tiny_text, tmp_path) -> None:
+    """Known by the names of TRL's, also where it is a subclass of one."""
+    kind = type("Mine", (type("GKDTrainer", (Trainer,), {}),), {})
+    refuses(make(tiny_text, tmp_path, block=BLOCK, trainer_class=kind), "^trainer: a GKDTrainer generates answers")
+
+
 # Parallelism
 
 
