@@ -36,6 +36,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def link(found: re.Match[str]) -> str:
         picture, text, target, anchor = found.groups()
         path = normpath(f"{home}/{target}".lstrip("/"))
+        if path == "README.md":
+            return f"[{text}](index.md{anchor})"
         if path.startswith("docs/"):
             return found[0] if home else f"{picture}[{text}]({path.removeprefix('docs/')}{anchor})"
         return f"[{text}]({config.repo_url}/blob/main/{path}{anchor})" if config.repo_url else text
