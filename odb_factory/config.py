@@ -209,7 +209,7 @@ class ODBConfig:
         if not isinstance(block, Mapping):
             raise ConfigError(
                 f"odb: {quoted(block)} is not a block of keys; write `odb:` with at least `token_budget: 8192` under "
-                "it, or take it out to train without odb_factory."
+                "it, or take it out (as the override `odb=null` does) to train without odb_factory."
             )
         keys = _keys()
         for name in block:

@@ -13,7 +13,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -40,6 +40,8 @@ V1_ALONE = ("train_dataset", "micro_batch_size")
 """Keys of a YAML that v1 alone has."""
 STREAMING_KEYS = ("buffer_size",)
 """Those that mean something in LLaMA-Factory with `streaming: true` alone; elsewhere they are meant for the block."""
+WITHOUT = "odb=null"
+"""The override with which a YAML is trained without its block."""
 FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb"
 """Keys of a YAML that stand for the block: as people misspell it, and as patched forks of LLaMA-Factory have them."""
 ARGUMENTS = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
@@ -60,6 +62,13 @@ def is_meant_for_block(key: Any, value: Any) -> bool:
     if re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE):
         return key == "odb" or key not in declared_arguments()  # a fork may have such a key
     return isinstance(value, Mapping) and "token_budget" in value
+
+
+def without_null(args: dict[str, Any], overrides: Sequence[str] | None = None) -> dict[str, Any]:
+    """Arguments without the block that the override `odb=null` has emptied. overrides: None are this process's."""
+    if WITHOUT in (sys.argv if overrides is None else overrides) and args.get("odb", WITHOUT) is None:
+        del args["odb"]  # in place: LLaMA-Factory hands the same arguments on
+    return args
 
 
 def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:

@@ -100,7 +100,8 @@ def read_block(original: Callable, args: Any = None) -> Any:
 
     if (read_args := find_read_args()) is not None:
         args = read_args(args)
-    if not isinstance(args, dict) or not any(block.is_meant_for_block(key, value) for key, value in args.items()):
+    is_read = isinstance(args, dict)
+    if not is_read or not any(block.is_meant_for_block(key, value) for key, value in block.without_null(args).items()):
         return original(args)
     uncaught.install()
     block.check_keys(args)
@@ -189,7 +190,7 @@ def read_v1_block(original: Callable, args: Any = None) -> Any:
 
     given = launch.v1_arguments(args)
     if not any(block.is_meant_for_block(key, value) for key, value in given.items()):
-        return original(args)
+        return original(given if block.WITHOUT in sys.argv else args)
     uncaught.install()
     log_if_newer()
     config = block.check_v1(given)
@@ -227,9 +228,9 @@ def read_ray(original: Callable, args: Any = None) -> Any:
     """hparams.parser.get_ray_args: with `USE_RAY=1` the driver checks the block before it starts workers."""
     global _num_ray_workers
     _num_ray_workers, parsed = 0, original(args)
-    if isinstance(args, dict) and "odb" in args:
-        from odb_factory.llamafactory import block
+    from odb_factory.llamafactory import block
 
+    if isinstance(args, dict) and "odb" in block.without_null(args):
         uncaught.install()
         block.check_backend()
         if parsed.use_ray:

@@ -75,7 +75,7 @@ def v1_arguments(args: Any) -> dict[str, Any]:
         args = OmegaConf.to_container(
             OmegaConf.merge(OmegaConf.load(Path(sys.argv[1]).absolute()), OmegaConf.from_cli(sys.argv[2:]))
         )
-    return dict(args) if isinstance(args, dict) else {}
+    return block.without_null(dict(args)) if isinstance(args, dict) else {}
 
 
 def _check_block(args: dict[str, Any]) -> None:
@@ -107,12 +107,13 @@ def check_yaml(path: Path, overrides: Sequence[str], check: Callable[[dict[str, 
         raise ConfigError(f"{path}: this YAML cannot be read ({one_line(error)}).") from None
     args = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
     if isinstance(args, dict):
-        check({str(key): value for key, value in args.items()})
+        check(block.without_null({str(key): value for key, value in args.items()}, overrides))
     _check_numbers(text)
 
 
 def _has_block(path: Path, overrides: Sequence[str]) -> bool:
-    return _matches(BLOCK_KEY, path) or (_is_yaml(path) and any(map(_is_ours, overrides)))
+    is_given = _matches(BLOCK_KEY, path) or (_is_yaml(path) and any(map(_is_ours, overrides)))
+    return is_given and block.WITHOUT not in overrides
 
 
 def _matches(pattern: re.Pattern[str], path: Path) -> bool:

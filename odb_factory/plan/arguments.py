@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory.block import is_enabled, rewritten
+from odb_factory.llamafactory.block import is_enabled, rewritten, without_null
 from odb_factory.llamafactory.launch import check_yaml
 
 PLACEHOLDER = 8192
@@ -82,7 +82,7 @@ def read_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}: holds no keys; give the YAML that you train with.")
     if not given.get("do_train"):
         raise ConfigError(f"do_train: {given.get('do_train')!r}, so {path} trains nothing; set `do_train: true`.")
-    return {str(key): value for key, value in given.items()}
+    return without_null({str(key): value for key, value in given.items()}, overrides)
 
 
 @contextlib.contextmanager

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
-from llamafactory.hparams import get_train_args
+from llamafactory.hparams import get_ray_args, get_train_args
 from support import run_llamafactory, training_config
 
 from odb_factory.errors import ConfigError, ODBError
 from odb_factory.llamafactory import hooks, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 from odb_factory.llamafactory.launch import check_yaml, launch
+from odb_factory.plan.arguments import parsed
 
 BLOCK = {"token_budget": 1024}
 BUDGET = ["odb.token_budget=1"]
@@ -61,6 +62,28 @@ def test_a_misspelt_block_is_noticed_where_the_launcher_cannot_see_it(config: di
     block = config.pop("odb")
     with pytest.raises(ConfigError, match="^obd: there is no such key; write a block `odb:`"):
         get_train_args(config | {"obd": block})
+
+
+def test_an_override_takes_the_block_out(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    get_train_args(dict(config))
+    assert hooks._active is not None
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path), "odb=null"])
+    assert launch(lambda: "stock") == "stock"
+    with parsed(path, ["odb=null"]) as asked:
+        assert not asked.has_block
+    given = config | {"odb": None}
+    get_ray_args(given)  # the driver hands the same arguments to its workers
+    assert "odb" not in given
+    monkeypatch.setattr(sys, "argv", ["launcher.py", str(path), "odb=null"])
+    get_train_args()
+    assert hooks._active is None
+    monkeypatch.setattr(sys, "argv", ["launcher.py", str(path)])
+    with pytest.raises(ConfigError, match="^odb: None is not a block of keys"):
+        get_train_args(config | {"odb": None})
 
 
 @pytest.mark.parametrize(
