@@ -125,7 +125,8 @@ PARTS = (
     Part(
         *("stages", "Preference pairs, rewards, KTO, a model with mixers, a large vocabulary", 30),
         "LLaMA-Factory on a CPU, one rank, CPU seconds (medians): stock in fixed batches of 4, 2 and 1 rows, odb with "
-        "the memory of 4 rows. rm cannot be compared between launches: its value head is drawn anew in each process.",
+        "the memory of 4 rows. rm cannot be compared between launches: its value head is drawn anew in each process. "
+        "Of kto one optimizer step of one seed magnifies rounding: stock with weights in float64 is as far from stock.",
         ("stages.py",),
         ("stages.py", "--trainings", "dpo", "--seeds", "1", "--samples", "64"),
     ),

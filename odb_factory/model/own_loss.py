@@ -89,7 +89,7 @@ def own_loss(model: Any) -> OwnLoss:
             trial.logits, trial.calls = _known_logits(model.config.get_text_config().vocab_size, labels.device), 0
             output = run(labels=None)
     except Exception as error:  # any code may stand there
-        return OwnLoss(f"its loss code cannot be tried ({type(error).__name__}: {one_line(error)})", True)
+        return OwnLoss(f"its loss code cannot be tried ({one_line(error)})", True)
     if trial.calls != 1:
         return OwnLoss(f"it calls its output embedding {trial.calls} times in a forward", is_sum)
     after = _after_head(trial.logits, output["logits"])
