@@ -348,7 +348,8 @@ def _read_stock(files: Files) -> History:
         for other in others:
             found.setdefault(other.step, other).values = other.values
         kept[:] = [found[step] for step in sorted(found)]
-    logged.state, logged.results, logged.max_steps = stated.state, stated.results, stated.max_steps or logged.max_steps
+    logged.state, logged.results, logged.finished_at = stated.state, stated.results, stated.finished_at
+    logged.max_steps = stated.max_steps or logged.max_steps
     return logged
 
 
@@ -384,6 +385,8 @@ def _read_state(files: Files) -> History:
         if isinstance(step, int):
             figures = ((key, value) for key, value in logged.items() if isinstance(value, int | float))
             history.add(Entry(step, {key: value for key, value in figures if not abs(value) > 1e300}))
+            if "train_runtime" in logged:
+                history.finished_at = step
         else:
             files.count_broken(name, number, "step is not a whole number")
     return history

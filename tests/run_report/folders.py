@@ -47,8 +47,11 @@ def audit_line(step: int, lengths: Sequence[int], time: float = BEGAN + 1, **cha
     return line | changes
 
 
-def write_stock(folder: Path, losses: Sequence[float], *, seconds: int = 2, samples: int = 8) -> Path:
-    """What LLaMA-Factory leaves of a stock run, so many seconds and samples an optimizer step."""
+def write_stock(
+    folder: Path, losses: Sequence[float], *, seconds: int = 2, samples: int = 8, unlogged: int = 0
+) -> Path:
+    """What LLaMA-Factory leaves of a stock run. seconds, samples: of an optimizer step. unlogged: optimizer steps after
+    the last logged loss."""
     steps = range(1, len(losses) + 1)
     logged = [
         {
@@ -67,6 +70,7 @@ def write_stock(folder: Path, losses: Sequence[float], *, seconds: int = 2, samp
     ]
     runtime = float(seconds * len(losses))
     rate = round(samples * len(losses) / runtime, 3)
-    history.append({"step": len(losses), "train_runtime": runtime, "train_samples_per_second": rate, "epoch": 1.0})
+    at_end = {"train_runtime": runtime, "train_samples_per_second": rate, "epoch": 1.0}
+    history.append({"step": len(losses) + unlogged, **at_end})
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": len(losses)}))
     return folder

@@ -161,6 +161,14 @@ def test_a_ratio_of_times_needs_the_same_steps_and_samples(tmp_path: Path) -> No
         assert ratio is not None or "of the time" not in figures["headline"]
 
 
+def test_optimizer_steps_after_the_last_logged_loss_count(tmp_path: Path) -> None:
+    """As with 3 optimizer steps and `logging_steps: 2`."""
+    stock = write_stock(tmp_path / "stock", [4.0, 3.0], unlogged=1)
+    assert read_run(stock)["totals"]["optimizer_steps"] == 3
+    longer = write_stock(tmp_path / "longer", [4.0, 3.0], unlogged=1, seconds=4)
+    assert report_of([stock, longer])["comparison"]["time_ratio"] == 0.5
+
+
 def test_resumed_runs_are_compared_until_the_last_common_entry(tmp_path: Path) -> None:
     lines = [begin(), entry(1, BEGAN + 3), begin(1, BEGAN + 500), entry(2, BEGAN + 504), end(2, BEGAN + 600)]
     write_lines(tmp_path / "ours" / LOG, lines)
