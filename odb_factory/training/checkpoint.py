@@ -727,6 +727,24 @@ def _check_stock_steps(run: ODBRun, checkpoint: Checkpoint) -> None:
         )
 
 
+def load_sharded_optimizer(trainer: Any, folder: Path) -> None:
+    """Load the state of the optimizer from shards of FSDP, if nothing is loaded yet. Collective.
+
+    accelerate (1.11) asks an optimizer that has taken no step what to load, and such a one has no state, so that its
+    moments would restart without a word.
+    """
+    from torch.distributed import checkpoint  # heavy
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper
+    shards = next((path for path in folder.glob(FSDP_OPTIMIZER) if path.is_dir()), None)
+    if shards is None or any(optimizer.state.values()):
+        return
+    state = {"optimizer": get_optimizer_state_dict(trainer.model, optimizer)}
+    checkpoint.load(state, checkpoint_id=shards)
+    set_optimizer_state_dict(trainer.model, optimizer, state["optimizer"])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # transformers' `enable_jit_checkpoint`: after SIGTERM all ranks save the same optimizer step, and the training ends.
 # Stock saves at the next event in each process. A signal reaches the processes at different moments, or one node only,

@@ -38,7 +38,7 @@ from odb_factory.model.tower import check_batch, one_pass
 from odb_factory.planning import Collation
 from odb_factory.training import probes
 from odb_factory.training.arguments import HideArguments
-from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint
+from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint, load_sharded_optimizer
 from odb_factory.training.checks import (
     check_arguments,
     check_dummy_media,
@@ -286,6 +286,11 @@ class ODBTrainerMixin(Base):
         if (training := self._odb_training) is None:
             return stock
         return training.run.loader.global_batch_size or stock * training.arguments.accumulation
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._odb_training is not None and self.is_fsdp_enabled and checkpoint is not None:
+            load_sharded_optimizer(self, Path(checkpoint))
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         if (training := self._odb_training) is None:

@@ -12,7 +12,7 @@ import pytest
 from distributed.invariants import Audits, read_audits
 from distributed.launch import Run
 from distributed.rows import row
-from distributed.test_engines import deepspeed_config
+from distributed.test_engines import ENGINES, deepspeed_config
 from safetensors.torch import load_file
 from same_training import launch
 from support import training_config, without_clock, write_dataset
@@ -124,3 +124,21 @@ def test_ended_by_sigterm_on_two_ranks_and_continued_by_one(tiny_text, tmp_path)
     (audit,) = read_audits(Path(config["output_dir"]), 1)
     lines = [line for part in (*up_to(first, checkpoint), audit[len(first[0]) :]) for line in part]
     assert sorted(id for line in lines for id in line["ids"]) == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.full_grid)])
+def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
+    """Those of an optimizer under FSDP, which in stock restart. (The name of a test is a part of its path, and
+    accelerate fails on one with the word optimizer in it.)"""
+    changes = dict(ENGINES[engine].changes)
+    changes["fsdp_config"] = changes["fsdp_config"] | {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
+    changes |= {"max_steps": SAVE_STEPS + 2, "learning_rate": 1e-2}
+    whole = configuration(tiny_text, tmp_path / "whole", **changes)
+    again = whole | {"resume_from_checkpoint": f"{whole['output_dir']}/checkpoint-{SAVE_STEPS}"}
+    again["output_dir"] = str(tmp_path / "again")
+    launch([whole, again], tmp_path, env=ENGINES[engine].env | ENV)
+    logs = [
+        json.loads(Path(one["output_dir"], "trainer_state.json").read_text())["log_history"] for one in (whole, again)
+    ]
+    first, second = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
+    assert len(first) == SAVE_STEPS + 2 and second == first
