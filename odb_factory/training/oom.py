@@ -146,7 +146,6 @@ def peak_memory(device: torch.device) -> str | None:
 # reduces gradients when an accumulation ends: no backward is the last one here, and its own reduction follows.
 # Both classes have the same methods:
 #     local               the model to train, in place of the Trainer's
-#     alone()             around forward and backward of each micro-batch
 #     zero_grad()         drop the gradients of this rank
 #     has_gradient()      whether each parameter has a gradient on this rank: a text of 0 and 1
 #     synchronize(those of all ranks)     take the mean of gradients; collective
@@ -155,20 +154,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class ZeRO1:
-    """engine: of DeepSpeed, in ZeRO-1. accelerator: the Trainer's."""
+    """engine: of DeepSpeed, in ZeRO-1."""
 
-    def __init__(self, engine: Any, accelerator: Any):
-        self.local: nn.Module = engine
-        self._engine, self._accelerator = engine, accelerator
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        self._engine.set_gradient_accumulation_boundary(False)
-        self._accelerator.sync_gradients = False
-        try:
-            yield
-        finally:
-            self._accelerator.sync_gradients = True
+    def __init__(self, engine: Any):
+        self.local = self._engine = engine
 
     def zero_grad(self) -> None:
         self._engine.optimizer.zero_grad()
@@ -209,9 +198,6 @@ class DDP:
             if parameter.requires_grad and name not in ignored
         ]
         self._buffers = [buffer for name, buffer in self.local.named_buffers() if name not in ignored]
-
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def zero_grad(self) -> None:
         self.local.zero_grad()
@@ -287,9 +273,9 @@ class RestartedSteps:
         self.training, self.trainer = training, training.trainer
         self.run: ODBRun = training.run
         self.watch: MemoryWatch = training.memory
-        model, accelerator, config = self.trainer.model_wrapped, self.trainer.accelerator, self.run.config
-        is_zero, size = accelerator.distributed_type == DistributedType.DEEPSPEED, self.run.loader.world_size
-        self._synchronizer: DDP | ZeRO1 = ZeRO1(model, accelerator) if is_zero else DDP(model, size, config.oom)
+        model, config, size = self.trainer.model_wrapped, self.run.config, self.run.loader.world_size
+        is_zero = self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, size, config.oom)
         process_group = training.odb.process_group
         self._exchange = Group(process_group, config.exchange_timeout_s, "agreements on a restarted step")
 
@@ -332,9 +318,8 @@ class RestartedSteps:
         run, (micro_batch, measured, batch) = self.run, box.pop()
         skips = self.watch.config.oom == "skip"
         try:
-            computing = run.begin_micro_batch(micro_batch, measured)
-            with self._synchronizer.alone():
-                local = self._synchronizer.local
+            computing, local = run.begin_micro_batch(micro_batch, measured), self._synchronizer.local
+            with self.training.gradients_summed(local, is_last=False):
                 loss = self.trainer.odb_forward_backward(self.training, local, computing, [batch])
         except RuntimeError as error:
             if not is_out_of_memory(error):
