@@ -11,10 +11,9 @@ and `from trl import DPOTrainer` fails for want of mergekit. Importing this modu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -28,6 +27,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.model.check import models_of
 from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation, Cost, Media
+from odb_factory.training.arguments import replaced
 from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.trainer import enable_odb
 
@@ -190,17 +190,9 @@ class FiguresOfAllRanks(PairMetrics):
         self.trainer.log = functools.partial(self._log, self.trainer.log)
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        with self._by_itself() if self.trainer.odb.num_items is not None else contextlib.nullcontext():
+        gathers = {} if self.trainer.odb.num_items is None else {"gather_for_metrics": lambda figures: figures}
+        with replaced(self.trainer.accelerator, **gathers):
             return super()._get_batch_loss_metrics(stock, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _by_itself(self) -> Iterator[None]:
-        accelerator = self.trainer.accelerator
-        accelerator.gather_for_metrics = lambda figures: figures
-        try:
-            yield
-        finally:
-            del accelerator.gather_for_metrics
 
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Collective where the trainer logs figures of its training, as all ranks do together, with the same keys."""

@@ -18,6 +18,7 @@ from odb_factory.data.flat import UNPADDED
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError
 from odb_factory.model.unpad import FlatRows
+from odb_factory.training.arguments import replaced
 from odb_factory.training.pair_metrics import PreferenceMetrics
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,11 +88,8 @@ class StepKL:
         model.train()
         if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
             self.trainer.optimizer.train()
-        self._is_estimating = True
-        try:
+        with replaced(self, _is_estimating=True):
             ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
-        finally:
-            self._is_estimating = False
         ratio = torch.cat(ratios).cpu().double().split([len(one) for one in ratios])
         sums = torch.zeros(3, num_batches, dtype=torch.float64)
         for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
@@ -155,11 +153,8 @@ class StepKL:
         estimate = self._estimate(computing)
         chosen, rejected = logps[0] - logps[3], logps[1] - logps[4]
         given = chosen - estimate.kl[estimate.tags], rejected - estimate.kl[~estimate.tags]
-        calculates, self.trainer.calculate_KL = self.trainer.calculate_KL, False  # and no reduction over ranks
-        try:
+        with replaced(self.trainer, calculate_KL=False):  # and no reduction over ranks
             losses, _, _, kl = stock(*given, *map(torch.zeros_like, logps[2:]))
-        finally:
-            self.trainer.calculate_KL = calculates
         beta = self.trainer.beta
         return losses, beta * chosen.detach(), beta * rejected.detach(), kl
 
@@ -234,15 +229,12 @@ def check_trainer(trainer: Any) -> None:
         found: Tensor = trainer.kto_loss(*ratios, estimates, *map(torch.zeros_like, (*ratios, estimates)))[0]
         return found
 
-    calculates = trainer.calculate_KL
     with torch.no_grad():
         stock = losses(0.0, KL)
-        trainer.calculate_KL = False
-        try:
+        with replaced(trainer, calculate_KL=False):
             ours = losses(KL, KL)
-        finally:
-            trainer.calculate_KL = calculates
-    if not calculates or stock.shape != ours.shape or not torch.allclose(stock, ours) or not 0 < stock.std() < 1:
+    is_same = stock.shape == ours.shape and torch.allclose(stock, ours)
+    if not (trainer.calculate_KL and is_same and 0 < stock.std() < 1):
         raise ConfigError(
             f"odb: {type(trainer).__name__}.kto_loss is no loss of the log-ratios less the KL estimate, so odb_factory "
             "could not estimate its KL divergence as this release means it; install a supported release (`odb-factory "

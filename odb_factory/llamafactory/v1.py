@@ -51,6 +51,7 @@ from odb_factory.model.check import (
 from odb_factory.model.flat_row import begin_row
 from odb_factory.model.unpad import FlatRows, UnpadDoor
 from odb_factory.planning import Collation, Cost, Media
+from odb_factory.training.arguments import replaced
 
 logger = get_logger(__name__)
 
@@ -388,8 +389,7 @@ class Losses:
         trainer, rows = self._trainer, {key: value for key, value in batch.items() if isinstance(value, Tensor)}
         models = {name: model for name in ("model", "ref_model") if (model := getattr(trainer, name, None)) is not None}
         answers = {name: Answers(model) for name, model in models.items()}
-        vars(trainer).update(answers)
-        try:
+        with replaced(trainer, **answers):
             loss = self._own(rows)
             metrics = getattr(trainer, "_step_metrics", {})
             if part.units and len(set(part.weights)) > 1:
@@ -402,8 +402,6 @@ class Losses:
                 loss = (torch.stack(pairs) * weights).sum() / part.units
             elif part.units:
                 loss = loss * (sum(part.weights) / part.units)
-        finally:
-            vars(trainer).update(models)
         # Without logits their means over prompts are not known.
         trainer._step_metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
         return loss

@@ -25,8 +25,23 @@ SAMPLING = "train_sampling_strategy"
 """Replaces `group_by_length` in transformers 5."""
 
 
-class RunArguments:
-    """Training arguments, switched between the user's values (`show`) and those of a run (`hide`).
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Within it an object has these attributes of its own; afterwards it has what it had."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
+
+
+class RunArguments(TrainerCallback):
+    """Training arguments, switched between the user's values (`show`) and those of a run (`hide`). The last callback:
+    when training begins the others have seen the user's arguments.
 
     accumulation, counts_tokens: the user's `gradient_accumulation_steps` and `include_tokens_per_second`."""
 
@@ -68,14 +83,9 @@ class RunArguments:
                     config.pop(key, None)
                 config.update(values)
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> contextlib.AbstractContextManager[None]:
         """Within it they are as the user gave them."""
-        self.show()
-        try:
-            yield
-        finally:
-            self.hide()
+        return replaced(self._args, **self._given)
 
     def show(self) -> None:
         vars(self._args).update(self._given)
@@ -83,15 +93,8 @@ class RunArguments:
     def hide(self) -> None:
         vars(self._args).update(self._running)
 
-
-class HideArguments(TrainerCallback):
-    """The last callback: when training begins the others have seen the user's arguments."""
-
-    def __init__(self, arguments: RunArguments):
-        self.arguments = arguments
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.arguments.hide()
+        self.hide()
 
 
 def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:

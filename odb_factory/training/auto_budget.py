@@ -35,6 +35,7 @@ from odb_factory.memory import PeakMeter
 from odb_factory.model.flat_row import flat_row
 from odb_factory.planning import Budget, Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import why_not_split
 from odb_factory.training.oom import MemoryWatch
 
@@ -192,12 +193,9 @@ class Trials:
     def _compute(self, batch: Any, measured: Measured) -> None:
         """Computed as a micro-batch that does not end its optimizer step; its gradients are zeros."""
         trainer, training = self._trainer, self._trainer.odb.training
-        training.trial_units = max(measured.units, 1)
-        try:
-            with flat_row(measured.segments), training.gradients_summed(trainer.model_wrapped, is_last=False):
-                trainer.training_step(trainer.model_wrapped, dict(batch))
-        finally:
-            training.trial_units = None
+        sums = training.gradients_summed(trainer.model_wrapped, is_last=False)
+        with replaced(training, trial_units=max(measured.units, 1)), flat_row(measured.segments), sums:
+            trainer.training_step(trainer.model_wrapped, dict(batch))
 
     def _held(self) -> Iterator[Tensor]:
         model = self._trainer.model_wrapped

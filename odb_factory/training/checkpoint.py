@@ -35,6 +35,7 @@ from odb_factory.data.saved import (
 from odb_factory.errors import CollectiveError, ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
 from odb_factory.random_numbers import kept_random_numbers, random_states
+from odb_factory.training.arguments import replaced
 from odb_factory.training.run import ODBRun
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -773,11 +774,10 @@ class Preemption(TrainerCallback):
         if self._manager is None:
             yield
             return
-        self._stock.jit_manager = None
         try:
-            yield
+            with replaced(self._stock, jit_manager=None):
+                yield
         finally:
-            self._stock.jit_manager = self._manager
             self._stock.on_train_end(self._trainer.args, self._trainer.state, self._trainer.control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -43,6 +43,7 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
+from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean
 
@@ -163,24 +164,20 @@ class Evaluation:
     def under_way(self) -> Iterator[None]:
         """While the Trainer's loop runs over this object."""
         trainer, odb = self._trainer, self._trainer.odb
-        stores = hasattr(trainer, "store_metrics")
-        if stores:
-            trainer.store_metrics = self._store_metrics
-        odb.evaluation = self
+        stored = {"store_metrics": self._store_metrics} if hasattr(trainer, "store_metrics") else {}
         # Within a training it is so already.
         is_alone = odb.training is None and self.loader.world_size > 1
         models = (trainer.model, getattr(trainer, "ref_model", None)) if is_alone else ()
         try:
-            with one_pass(*models):
+            with replaced(trainer, **stored), replaced(odb, evaluation=self), one_pass(*models):
                 yield
-            if stores:
+            if stored:
                 trainer._stored_metrics["eval"].update({key: [value] for key, value in self._figures.items()})
         except BaseException as error:
             self.loader.abort(one_line(error))
             raise
         finally:
-            odb.evaluation, odb.eval_limits = None, self.loader.lowered
-            vars(trainer).pop("store_metrics", None)
+            odb.eval_limits = self.loader.lowered
             if not self._is_kept:
                 self.loader.close()
         logger.info(

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from odb_factory.errors import ConfigError
-from odb_factory.training.trainer_loss import without_average_tokens
+from odb_factory.training.arguments import replaced
 
 LOSS = 3.0
 NUM_ITEMS = 8
@@ -52,7 +52,7 @@ def own_loss_is_left_alone(trainer: Trainer) -> None:
         return outputs["loss"]
 
     probe = probe_of(trainer, compute_loss_func=own_loss)
-    with without_average_tokens(probe.args):
+    with replaced(probe.args, average_tokens_across_devices=False):
         handed = _training_step(probe)
         loss: Any = Trainer.compute_loss(probe, probe.model, _inputs(), num_items_in_batch=torch.tensor(NUM_ITEMS))
     _expect(handed, LOSS, "Trainer.training_step", "the loss of a compute_loss_func", transformers)

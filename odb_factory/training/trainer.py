@@ -37,7 +37,7 @@ from odb_factory.memory import PeakMeter
 from odb_factory.model.tower import check_batch, one_pass
 from odb_factory.planning import Collation
 from odb_factory.training import probes
-from odb_factory.training.arguments import HideArguments
+from odb_factory.training.arguments import RunArguments, replaced
 from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint, load_sharded_optimizer
 from odb_factory.training.checks import (
     check_arguments,
@@ -52,7 +52,7 @@ from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.run import RunLog, scale_learning_rate
 from odb_factory.training.session import Session, Training
 from odb_factory.training.shared_encoder import SharedEncoder
-from odb_factory.training.trainer_loss import log_what_differs, without_average_tokens
+from odb_factory.training.trainer_loss import log_what_differs
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the Trainer sees as its train dataloader: its batches are optimizer steps.
@@ -151,7 +151,7 @@ class ODBCallback(TrainerCallback):
                 remove_unfinished(folder)
         handler = self._training.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
-        self._training.arguments.show()  # until `HideArguments`: trackers of experiments read them now
+        self._training.arguments.show()  # until the last callback: trackers of experiments read them now
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return
@@ -257,12 +257,12 @@ class ODBTrainerMixin(Base):
         callbacks, preemption = self.callback_handler.callbacks, Preemption(self, training.saver.exchange)
         # First, so that every other callback reads the right figures.
         callbacks.insert(0, ODBCallback(training))
-        callbacks += [CheckpointMark(), RunLog(training), preemption, HideArguments(training.arguments)]
+        callbacks += [CheckpointMark(), RunLog(training), preemption, training.arguments]
         try:
             with preemption.in_place():
                 yield
         finally:
-            ours = (ODBCallback, CheckpointMark, RunLog, Preemption, HideArguments)
+            ours = (ODBCallback, CheckpointMark, RunLog, Preemption, RunArguments)
             # In place: the Trainer may have recreated some from a checkpoint.
             callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
 
@@ -374,7 +374,9 @@ class ODBTrainerMixin(Base):
             with unpadded:
                 return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
-        with unpadded, without_average_tokens(self.args), odb.weighing(model, inputs.get("labels"), num_items):
+        # Not multiplied by the number of ranks: our weights include it.
+        of_rank = replaced(self.args, average_tokens_across_devices=False)
+        with unpadded, of_rank, odb.weighing(model, inputs.get("labels"), num_items):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         if computing is not None:  # else a trial
             scale, computing.is_weighed = computing.loss.scale, True

@@ -23,6 +23,7 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import shifts_labels, unwrapped
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.own_loss import counts_items
+from odb_factory.training.arguments import replaced
 
 logger = get_logger(__name__)
 
@@ -118,20 +119,8 @@ class TrainerLoss:
 
         Raises `ConfigError` at the end where `compute_loss` has not used this loss.
         """
-        places: list[Tensor] = []
-        with contextlib.ExitStack() as stack:
-            if self.is_dynamic and isinstance(labels, Tensor):
-                self._without_logits = self._without_logits or WithoutLogits(model, why_logits(self._trainer))
-                places = stack.enter_context(self._without_logits.in_place_of_logits(labels, num_supervised))
-            stack.enter_context(self._weighing(places, row_weights, segments, num_units))
-            yield
-
-    @contextlib.contextmanager
-    def _weighing(
-        self, places: list[Tensor], row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int
-    ) -> Iterator[None]:
-        """places: where the outputs have log-probabilities of labels in the place of logits; empty: they have not."""
         function: Callable[..., Tensor] = getattr(self._trainer, self._place)
+        places: list[Tensor] = []  # where outputs have log-probabilities of labels in the place of logits
         calls = 0
 
         def weighed(outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,11 +145,12 @@ class TrainerLoss:
                 losses.append(function(*part, **kwargs | more) * (num_items * weight))
             return sum(losses[1:], losses[0])
 
-        setattr(self._trainer, self._place, weighed)
-        try:
+        with contextlib.ExitStack() as stack:
+            if self.is_dynamic and isinstance(labels, Tensor):
+                self._without_logits = self._without_logits or WithoutLogits(model, why_logits(self._trainer))
+                places = stack.enter_context(self._without_logits.in_place_of_logits(labels, num_supervised))
+            stack.enter_context(replaced(self._trainer, **{self._place: weighed}))
             yield
-        finally:
-            setattr(self._trainer, self._place, function)
         if not calls:
             raise ConfigError(
                 f"{self.name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
@@ -226,17 +216,6 @@ def _by_weight(
         return [value] * len(sizes)
 
     return list(zip(weights, cut(given)))
-
-
-@contextlib.contextmanager
-def without_average_tokens(args: Any) -> Iterator[None]:
-    """Within it the Trainer does not multiply a loss by the number of processes: our weights include it."""
-    before = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
