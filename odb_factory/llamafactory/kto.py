@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,20 +179,13 @@ class ExampleMetrics(PreferenceMetrics):
     `kl` is the sum of the estimates that were used (see `StepKL`), as in stock.
     """
 
-    counts = ("sums", "num_examples")
-
     def __init__(self, trainer: Any, step_kl: StepKL):
         super().__init__(trainer)
         self.step_kl = step_kl
-        self.num_examples: Counter[str] = Counter()
-
-    def forget(self) -> None:
-        super().forget()
-        self.num_examples.clear()
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         if computing.micro_batch.begins_optimizer_step:
-            self.num_examples.update(self.step_kl.num_examples)
+            self.counts.update(self.step_kl.num_examples)
             self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
         known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}
         if unknown := metrics.keys() - known - {"kl"}:
@@ -207,7 +199,7 @@ class ExampleMetrics(PreferenceMetrics):
 
     def figures(self) -> dict[str, float]:
         # Of a kind that no rank has seen there must be no key: LLaMA-Factory divides by the number of its examples.
-        kinds = [kind for kind in KINDS if self.num_examples[kind]]
+        kinds = [kind for kind in KINDS if self.counts[kind]]
         keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
         return {key: self.sums[key] for key in (*keys, "kl")}
 

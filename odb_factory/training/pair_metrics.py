@@ -6,10 +6,9 @@ size and some are idle, so each counts by its samples, and idle ones not at all.
 
 from __future__ import annotations
 
-import copy
 import functools
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,16 +21,14 @@ class PreferenceMetrics(ABC):
 
     After each micro-batch the figures of the logging interval so far are in `trainer._stored_metrics`, from which
     `trainer.log` takes and removes them. Evaluations are stock's.
-    counts: the attributes that hold sums.
+    sums: of the figures of this logging interval. counts: what they are divided by, or of.
     """
-
-    counts: tuple[str, ...]
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.sums, self.counts = defaultdict[str, float](float), Counter[str]()
         self._begun: OptimizerStep | None = None
-        self._before: dict[str, Any] = {}
+        self._before = self.sums, self.counts
 
     def install(self) -> None:
         """Until `uninstall`, on this trainer alone."""
@@ -49,7 +46,9 @@ class PreferenceMetrics(ABC):
             return loss, metrics
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
-            self.forget()
+            self.sums.clear()
+            self.counts.clear()
+            self._begun = None
         if computing.micro_batch.begins_optimizer_step:
             self._begin(computing.micro_batch.step)
         self.add(computing, metrics)
@@ -57,18 +56,11 @@ class PreferenceMetrics(ABC):
         stored.update({key: [value] for key, value in self.figures().items()})
         return loss, {}
 
-    def forget(self) -> None:
-        """A logging interval begins."""
-        self.sums.clear()
-        self._begun = None
-
     def _begin(self, step: OptimizerStep) -> None:
         """An optimizer step begins or is restarted (`oom: split`): then its figures so far do not count."""
         if self._begun is not step:
-            self._begun = step
-            self._before = {name: copy.copy(getattr(self, name)) for name in self.counts}
-        else:
-            vars(self).update({name: copy.copy(value) for name, value in self._before.items()})
+            self._begun, self._before = step, (self.sums, self.counts)
+        self.sums, self.counts = self._before[0].copy(), self._before[1].copy()
 
     @abstractmethod
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
@@ -86,23 +78,13 @@ class PairMetrics(PreferenceMetrics):
     pairs, whichever the loss is a mean over.
     """
 
-    counts = ("sums", "total")
-
-    def __init__(self, trainer: Any):
-        super().__init__(trainer)
-        self.total = 0
-
-    def forget(self) -> None:
-        super().forget()
-        self.total = 0
-
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
         of_step = step.num_stock_means if self.trainer.odb.config.loss_scaling == "stock" else step.units
         if computing.micro_batch.begins_optimizer_step:
-            self.total += of_step
+            self.counts["pairs"] += of_step
         for key, value in metrics.items():
             self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step
 
     def figures(self) -> dict[str, float]:
-        return {key: value / max(self.total, 1) for key, value in self.sums.items()}
+        return {key: value / max(self.counts["pairs"], 1) for key, value in self.sums.items()}
