@@ -24,10 +24,9 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.observe import IGNORE_INDEX, ItemError
 from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
-from odb_factory.model.check import models_of
-from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation, Cost, Media
 from odb_factory.training.arguments import replaced
+from odb_factory.training.checks import why_no_door
 from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.trainer import enable_odb
 
@@ -118,8 +117,7 @@ def why_not_flat(trainer: Any) -> str | None:
         return "use_weighting: True reads the whole distribution of each token"
     if trainer.args.ld_alpha is not None and trainer.truncation_mode == "keep_end":
         return "ld_alpha with truncation_mode: keep_end reads a token where an answer has lost its prompt"
-    reasons = (UnpadDoor(model).reason for model in models_of(trainer))
-    return next((reason for reason in reasons if reason is not None), None)
+    return why_no_door(trainer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,10 @@ def data_sets_of(dataset: Any) -> DataSets | None:
     not known, and for one alone."""
     if not isinstance(dataset, OnlineDataset) or not isinstance(dataset.rows, IndexedRows):
         return None
-    names, numbers = dataset.rows.by_source()
-    asked = dataset.processor.data_args.dataset
-    return DataSets(asked if len(asked) == len(names) else names, numbers) if len(names) > 1 else None
+    names, asked = dataset.rows.dataset_names, dataset.processor.data_args.dataset
+    if len(names) < 2:
+        return None
+    return DataSets(asked if len(asked) == len(names) else names, dataset.rows.source_numbers)
 
 
 def _values(arguments: Any, names: Iterable[str]) -> dict[str, object]:

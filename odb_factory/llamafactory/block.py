@@ -389,10 +389,9 @@ def check_v1(args: Mapping[str, Any]) -> ODBConfig:
     """Check arguments of v1 that hold an `odb:` block; returns what the block says. Raises a one-line `ConfigError`."""
     check_keys(args, is_v1=True)
     config = ODBConfig.from_block(args["odb"])
-    defaults = {item.name: item.default for item in dataclasses.fields(ODBConfig)}
     for key, why in V1_MEANINGLESS.items():
-        value = args["odb"].get(key, defaults[key])
-        if value != defaults[key] and (key, value) != ("loss_scaling", "stock"):
+        default = getattr(ODBConfig, key)
+        if (value := args["odb"].get(key, default)) != default and (key, value) != ("loss_scaling", "stock"):
             raise ConfigError(f"odb.{key}: {quoted(value)} has no meaning under USE_V1: {why}; leave it out.")
     for key in config.auto_keys:
         raise ConfigError(f"odb.{key}: {AUTO!r} has no meaning under USE_V1: {V1_STEPS}; set a number.")
@@ -517,9 +516,6 @@ def why_not_flat(trainer: Any) -> str | None:
         return f"shift_attn: {WHY_NOT_SHIFTED}"
     if not STAGES[trainer.finetuning_args.stage].batches:
         return None
-    # What a trainer reads of its rows comes from the door at the output embedding.
-    from odb_factory.model.check import models_of
-    from odb_factory.model.unpad import UnpadDoor
+    from odb_factory.training.checks import why_no_door
 
-    reasons = (UnpadDoor(model).reason for model in models_of(trainer))
-    return next((reason for reason in reasons if reason is not None), None)
+    return why_no_door(trainer)

@@ -141,11 +141,9 @@ def kept_head() -> list[dict[str, Any]]:
     return list(_head)
 
 
-def is_convertible(rows: Any, attr: Any) -> bool:
-    """Whether rows can be converted one at a time: not a stream; no media that the pass would decode and encode again,
-    except images in a plain column of images."""
-    if not isinstance(rows, datasets.Dataset):
-        return False
+def is_convertible(rows: datasets.Dataset, attr: Any) -> bool:
+    """Whether rows can be converted one at a time: no media that the pass would decode and encode again, except images
+    in a plain column of images."""
     feature = rows.features.get(attr.images)
     image = _image(feature)
     if _holds(feature, (datasets.Image, *_DECODED_IN_TIME)) and (image is None or image.mode is not None):
@@ -179,11 +177,10 @@ class IndexedRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._sources[self._source[index]][int(self._row[index])]
 
-    def by_source(self) -> tuple[list[str], np.ndarray]:
-        """The names of the datasets, and for each row the number of its dataset (int16)."""
-        place = np.zeros(max(self._sources) + 1, dtype=np.int16)
-        place[list(self._sources)] = np.arange(len(self._sources))
-        return [source.name for source in self._sources.values()], place[self._source]
+    @property
+    def source_numbers(self) -> np.ndarray:
+        """For each row the number of its dataset among `dataset_names` (int16)."""
+        return np.searchsorted(list(self._sources), self._source).astype(np.int16)
 
     def origin(self, index: int) -> str:
         """Where a row came from, for messages: its number and the name of its dataset."""

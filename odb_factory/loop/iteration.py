@@ -26,7 +26,7 @@ from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.gloo import Group, check_process_group, find_process_group, gather_once
 from odb_factory.comm.lifeline import lifeline_of, world_size_of
 from odb_factory.comm.ranks import Ranks
-from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig, make_config
+from odb_factory.config import ODBConfig, ResolvedConfig, make_config
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
@@ -139,8 +139,7 @@ def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
             f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
         )
     config = make_config(config, block)
-    if config.auto_keys:
-        key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
+    for key in config.auto_keys:
         raise ConfigError(
             f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."
         )

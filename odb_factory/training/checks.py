@@ -20,7 +20,8 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
-from odb_factory.model.check import unwrapped
+from odb_factory.model.check import models_of, unwrapped
+from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation
 from odb_factory.version import offloads_optimizer, why_gradients_are_lost
 
@@ -326,6 +327,11 @@ def check_methods(trainer: Any) -> None:
 
 def _origin(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def why_no_door(trainer: Any) -> str | None:
+    """Why what a trainer reads of its rows cannot come from the door at a model's output embedding; None: it can."""
+    return next((why for model in models_of(trainer) if (why := UnpadDoor(model).reason) is not None), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

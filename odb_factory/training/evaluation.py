@@ -55,17 +55,14 @@ PLANNED_HERE = 2048
 """Rows of all ranks that are planned in some milliseconds: no process is started for them."""
 
 
-def counts_items_in_evaluation() -> bool:
-    """Whether this release's Trainer divides by the number of tokens in an evaluation, as it does in training."""
-    return "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
-
-
 def mean_of_round(of_training: StockMean, world_size: int, *, counts_tokens: bool) -> StockMean:
     """What the loss of a round is made of: the sum of means over tokens, divided by `divisor`.
 
     of_training: of an optimizer step. counts_tokens: the model is given the number of tokens, in training.
     """
-    if counts_tokens and not counts_items_in_evaluation():
+    # Whether this release's Trainer divides by the number of tokens in an evaluation, as it does in training.
+    counts_here = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
+    if counts_tokens and not counts_here:
         return StockMean("micro_batch", world_size, counts_first=False)
     if of_training.over == "step":
         return StockMean("round", 1, of_training.counts_first)
@@ -100,7 +97,7 @@ class MicroBatchInputs(dict[str, torch.Tensor]):
 class Evaluation:
     """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
 
-    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. mean: of a round.
+    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it.
     loss_only: no predictions are kept. can_split: no rank waits for another one in a forward.
     generation: from the rows; None: nothing is generated. is_kept: the loader is for later evaluations, too.
     computing: the micro-batch in forward, where its loss is weighed.
@@ -112,7 +109,6 @@ class Evaluation:
         stock: Any,
         loader: ODBLoader,
         parts: DataLoaderParts,
-        mean: StockMean,
         *,
         loss_only: bool,
         can_split: bool,
@@ -122,7 +118,7 @@ class Evaluation:
         self.dataset, self.loader, self.loss_only = stock.dataset, loader, loss_only
         self._can_split, self._generation, self._is_kept = can_split, generation, is_kept
         self.computing: Computing | None = None
-        self._trainer, self._stock, self._mean, self._batch_size = trainer, stock, mean, parts.batch_size
+        self._trainer, self._stock, self._batch_size = trainer, stock, parts.batch_size
         in_round = parts.batch_size * loader.world_size
         self._rounds, rest = divmod(len(parts.sampler), in_round)
         self._rest = 0 if parts.drop_last else rest
@@ -272,9 +268,9 @@ class Evaluation:
 
     def _weights(self, micro_batch: MicroBatch) -> list[float]:
         """Of each sample, the weight of each of its tokens in `eval_loss`."""
-        a_round = self.loader.world_size * self._batch_size * self._of_row
-        assert self._mean.divisor is not None
-        return [a_round / self._mean.divisor / max(sample.stock_units, 1) for sample in micro_batch.samples]
+        a_round, divisor = self.loader.world_size * self._batch_size * self._of_row, self.loader.rule.stock_mean.divisor
+        assert divisor is not None
+        return [a_round / divisor / max(sample.stock_units, 1) for sample in micro_batch.samples]
 
     def _store_metrics(self, metrics: dict[str, float], train_eval: str = "train") -> None:
         """Stock takes the mean over the batches of a rank, and over ranks."""
@@ -394,7 +390,6 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         stock,
         loader,
         parts,
-        mean,
         loss_only=loss_only,
         can_split=can_split,
         generation=generation,

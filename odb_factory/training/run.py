@@ -268,22 +268,6 @@ class ScheduleClock:
             self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
 
 
-def follow_clock(scheduler: Any, clock: ScheduleClock) -> bool:
-    """Make a `LambdaLR` (every schedule of transformers but the metric-driven ones) read `clock`.
-
-    Returns False, with nothing changed, for another kind of scheduler.
-    """
-    if not isinstance(scheduler, LambdaLR):
-        return False
-
-    def at_clock(curve: Any) -> Any:
-        return lambda _steps_taken: curve(clock.position)
-
-    # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
-    scheduler.lr_lambdas = [at_clock(curve) for curve in scheduler.lr_lambdas]
-    return True
-
-
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
     """Multiply the learning rate of every parameter group, before a scheduler is made for them; once each."""
     for group in optimizer.param_groups:
@@ -309,10 +293,8 @@ class FillSchedule:
 
         Raises `ConfigError` if the first window need not be like the rest: few samples, or an order that is not random.
         """
-        if self._lr_factor is None and self.config.lr_scale == "none":
-            return 1.0
-        if self._lr_factor is not None:
-            return self._lr_factor
+        if self._lr_factor is not None or self.config.lr_scale == "none":
+            return self._lr_factor or 1.0
         config, num_samples = self.config, self.loader.num_samples
         name, window = f"odb.lr_scale: {config.lr_scale!r}", config.buffer_size * self.loader.world_size
         if num_samples is None:
@@ -348,11 +330,13 @@ class FillSchedule:
 
     def follow(self, scheduler: Any) -> None:
         """Let the scheduler follow the samples done, if the run counts epochs."""
-        if self.clock is None:
+        if (clock := self.clock) is None:
             return
-        goes_by_metrics = "metrics" in inspect.signature(scheduler.step).parameters  # of an evaluation
-        if not follow_clock(scheduler, self.clock) and not goes_by_metrics:
-            name, steps = type(scheduler).__name__, self.clock.total_steps
+        if isinstance(scheduler, LambdaLR):  # every schedule of transformers but those that go by metrics
+            # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
+            scheduler.lr_lambdas = [lambda _, curve=curve: curve(clock.position) for curve in scheduler.lr_lambdas]
+        elif "metrics" not in inspect.signature(scheduler.step).parameters:
+            name, steps = type(scheduler).__name__, clock.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
 
     def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
@@ -505,13 +489,12 @@ class ODBRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Figures, schedule and summary so far, in JSON types."""
-        restarted = None if self._restarted is None else list(self._restarted)
         lowered = self.loader.lowered
         limits = lowered and {"configured": asdict(self.loader.budget.limits), "lowered": asdict(lowered)}
         state = {
             "accounting": self.accounting.state_dict(),
             "epochs": self.epoch,
-            "restarted": restarted,
+            "restarted": self._restarted and list(self._restarted),
             "limits": limits,
             "schedule": self.schedule.state_dict(),
         }

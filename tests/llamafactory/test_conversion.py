@@ -233,10 +233,6 @@ def test_media_that_the_pass_would_encode_anew_are_left_to_it(column: str, featu
     assert dataset_module.is_convertible(rows, _attr()), "a column that is not used does not matter"
 
 
-def test_a_stream_is_left_to_stock() -> None:
-    assert not dataset_module.is_convertible(datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), _attr())
-
-
 def _attr(**columns: str) -> Any:
     from llamafactory.data.parser import DatasetAttr
 
