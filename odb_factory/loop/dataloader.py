@@ -20,10 +20,6 @@ from odb_factory.loop.iteration import FixedBatchesRefused, Iteration, LoopOptio
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The common part of `ODBDataLoader` and of a DataLoader that `apply_odb` has changed.
-
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -71,6 +67,10 @@ class Controls(Generic[T_co]):
         """End the worker processes and release the process group of the planning (on all ranks)."""
         self._odb.close()
 
+    def _end(self) -> None:
+        """The `with` block is left."""
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -83,7 +83,7 @@ class Controls(Generic[T_co]):
         is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
         if cause is not None and not is_end:
             self._odb.abort(one_line(cause))
-        self.close()
+        self._end()
         if cause is not None and cause is not error:
             raise cause from error
 
@@ -211,10 +211,6 @@ def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str,
     return [dict(one) for one in states]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `ODBDataLoader`: a DataLoader that forms its batches online, for custom training loops.
-
-
 class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
     """A DataLoader that forms its batches online, under budgets; yields what `collate_fn` returns.
 
@@ -335,10 +331,6 @@ class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
         return True
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `apply_odb`: let an existing DataLoader form its batches online.
-
-
 class ODBHandle(Controls[Any], Stateful):
     """The result of `apply_odb`: iterates the DataLoader, and `remove()` restores it.
 
@@ -362,13 +354,6 @@ class ODBHandle(Controls[Any], Stateful):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataloader)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """After an error this rank reports to the others why it leaves."""
-        super().__exit__(kind, error, trace)
-        self.remove()
-
     def remove(self) -> None:
         """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
         self.close()
@@ -377,6 +362,8 @@ class ODBHandle(Controls[Any], Stateful):
             self._loader.collate_fn = self._collate_fn
             if self._drop_last is not None:
                 self.dataloader._drop_last = self._drop_last
+
+    _end = remove
 
 
 def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:

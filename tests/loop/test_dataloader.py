@@ -168,6 +168,13 @@ def test_apply_inside_what_accelerate_prepared() -> None:
     assert len(next(iter(prepared))["input_ids"]) == 4
 
 
+def test_what_was_applied_is_undone_where_the_cause_of_an_error_is_raised_in_its_place() -> None:
+    stock = DataLoader(Rows(), batch_size=4, collate_fn=pad)
+    with pytest.raises(DataError, match="ran out of memory"), apply_odb(stock, token_budget=BUDGET):
+        raise MemoryError
+    assert type(stock) is DataLoader and stock.collate_fn is pad
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_of_torchdata_keeps_the_state_of_online_batches(shuffle: bool) -> None:
     """Asked for by its own methods, and shuffled anew in the same order."""
