@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +22,7 @@ from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
 from odb_factory.llamafactory.activation import NEWEST_TESTED, OPTIONAL, SEAMS, TRAINERS
 from odb_factory.log import get_logger
+from odb_factory.version import installed_version
 
 logger = get_logger(__name__)
 
@@ -143,10 +143,7 @@ def is_newer(version: str | None) -> bool:
 @functools.cache
 def log_if_newer() -> None:
     """Log once, on rank 0, that nobody has tried this release; what it lacks is named where it is missing."""
-    try:
-        version = metadata.version("llamafactory")
-    except metadata.PackageNotFoundError:  # a source tree on the path
-        return
+    version = installed_version("llamafactory")  # None for a source tree on the path
     if is_newer(version) and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
             "LLaMA-Factory %s is newer than what odb_factory was tested with (%s); it has all that odb_factory needs, "

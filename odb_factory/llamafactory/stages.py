@@ -20,10 +20,6 @@ from odb_factory.planning import Collation, Cost
 if TYPE_CHECKING:
     from odb_factory.llamafactory.media import MediaObserver
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `Stage`: what differs between LLaMA-Factory's stages of training.
-
 MEDIA = ("images", "videos", "audios")
 PROBE_TOKENS = 8
 

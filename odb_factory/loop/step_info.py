@@ -28,9 +28,6 @@ from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.model.flat_row import FlatRow, begin_row, row_in_progress
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `ODBStepInfo`: what a training loop needs to know about a micro-batch. Travels beside the model inputs of a batch.
-
 STEP_INFO_KEY = "odb_step_info"
 LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
 """Without `stock`: what the loss of a loop would be without odb, only its author knows."""
@@ -163,7 +160,9 @@ def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
     """
     if not isinstance(batch, Mapping):
         if isinstance(batch, tuple | list):
-            batch = _with_attributes(type(batch), batch)
+            kind = _subclass(type(batch))
+            # A named tuple keeps its names.
+            batch = tuple.__new__(kind, batch) if isinstance(batch, tuple) else kind(batch)
         try:
             setattr(batch, STEP_INFO_KEY, info)
         except AttributeError:
@@ -186,14 +185,9 @@ def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
     return batch
 
 
-def _with_attributes(kind: Any, values: Sequence[Any]) -> Any:
-    """A tuple or list of these values that can have attributes; a named tuple keeps its names."""
-    made = _subclass(kind)
-    return tuple.__new__(made, values) if issubclass(made, tuple) else made(values)
-
-
 @functools.cache
 def _subclass(kind: Any) -> Any:
+    """Its objects can have attributes."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__})
 
 
@@ -221,10 +215,6 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
         raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOOP_LOSS_SCALINGS)}.")
     weights = token_weights(info._micro_batch, loss_scaling, info._world_size)
     return dataclasses.replace(info, loss_scaling=loss_scaling, token_weights=weights)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `weighted_loss`, `without_logits`: the loss of a micro-batch whose tokens weigh differently.
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:

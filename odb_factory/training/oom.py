@@ -31,9 +31,6 @@ from odb_factory.memory import is_out_of_memory
 from odb_factory.planning import Budget, Limits
 from odb_factory.training.run import ODBRun
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `MemoryWatch`: names the micro-batch that memory does not hold, and what to lower.
-
 logger = get_logger(__name__)
 
 MAX_IDS_NAMED = 16
