@@ -13,7 +13,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -206,7 +206,7 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     _check_model(args)
     _check_checkpoint(args)
     if args.get("do_train"):
-        _raise_first(_refused_arguments(args.get))
+        _check_arguments(args.get)
     return config
 
 
@@ -276,7 +276,7 @@ def _check_checkpoint(args: Mapping[str, Any]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What does not go with a block: generators of messages, of which the first is raised.
+# What does not go with a block.
 
 LEAST_BCO_WEIGHT = 1e-6
 """Up to it LLaMA-Factory's trainer leaves `pref_bco_weight` out."""
@@ -335,12 +335,12 @@ def check_combination(
         logger.info("the odb: block has no effect: do_train is false")
     else:
         try:
-            _raise_first(_refused_arguments(value_of))
-            _raise_first(_refused_keys_of_the_block(config, value_of))
+            _check_arguments(value_of)
+            _check_keys_of_the_block(config, value_of)
             check_arguments(training_args, config)
             if value_of("streaming"):
                 check_stream(config)
-            _raise_first(_refused_losses(config, model_args, training_args, value_of))
+            _check_losses(config, model_args, training_args, value_of)
         except ConfigError as error:
             problem = error
     own = of_arguments(*owners)
@@ -425,60 +425,55 @@ def check_v1_keys(args: Mapping[str, Any]) -> None:
         raise ConfigError(f"{key}: {quoted(args[key])} is no key of LLaMA-Factory's v1 trainer (USE_V1); {hint}.")
 
 
-def _raise_first(messages: Iterator[str]) -> None:
-    for message in messages:
-        raise ConfigError(message)
-
-
-def _refused_arguments(value_of: ValueOf) -> Iterator[str]:
+def _check_arguments(value_of: ValueOf) -> None:
     """Arguments that no block goes with."""
 
-    def refused(key: str, why: str) -> str:
-        return f"{key}: {quoted(value_of(key))} does not go with odb: {why}."
+    def refused(key: str, why: str) -> ConfigError:
+        return ConfigError(f"{key}: {quoted(value_of(key))} does not go with odb: {why}.")
 
     stage = value_of("stage", "sft")
     if stage == "ppo":
-        yield refused("stage", "PPO generates its own batches while training; remove the odb: block")
+        raise refused("stage", "PPO generates its own batches while training; remove the odb: block")
     if stage not in STAGES:
-        yield refused("stage", f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
+        raise refused("stage", f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
     if stage == "dpo" and (value_of("pref_bco_weight") or 0) > LEAST_BCO_WEIGHT:
-        yield refused(
+        raise refused(
             "pref_bco_weight",
             "its baseline is a running mean over micro-batches, of which odb makes others; remove the key",
         )
     for key, why in REFUSED.items():
         if value_of(key):
-            yield refused(key, why)
+            raise refused(key, why)
     for optimizer, (key, value, way_out) in AT_A_BACKWARD.items():
         if value_of(optimizer) and value_of(key) == value:
-            yield refused(key, f"it acts in every backward, of which odb makes several an optimizer step; {way_out}")
+            raise refused(key, f"it acts in every backward, of which odb makes several an optimizer step; {way_out}")
     if not value_of("ignore_pad_token_for_loss", True):
         why = "padding would carry loss and its amount depends on which samples share a micro-batch; set it to true"
-        yield refused("ignore_pad_token_for_loss", why)
+        raise refused("ignore_pad_token_for_loss", why)
 
 
-def _refused_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> Iterator[str]:
+def _check_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> None:
     """Keys of the block that the stage, or another argument, does not go with."""
     stage = STAGES[value_of("stage", "sft")]
     if config.auto_keys and stage.prepares_steps:
-        yield (
+        raise ConfigError(
             f"odb.{config.auto_keys[0]}: {AUTO!r} does not go with odb: {AUTO} tries micro-batches one by one, and "
             f"stage {stage.name} prepares whole optimizer steps; set a number."
         )
     for key, value in {"length_buckets": config.length_buckets, "row_multiple": config.row_multiple}.items():
         if stage.batches and value not in (None, 1):
-            yield (
+            raise ConfigError(
                 f"odb.{key}: {value} rounds up batches of single texts, and stage {stage.name!r} reads its batches by "
                 f"{stage.unit}s; leave it out."
             )
     if config.layout == "flat" and value_of("shift_attn"):
-        yield (
+        raise ConfigError(
             f"shift_attn: {value_of('shift_attn')!r} does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}; remove it, "
             "or set `layout: padded`, or auto."
         )
 
 
-def _refused_losses(config: ODBConfig, model_args: Any, training_args: Any, value_of: ValueOf) -> Iterator[str]:
+def _check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_of: ValueOf) -> None:
     """A kernel whose samples would have to weigh differently. `odb_factory.accounting.losses` finds it too, minutes
     later; this knows the arguments only."""
     if STAGES[value_of("stage", "sft")].equal_weights:
@@ -487,7 +482,7 @@ def _refused_losses(config: ODBConfig, model_args: Any, training_args: Any, valu
     if key is None or needs is None or any(map(value_of, TAKE_LABELS_AWAY)):
         return
     if _weights_differ(config, model_args, training_args, value_of):
-        yield (
+        raise ConfigError(
             f"{key}: {value_of(key)} computes the loss without logits, {needs}: {value_of(needs)} keeps odb from doing "
             f"so, and `loss_scaling: {config.loss_scaling}` gives the samples of a micro-batch different weights here; "
             f"set `loss_scaling: exact` in the odb: block, {needs}: false, or {key}: false."

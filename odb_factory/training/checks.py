@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from enum import Enum
 from typing import Any
 
@@ -47,15 +47,6 @@ ENGINES = ("torch", "accelerate", "deepspeed")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
 
 
-def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
-    """Raise `ConfigError` for training arguments and block keys that cannot work; needs no model.
-
-    memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
-    """
-    for message in _refused(args, config, memory_meter):
-        raise ConfigError(message)
-
-
 def log_without_effect(args: Any) -> None:
     """Training arguments of stock that do nothing here."""
     if not getattr(args.accelerator_config, "use_seedable_sampler", True):
@@ -75,16 +66,19 @@ def log_without_effect(args: Any) -> None:
         )
 
 
-def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> Iterator[str]:
-    """Why these arguments cannot work."""
+def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
+    """Raise `ConfigError` for training arguments and block keys that cannot work; needs no model.
+
+    memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
+    """
     deepspeed = deepspeed_config(args)
     if args.gradient_accumulation_steps < 1:
-        yield (
+        raise ConfigError(
             f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
             "optimizer step; choose 1 or more."
         )
     if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        yield (
+        raise ConfigError(
             f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set "
             "max_steps."
         )
@@ -95,68 +89,68 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
         for name in path.split("."):
             section = section.get(name) if isinstance(section, dict) else None
         sizes[f"deepspeed {path}"] = section
-    yield from _sharing_a_replica(sizes)
+    _check_replicas(sizes)
     if (lost := why_gradients_are_lost(deepspeed)) is not None:
-        yield lost
+        raise ConfigError(lost)
     if args.n_gpu > 1:
-        yield (
+        raise ConfigError(
             f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
             "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD:
-        yield (
+        raise ConfigError(
             f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
             "choose another optimizer, or train without odb."
         )
     if args.auto_find_batch_size:
-        yield (
+        raise ConfigError(
             "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
             "lower `token_budget` if memory is short."
         )
     if getattr(args.accelerator_config, "split_batches", False) and args.world_size > 1:
-        yield (
+        raise ConfigError(
             "accelerator_config.split_batches: True does not go with odb: stock would cut each batch apart among the "
             f"ranks; remove it and divide per_device_train_batch_size by {args.world_size}."
         )
     if getattr(args, "ddp_static_graph", None) and args.world_size > 1:
-        yield (
+        raise ConfigError(
             "ddp_static_graph: True does not go with odb: torch takes the first backward for every later one, and an "
             "optimizer step has a number of its own of them; remove the key."
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
-        yield (
+        raise ConfigError(
             "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
             "remove the key or set it to false."
         )
     scheduler = deepspeed.get("scheduler")
     if scheduler and not config.keeps:
-        yield (
+        raise ConfigError(
             f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
             "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
             "keep the optimizer steps."
         )
     if config.auto_keys and memory_meter is None and memory.find_meter(args.device) is None:
-        yield (
+        raise ConfigError(
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator whose memory torch counts, and "
             f"this training runs on {args.device.type!r}; set a number (`odb-factory plan` says what it does with the "
             "data)."
         )
     if config.oom != "raise" and (why := why_not_split(args)) is not None:
-        yield (
+        raise ConfigError(
             f"odb.oom: {config.oom!r} works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and "
             "lower token_budget if memory is short."
         )
 
 
-def _sharing_a_replica(sizes: Mapping[str, Any]) -> Iterator[str]:
+def _check_replicas(sizes: Mapping[str, Any]) -> None:
     """All ranks must be data-parallel ranks. sizes: number of ranks that share a replica, by setting."""
     for what, size in sizes.items():
         if isinstance(size, int) and size > 1:
             why = "rows would be cut along their length after they were grouped, the lengths of their samples not"
             if re.search(r"tp_size|tensor", what):
                 why = "a Trainer's figures, checkpoints and evaluation take every rank for a data-parallel one"
-            yield (
+            raise ConfigError(
                 f"{what}: {size} ranks would share one replica of the model, which odb does not support here ({why}); "
                 "set it to 1 (ZeRO, FSDP and HSDP are supported; tensor parallelism in a loop with ODBDataLoader)."
             )
@@ -232,8 +226,7 @@ def _check_model_parallelism(trainer: Any) -> None:
     size = max(getattr(model, name, None) or 1 for name in ("_tp_size", "tp_size"))
     sizes = {"the model's tensor parallel size (tp_plan)": size}
     sizes |= {f"accelerate's {name}": getattr(parallelism, name, None) for name in SHARED_REPLICA}
-    for message in _sharing_a_replica(sizes):
-        raise ConfigError(message)
+    _check_replicas(sizes)
     if parallelism is None:
         return
     # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
