@@ -229,7 +229,12 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     else:
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
     source = Source(dataset, dataset_attr, converter)
-    source.check_columns()
+    try:
+        source[0]
+    except DataError:
+        raise
+    except Exception:  # what is wrong with a row is for the policy `on_error`
+        pass
     if converter is not None:
         table, one_row = dataset.with_format("arrow"), _one_by_one(data_args)
 

@@ -72,15 +72,11 @@ def stored(rows: datasets.Dataset, images: str, encodings: int) -> StoredRows | 
     return rows if decoded else StoredRows(rows, images, encodings)
 
 
-class MissingColumn(DataError):
-    """No row has a column that the converter asks for."""
-
-
 class Source:
     """One dataset: `source[row]` is a converted row.
 
     rows: as loaded, or already converted if `converter` is none. attr: LLaMA-Factory's description of it.
-    Raises `MissingColumn`, and what the converter raises for a row.
+    Raises `DataError` for a column that no row has, and what the converter raises for a row.
     """
 
     def __init__(self, rows: datasets.Dataset, attr: Any, converter: Callable[[Any], dict[str, Any]] | None):
@@ -94,15 +90,6 @@ class Source:
             return self._stored[row]
         return self.converter(_Columns(self._stored[row], self.name))
 
-    def check_columns(self) -> None:
-        """Raise `MissingColumn` at once; what else is wrong with a row is for the policy `on_error`."""
-        try:
-            self[0]
-        except MissingColumn:
-            raise
-        except Exception:
-            return
-
 
 class _Columns(dict):
     def __init__(self, row: dict[str, Any], name: str):
@@ -110,7 +97,7 @@ class _Columns(dict):
         self._name = name
 
     def __missing__(self, column: str) -> Any:
-        raise MissingColumn(
+        raise DataError(
             f"{self._name} has no column {column!r}, only {', '.join(self)}; "
             "give it the right `formatting` and `columns` in dataset_info.json."
         )
@@ -183,7 +170,6 @@ class IndexedRows:
         return np.searchsorted(list(self._sources), self._source).astype(np.int16)
 
     def origin(self, index: int) -> str:
-        """Where a row came from, for messages: its number and the name of its dataset."""
         return f"row {self._row[index]} of {self.dataset_name(index)}"
 
     def dataset_name(self, index: int) -> str:

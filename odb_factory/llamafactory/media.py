@@ -66,10 +66,8 @@ class EncodedImage:
     def open(self) -> Image.Image:
         """The decoded image, as `datasets` would have given it."""
         image = _FEATURE.decode_example(self.cell)
-        is_kept = image.format in LOSSLESS or bool(
-            getattr(image, "filename", "")
-        )  # a file with a name is kept as it is
-        for _ in range(0 if is_kept else self.encodings):
+        has_name = bool(getattr(image, "filename", ""))  # such a file is kept as it is
+        for _ in range(0 if has_name or image.format in LOSSLESS else self.encodings):
             image = _FEATURE.decode_example(_FEATURE.encode_example(image))
         return image
 

@@ -271,12 +271,10 @@ class BatchGenerator(TrainerCallback):
         is_bf16 = args.bf16 and args.dist_config is not None
         layout = resolve_layout(models, config.layout, SimpleNamespace(device=trainer.device, bf16=is_bf16, fp16=False))
         iteration = self._make(layout)
-        iteration.set_epoch(self._epoch)
         if layout.name == "flat" and (why := self._why_not_flat(iteration)) is not None:
             layout = fall_back(layout, config.layout, why)
             iteration.close()
             iteration = self._make(layout)
-            iteration.set_epoch(self._epoch)
         iteration.is_checked = True
         logger.info(
             "online dynamic batching is on for v1's %s; layout: %s (%s)", self._kind, layout.name, layout.reason
@@ -299,7 +297,7 @@ class BatchGenerator(TrainerCallback):
             pin_memory=True,
             generator=torch.Generator().manual_seed(args.seed),
         )
-        return Iteration(
+        iteration = Iteration(
             loader,
             gradient_accumulation_steps=self.num_micro_batch,
             cost_fn=_cost_of,
@@ -308,6 +306,8 @@ class BatchGenerator(TrainerCallback):
             stock_mean=StockMean("micro_batch"),
             config=dataclasses.replace(self._config, layout=layout.name, audit=False, seed=args.seed),
         )
+        iteration.set_epoch(self._epoch)
+        return iteration
 
     def _why_not_flat(self, iteration: Iteration) -> str | None:
         """Try the model on a few rows in both layouts, on all ranks."""

@@ -26,7 +26,7 @@ SAMPLING = "train_sampling_strategy"
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def replaced(owner: Any, /, **attributes: Any) -> Iterator[None]:
     """Within it an object has these attributes of its own; afterwards it has what it had."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}

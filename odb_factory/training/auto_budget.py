@@ -68,13 +68,12 @@ def untouched(trainer: Any) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     # DDP: whether the next forward brings the buffers of rank 0 to all.
-    synced = getattr(model, "require_forward_param_sync", None)
+    synced = {name: value for name, value in vars(model).items() if name == "require_forward_param_sync"}
     figures = copy.deepcopy({name: value for name, value in vars(trainer).items() if _is_plain(value)})
-    syncs_gradients = trainer.accelerator.sync_gradients
-    attributes = set(vars(trainer))
-    trainer.__dict__.setdefault(ACCUMULATION, 1)
+    syncs_gradients, attributes = trainer.accelerator.sync_gradients, set(vars(trainer))
+    changed = replaced(trainer, **{ACCUMULATION: 1} | figures)
     try:
-        with kept_random_numbers(trainer.args.device):
+        with kept_random_numbers(trainer.args.device), changed, replaced(model, **synced):
             yield
     finally:
         for parameter in without:
@@ -84,9 +83,6 @@ def untouched(trainer: Any) -> Iterator[None]:
                 buffer.copy_(before)
         for module, training in modes:
             module.training = training
-        if synced is not None:
-            model.require_forward_param_sync = synced
-        vars(trainer).update(figures)
         for name in set(vars(trainer)) - attributes:
             delattr(trainer, name)
         trainer.accelerator.sync_gradients = syncs_gradients

@@ -126,7 +126,9 @@ class Evaluation:
         gather = getattr(trainer.gather_function, "func", trainer.gather_function)
         self._counts_repeated = gather.__name__ == "gather"
         counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
-        self._of_row = 1 / max(counted, 1)
+        self._of_row, divisor = 1 / max(counted, 1), loader.rule.stock_mean.divisor
+        assert divisor is not None, "`mean_of_round` has one"
+        self._of_mean = in_round * self._of_row / divisor
         self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, advises_split=False)
         self._loss: Tensor | None = None
         self._figures: defaultdict[str, float] = defaultdict(float)
@@ -238,7 +240,7 @@ class Evaluation:
     ) -> Any:
         self._share = len(micro_batch.ids) / self._batch_size
         has_loss = any(micro_batch.units)
-        weights = self._weights(micro_batch) if has_loss else []
+        weights = [self._of_mean / max(sample.stock_units, 1) for sample in micro_batch.samples] if has_loss else []
         self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
         batch, unpadded = self._trainer.odb.unpadded(batch)
         with self._trainer.odb.in_forward(measured), unpadded:
@@ -265,12 +267,6 @@ class Evaluation:
             share = loss.double() * weight
             self._loss = share if self._loss is None else self._loss + share
         self._predicted += predicted
-
-    def _weights(self, micro_batch: MicroBatch) -> list[float]:
-        """Of each sample, the weight of each of its tokens in `eval_loss`."""
-        a_round, divisor = self.loader.world_size * self._batch_size * self._of_row, self.loader.rule.stock_mean.divisor
-        assert divisor is not None
-        return [a_round / divisor / max(sample.stock_units, 1) for sample in micro_batch.samples]
 
     def _store_metrics(self, metrics: dict[str, float], train_eval: str = "train") -> None:
         """Stock takes the mean over the batches of a rank, and over ranks."""

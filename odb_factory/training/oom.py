@@ -338,20 +338,15 @@ class RestartedSteps:
         tasks = step.tasks[micro_batch.index]
         at = tasks.index(task)
         if skips:
-            tasks[at] = self._leave_out(step, task, what)
+            causes = dict.fromkeys(micro_batch.ids, what)
+            step.late += run.loader.leave_out(micro_batch, causes, OUT_OF_MEMORY, empties=True)
+            tasks[at] = micro_batch.only(()), [run.loader.stand_in(task[1])]
         else:
             step.cuts += 1
             tasks[at : at + 1] = cut(task, run.loader.budget)
         done = "skip: it is left out" if skips else "split: it is cut in two"
         logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", what, done)
         return False
-
-    def _leave_out(self, step: _Attempt, task: Task, what: str) -> Task:
-        """Leave the samples of a micro-batch out; what idles in its place."""
-        loader, (micro_batch, samples) = self.run.loader, task
-        causes = dict.fromkeys(micro_batch.ids, what)
-        step.late += loader.leave_out(micro_batch, causes, OUT_OF_MEMORY, empties=True)
-        return micro_batch.only(()), [loader.stand_in(samples)]
 
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""

@@ -50,17 +50,14 @@ class PreferenceMetrics(ABC):
             self.counts.clear()
             self._begun = None
         if computing.micro_batch.begins_optimizer_step:
-            self._begin(computing.micro_batch.step)
+            if (step := computing.micro_batch.step) is not self._begun:
+                self._begun, self._before = step, (self.sums, self.counts)
+            # A step that is restarted (`oom: split`): its figures so far do not count.
+            self.sums, self.counts = self._before[0].copy(), self._before[1].copy()
         self.add(computing, metrics)
         stored.clear()
         stored.update({key: [value] for key, value in self.figures().items()})
         return loss, {}
-
-    def _begin(self, step: OptimizerStep) -> None:
-        """An optimizer step begins or is restarted (`oom: split`): then its figures so far do not count."""
-        if self._begun is not step:
-            self._begun, self._before = step, (self.sums, self.counts)
-        self.sums, self.counts = self._before[0].copy(), self._before[1].copy()
 
     @abstractmethod
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:

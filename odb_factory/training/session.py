@@ -219,21 +219,15 @@ class Session:
         """Within it the loss of the current micro-batch is the weighted mean over its tokens, also in a
         trial, which needs the same memory. model: as trained. labels: of the batch, if it has some."""
         computing, training = self.computing, self.training
-        own = None if training is None else training.trainer_loss
-        if computing is None:
-            if own is not None:
-                return own.weighing(model, labels, None, (), num_items)
-            if self.equal_weights:
-                return contextlib.nullcontext()
-            return self._loss_of(model).weighing(None, (), num_items)
-        row_weights, segments = computing.loss.row_weights, computing.measured.segments
-        num_supervised = computing.measured.num_supervised
-        if own is not None:
-            return own.weighing(model, labels, row_weights, segments, num_items, num_supervised)
-        if row_weights is None and num_supervised is None:
+        row_weights = None if computing is None else computing.loss.row_weights
+        measured = None if computing is None else computing.measured
+        segments, num_supervised = ((), None) if measured is None else (measured.segments, measured.num_supervised)
+        if training is not None and training.trainer_loss is not None:
+            return training.trainer_loss.weighing(model, labels, row_weights, segments, num_items, num_supervised)
+        if self.equal_weights if computing is None else row_weights is num_supervised is None:
             return contextlib.nullcontext()
         watch, times = None, 1.0
-        if training is not None and self.evaluation is None:
+        if computing is not None and training is not None and self.evaluation is None:
             by_set, step = training.run.accounting.by_set, computing.micro_batch.step
             if by_set is not None and not computing.micro_batch.idle:
                 watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)

@@ -102,11 +102,10 @@ class TrainLoader:
         collated = iter(run.loader)
         while True:
             self._training.saver.step_is_asked_for()
-            first = run.accounting.next(collated)
-            if first is None:
+            box = [run.accounting.next(collated)]
+            if box[0] is None:
                 return
-            step, micro_batches = first[0].step, self._micro_batches([first], collated)
-            del first
+            step, micro_batches = box[0][0].step, self._micro_batches(box, collated)
             # Rank 0 reports the sums of all ranks: the Trainer adds up the figures of the ranks.
             padded, real = (step.padded_tokens, step.tokens) if run.loader.rank == 0 else (0, 0)
             tokens = padded if step.stock_input_tokens is None else step.stock_input_tokens
@@ -118,17 +117,16 @@ class TrainLoader:
             self._offset = self._training.run.loader.epoch - epoch
         self._training.run.loader.set_epoch(epoch + self._offset)
 
-    def _micro_batches(self, first: list[Collated], collated: Iterator[Collated]) -> Iterator[Collated]:
-        """The micro-batches of one optimizer step; keeps no reference to those handed on."""
-        is_last = first[0][0].ends_optimizer_step
-        yield first.pop()
+    def _micro_batches(self, box: list[Any], collated: Iterator[Collated]) -> Iterator[Collated]:
+        """The micro-batches of one optimizer step, of which the box holds the first; keeps no reference to those handed
+        on."""
+        is_last = False
         while not is_last:
-            item = self._training.run.accounting.next(collated)
-            assert item is not None, "an optimizer step is handed out whole"
-            is_last = item[0].ends_optimizer_step
-            box = [item]
-            del item
+            assert box[0] is not None, "an optimizer step is handed out whole"
+            is_last = box[0][0].ends_optimizer_step
             yield box.pop()
+            if not is_last:
+                box.append(self._training.run.accounting.next(collated))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
