@@ -115,17 +115,21 @@ class BeginLog(TrainerCallback):
 
 
 class HostCallback(TrainerCallback):
-    """Keeps what LLaMA-Factory shows of a training up to date, and undoes what its stage has changed on the trainer."""
+    """Keeps what LLaMA-Factory shows of a training up to date, and changes on the trainer what its stage needs while it
+    trains."""
 
     def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
         self.trainer, self._parts, self._watches_dropped = trainer, stage.parts(trainer), keeps
-        for part in self._parts:
-            part.install()
         # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
         arguments = trainer.finetuning_args
         self._counts_tokens = stage.name in ("sft", "dpo") and arguments.include_effective_tokens_per_second
         if self._counts_tokens:
             arguments.include_effective_tokens_per_second = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for part in self._parts:
+            part.uninstall()  # a training that has failed has left it
+            part.install()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for callback in self.trainer.callback_handler.callbacks:

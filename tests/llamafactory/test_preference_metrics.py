@@ -16,7 +16,9 @@ from accounting.steps import cut, measured, optimizer_step, random_rows
 
 from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.accounting.statistics import Computing
+from odb_factory.llamafactory.attach import HostCallback
 from odb_factory.llamafactory.kto import ExampleMetrics
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.training.pair_metrics import PairMetrics
 
 NUM_ROWS, WORLD_SIZE, MICRO_BATCHES = (12, 6), 2, 4
@@ -116,6 +118,19 @@ def test_an_optimizer_step_that_is_begun_anew_counts_once() -> None:
         said.append(log(trainer)["rewards/chosen"])
     assert said[0] == pytest.approx(said[1])
     assert said[0] > 0
+
+
+def test_every_training_of_a_trainer_has_the_figures_of_its_stage() -> None:
+    trainer = OfRank(0, "exact")
+    trainer.finetuning_args = SimpleNamespace(include_effective_tokens_per_second=False)
+    callback, during = HostCallback(trainer, STAGES["dpo"], keeps=False), (None, None, None)
+    for failed in (False, True, False):
+        callback.on_train_begin(*during)
+        assert isinstance(trainer.get_batch_loss_metrics.func.__self__, PairMetrics)
+        assert trainer.get_batch_loss_metrics.args == (OfRank.get_batch_loss_metrics.__get__(trainer),), "stock's, once"
+        if not failed:
+            callback.on_train_end(*during)
+            assert "get_batch_loss_metrics" not in vars(trainer)
 
 
 def names_of(kind: str) -> list[str]:
