@@ -38,11 +38,12 @@ SEAMS = {
     "llamafactory.data.loader": {"align_dataset": "index_rows", "_get_preprocessed_dataset": "preprocess_online"},
     **{f"llamafactory.train.{stage}.trainer": {f"{name}.train": "attach_first"} for stage, name in TRAINERS.items()},
 }
-"""By module of LLaMA-Factory the functions that are hooked once it has been executed, each with its wrapper in
-`hooks.py`. The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0)."""
+"""By module of LLaMA-Factory the functions that are hooked once it has been executed, each with its wrapper, of
+`hooks.py` or of a module named with it. The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch
+(0.9.6.dev0)."""
 OPTIONAL = {
-    "llamafactory.launcher": {"launch": "check_before_launch"},
-    "llamafactory.v1.launcher": {"launch": "check_before_v1_launch"},
+    "llamafactory.launcher": {"launch": "launch.launch"},
+    "llamafactory.v1.launcher": {"launch": "launch.launch_v1"},
     "llamafactory.v1.config.arg_parser": {"get_args": "read_v1_block"},
     "llamafactory.v1.core.base_trainer": {"BaseTrainer._create_batch_generator": "make_v1_batches"},
     "llamafactory.hparams.parser": {"get_ray_args": "read_ray"},

@@ -45,16 +45,17 @@ _begin_log: Callable[[], None] | None = None
 def hook(module: ModuleType) -> None:
     """Wrap the seams of one LLaMA-Factory module, once."""
     for path, wrapper in SEAMS.get(module.__name__, {}).items():
-        if not _wrap(module, path, globals()[wrapper]):
+        if not _wrap(module, path, wrapper):
             _missing.append(f"{module.__name__}.{path}")
             if _active is not None:  # a module of a trainer that is imported after the arguments have been read
                 _check_seams()
     for path, wrapper in OPTIONAL.get(module.__name__, {}).items():
-        _wrap(module, path, globals()[wrapper])
+        _wrap(module, path, wrapper)
 
 
-def _wrap(module: ModuleType, path: str, wrapper: Callable) -> bool:
-    """Put `wrapper` around the function at `path`, once. Returns whether there is one."""
+def _wrap(module: ModuleType, path: str, wrapper: str) -> bool:
+    """Put `wrapper` around the function at `path`, once; its module is imported when it is called. Returns whether
+    there is one."""
     owner: Any = module
     *owners, name = path.split(".")
     for part in owners:
@@ -67,7 +68,9 @@ def _wrap(module: ModuleType, path: str, wrapper: Callable) -> bool:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
+            home, _, function = wrapper.rpartition(".")
+            there = importlib.import_module(f"odb_factory.llamafactory.{home or 'hooks'}")
+            return getattr(there, function)(original, *args, **kwargs)
 
         setattr(owner, name, call)
     return True
@@ -163,20 +166,6 @@ def find_read_args() -> Callable[[Any], Any] | None:
         if found is not None:
             return found
     return None
-
-
-def check_before_launch(original: Callable) -> Any:
-    """launcher.launch: what the YAML shows is checked before processes are started."""
-    from odb_factory.llamafactory import launch
-
-    return launch.launch(original)
-
-
-def check_before_v1_launch(original: Callable) -> Any:
-    """v1.launcher.launch: the same for LLaMA-Factory's next trainer."""
-    from odb_factory.llamafactory import launch
-
-    return launch.launch_v1(original)
 
 
 def read_v1_block(original: Callable, args: Any = None) -> Any:

@@ -24,6 +24,7 @@ from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
@@ -311,9 +312,9 @@ def _stacked(rows: list[Any]) -> Any:
         return None
     if isinstance(rows[0], tuple):
         return tuple(_stacked(list(column)) for column in zip(*rows))
-    longest = max(row.shape[0] if row.ndim else 0 for row in rows)
-    pads = [[(0, longest - row.shape[0])] + [(0, 0)] * (row.ndim - 1) if row.ndim else [] for row in rows]
-    return np.stack([np.pad(row, pad, constant_values=IGNORE_INDEX) if pad else row for row, pad in zip(rows, pads)])
+    if not rows[0].ndim:
+        return np.stack(rows)
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=IGNORE_INDEX).numpy()
 
 
 def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Evaluation | None:
