@@ -37,7 +37,6 @@ from odb_factory.planning import Budget, Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import why_not_split
-from odb_factory.training.oom import MemoryWatch
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A trial leaves the training as it was.
@@ -94,28 +93,21 @@ def untouched(trainer: Any) -> Iterator[None]:
 
 
 class Trials:
-    """Trial micro-batches of samples of `loader`: every rank runs the same, and learns the peaks of all.
+    """Trial micro-batches of samples of a training: every rank runs the same, and learns the peaks of all.
 
     limits: bytes that each rank may use. state_bytes: a tensor of this size takes the place of the optimizer's later
     state in memory as long as this object exists. key, other: whose trials these are, and how else to go on, for
     messages. can_continue: the ranks can, after one of them ran out of memory.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        loader: ODBLoader,
-        meter: PeakMeter,
-        memory_fraction: float,
-        state_bytes: int,
-        key: str = "odb.token_budget: 'auto'",
-        other: str = "",
-    ):
-        self._trainer, self._loader, self._meter, self._key, self._other = trainer, loader, meter, key, other
+    def __init__(self, trainer: Any, state_bytes: int, key: str = "odb.token_budget: 'auto'", other: str = ""):
+        odb, device = trainer.odb, trainer.args.device
+        self._trainer, self._groups, self._key, self._other = trainer, odb.training.run.loader.groups, key, other
+        self._meter: PeakMeter = odb.memory_meter or memory.find_meter(device) or memory.NoMeter()
         is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         self.can_continue = not is_sharded or why_not_split(trainer.args) is None  # ZeRO-1 can
         try:
-            self._state = torch.empty(state_bytes, dtype=torch.uint8, device=trainer.args.device)
+            self._state = torch.empty(state_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -123,7 +115,7 @@ class Trials:
                 f"{key} found no room for the {state_bytes / 2**30:.1f} GiB of state that the optimizer will have; "
                 "train fewer weights (LoRA), or shard them (ZeRO, FSDP)."
             ) from None
-        self.limits: list[int] = trainer.odb.gather(meter.limit(memory_fraction))
+        self.limits: list[int] = odb.gather(self._meter.limit(odb.config.memory_fraction))
         self.count = 0
         self._ran: list[tuple[Measured, list[int | None]]] = []
         self._models: list[np.ndarray] = []
@@ -137,7 +129,7 @@ class Trials:
         self.count += 1
         problem = None
         try:
-            measured, batch = self._loader.groups.collate(list(samples))
+            measured, batch = self._groups.collate(list(samples))
         except NotCollated as error:
             problem = str(error)
         problems = [one for one in self._trainer.odb.gather(problem) if one is not None]
@@ -289,12 +281,12 @@ BACK = 0.9
 logger = get_logger(__name__)
 
 
-def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_meter: PeakMeter | None) -> Limits:
+def choose_budgets(trainer: Any) -> Limits:
     """The budgets for a training before its first optimizer step. Collective; leaves nothing behind.
 
-    loader: for its rows and its collator; its own budgets do not matter. memory_meter: None: that of the accelerator.
     Raises `ConfigError` if not even one row fits.
     """
+    loader, config = trainer.odb.training.run.loader, trainer.odb.config
     samples = list(loader.first_samples())
     if not samples:
         raise ConfigError(
@@ -306,22 +298,21 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_me
         return Limits(int(config.token_budget), None)
     began = time.perf_counter()
     with untouched(trainer):
-        meter = memory_meter or memory.find_meter(trainer.args.device)
-        assert meter is not None, "`check_arguments` refuses a CPU"
-        trials = Trials(trainer, loader, meter, config.memory_fraction, state_bytes(trainer))
-        search = _Search(trials, loader, config, samples)
-        budgets, why = search.run()
-    logger.info("%s; tried %d micro-batches in %.1f s", why, search.trials.count, time.perf_counter() - began)
+        trials = Trials(trainer, state_bytes(trainer))
+        assert all(trials.limits), "`check_arguments` refuses a device without a meter"
+        budgets, why = _Search(trials, loader, config, samples).run()
+    logger.info("%s; tried %d micro-batches in %.1f s", why, trials.count, time.perf_counter() - began)
     return budgets
 
 
-def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: PeakMeter | None) -> None:
+def rehearse(trainer: Any) -> None:
     """Run the heaviest micro-batch of the first rows that the budgets allow once, with weight 0, before the first
     optimizer step, the state of its optimizer taken. Collective; leaves nothing behind.
 
     If memory does not hold it, the budgets are halved until one passes; then raises `OutOfMemoryError`, which names it,
     unless `oom` goes on.
     """
+    loader, watch = trainer.odb.training.run.loader, trainer.odb.training.memory
     if trainer.odb.before_step is not None:
         logger.info("rehearse: this stage prepares its optimizer steps as a whole, so no micro-batch is tried alone")
         return
@@ -334,7 +325,7 @@ def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: 
     limits, failed, least_patches = budget.limits, None, max(budget.collation.dummies(0, 0)[1], 1)
     try:
         with untouched(trainer):
-            trials = _trials_of_rehearsal(trainer, loader, config.memory_fraction, memory_meter)
+            trials = _trials_of_rehearsal(trainer)
             search = _Search(trials, loader, config, samples)
             limits = Limits(min(limits.token_budget, search.most), limits.max_patches)
             while True:
@@ -373,17 +364,14 @@ def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: 
 NOT_REHEARSED = ", or `rehearse: false` to begin without"
 
 
-def _trials_of_rehearsal(
-    trainer: Any, loader: ODBLoader, memory_fraction: float, memory_meter: PeakMeter | None
-) -> Trials:
+def _trials_of_rehearsal(trainer: Any) -> Trials:
     """With the memory of the optimizer's state taken, where it is known and there is room for it."""
-    meter = memory_meter or memory.find_meter(trainer.args.device) or memory.NoMeter()
     about = "odb.rehearse: a rehearsal", NOT_REHEARSED
     try:
-        return Trials(trainer, loader, meter, memory_fraction, state_bytes(trainer), *about)
+        return Trials(trainer, state_bytes(trainer), *about)
     except ConfigError as error:
         logger.warning("rehearse: the memory of the optimizer's state is not counted: %s", one_line(error))
-    return Trials(trainer, loader, meter, memory_fraction, 0, *about)
+    return Trials(trainer, 0, *about)
 
 
 class _Search:

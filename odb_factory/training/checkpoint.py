@@ -375,27 +375,25 @@ class Checkpoint:
     restarted: Sequence[str] = ()
 
 
-def read_checkpoint(
-    folder: Path, rank: int, world_size: int, *, ignore_data: bool = False, by_deepspeed: bool = False
-) -> Checkpoint:
-    """Read and check every file of a checkpoint that this rank loads. ignore_data: only the model has to be complete.
-    by_deepspeed: it is loaded by DeepSpeed.
+def read_checkpoint(folder: Path, trainer: Any) -> Checkpoint:
+    """Read and check every file of a checkpoint that this rank loads; with `ignore_data` only the model has to be
+    complete.
 
     Raises nothing: the other ranks wait for the answer.
     """
-    advice = NOT_RESUMABLE
+    rank, world_size, advice = trainer.args.process_index, trainer.args.world_size, NOT_RESUMABLE
     try:
         if not folder.is_dir():
             raise DataError(f"{str(folder)!r} is no folder")
         record = read_trainer_state(folder)
         check_weights(folder)
         check_content(folder, rank, world_size)
-        if by_deepspeed:
+        if trainer.is_deepspeed_enabled:
             check_deepspeed(folder, rank, world_size)
-        if ignore_data:
-            return _with_model_alone(folder, record, rank, world_size, by_deepspeed)
+        if trainer.odb.config.resume == "ignore_data":
+            return _with_model_alone(folder, record, trainer)
         advice = WAY_OUT
-        check_optimizer(folder, by_deepspeed=by_deepspeed)
+        check_optimizer(folder, by_deepspeed=trainer.is_deepspeed_enabled)
         if _is_stock(folder, record):
             problem = f"{folder / INCOMPLETE}: its saving did not end" if (folder / INCOMPLETE).exists() else ""
             return Checkpoint(folder, problem, is_usable=True, is_stock=True, record=record)
@@ -414,19 +412,17 @@ def read_checkpoint(
     return Checkpoint(folder, problem, is_usable=True, record=record, states=states)
 
 
-def _with_model_alone(
-    folder: Path, record: TrainerRecord, rank: int, world_size: int, by_deepspeed: bool
-) -> Checkpoint:
+def _with_model_alone(folder: Path, record: TrainerRecord, trainer: Any) -> Checkpoint:
     states: Sequence[RankState] = ()
     restarted = []
     try:
         if _is_stock(folder, record):
             raise DataError("it was written without odb")
-        states = _read_ours(folder, record, rank, world_size)
+        states = _read_ours(folder, record, trainer.args.process_index, trainer.args.world_size)
     except DataError as error:
         restarted.append(f"the figures of the run restart as well ({error})")
     try:
-        check_optimizer(folder, by_deepspeed=by_deepspeed)
+        check_optimizer(folder, by_deepspeed=trainer.is_deepspeed_enabled)
     except DataError as error:
         restarted.append(str(error))
     return Checkpoint(folder, is_usable=True, record=record, states=states, restarted=restarted)
@@ -479,24 +475,16 @@ def number_of(folder: Path) -> int:
     return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isascii() and end.isdigit() else -1
 
 
-def find_checkpoint(
-    asked: Any,
-    *,
-    output_dir: str,
-    rank: int,
-    world_size: int,
-    ignore_data: bool,
-    by_deepspeed: bool = False,
-    gather: Gather,
-) -> Checkpoint | None:
+def find_checkpoint(trainer: Any, asked: Any) -> Checkpoint | None:
     """The checkpoint to resume, None to start from the beginning. Collective: every rank calls it.
 
-    asked: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None or False for none.
-    by_deepspeed: DeepSpeed will load it.
+    trainer: with odb. asked: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None
+    or False for none.
     Raises `ConfigError` or `DataError` on all ranks if what is asked for is not a checkpoint, or is damaged and there
     is no older one.
     """
-    folders, problem = _candidates(asked, output_dir)
+    folders, problem = _candidates(asked, str(trainer.args.output_dir))
+    gather: Gather = trainer.odb.gather
     requests = gather([problem, max(folders, default=NONE_LEFT)])
     if problem := next((problem for problem, _ in requests if problem is not None), None):
         raise ConfigError(problem)
@@ -514,7 +502,7 @@ def find_checkpoint(
     cut_off: Checkpoint | None = None
     while number != NONE_LEFT:
         path = folders.get(number, asked_folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{number}"))
-        found = read_checkpoint(path, rank, world_size, ignore_data=ignore_data, by_deepspeed=by_deepspeed)
+        found = read_checkpoint(path, trainer)
         older = max((other for other in folders if other < number), default=NONE_LEFT)
         answers = gather([found.problem, found.advice, found.is_usable, found.is_stock, older])
         problems, advices, usable, stock, olders = zip(*answers)

@@ -374,8 +374,7 @@ class ODBRun:
     optimizer step. `accounting` counts its optimizer steps, those before a resume included.
 
     epochs, max_steps: of the training arguments; epochs are infinite if `max_steps` counts, which else is None.
-    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last. operations:
-    that the model needs, if they are known.
+    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last.
     """
 
     def __init__(
@@ -387,7 +386,6 @@ class ODBRun:
         epochs: float,
         max_steps: int | None,
         is_shuffled: bool = False,
-        operations: Operations | None = None,
     ):
         self.loader, self.config, self.output_dir = loader, config, Path(output_dir)
         self.epochs, self.max_steps = epochs, max_steps
@@ -396,7 +394,6 @@ class ODBRun:
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
-        self._operations = operations
         self._restarted: tuple[int, int] | None = None
         self._epochs_before = 0.0
 
@@ -480,10 +477,6 @@ class ODBRun:
         if micro_batch.index == 0 and self.schedule.clock is not None:
             self.schedule.clock.advance(self.optimizer_steps + 1, self._share)
         return self.accounting.begin(micro_batch, measured)
-
-    def speed_metrics(self, done: StepStatistics) -> dict[str, float]:
-        """The entries of `Operations.metrics`; none where operations are not known. done: sums over all ranks."""
-        return {} if self._operations is None else self._operations.metrics(done, self.loader.world_size)
 
     # Its state and its end
 

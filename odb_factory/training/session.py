@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from odb_factory.accounting.losses import DataSets, LossBySet, TokenLoss
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting.statistics import Computing, StepStatistics
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import gather_once
 from odb_factory.comm.ranks import Ranks
@@ -318,13 +318,13 @@ class Training:
             if why is not None:
                 self._replace_run(fall_back(self.layout, configured.layout, why), self.run.config)
         if chooses := self.lacks_budgets:
-            budgets = choose_budgets(trainer, self.run.loader, configured, odb.memory_meter)
+            budgets = choose_budgets(trainer)
             self.lacks_budgets = False
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
         # What happens if memory is short.
-        run, config = self.run, self.run.config
+        config = self.run.config
         if not chooses and (config.rehearse or (config.rehearse is None and trainer.args.device.type != "cpu")):
-            rehearse(trainer, run.loader, self.memory, odb.memory_meter)
+            rehearse(trainer)
         if config.oom != "raise":
             self.restarts = RestartedSteps(self)
 
@@ -383,7 +383,6 @@ class Training:
                 epochs=math.inf if counts_steps else args.num_train_epochs,
                 max_steps=args.max_steps if counts_steps else None,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
-                operations=self._operations,
             )
             if odb.data_sets is not None and not odb.equal_weights and self.trainer_loss is None:
                 run.accounting.by_set = LossBySet(odb.data_sets)
@@ -431,6 +430,10 @@ class Training:
                 yield
         finally:
             accelerator.sync_gradients = True
+
+    def speed_metrics(self, done: StepStatistics) -> dict[str, float]:
+        """The entries of `Operations.metrics`; none where operations are not known. done: sums over all ranks."""
+        return {} if self._operations is None else self._operations.metrics(done, self.run.loader.world_size)
 
     # Its end
 

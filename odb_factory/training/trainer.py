@@ -214,22 +214,13 @@ class ODBTrainerMixin(Base):
         odb = self.odb
         if odb is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        config = odb.config
-        lifeline_of(odb.process_group, config.exchange_timeout_s).renew()
+        lifeline_of(odb.process_group, odb.config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_gradient(self)
         log_what_differs(self, counts_tokens=not odb.equal_weights)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), odb.gather)
-        checkpoint = find_checkpoint(
-            resume_from_checkpoint,
-            output_dir=str(self.args.output_dir),
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            ignore_data=config.resume == "ignore_data",
-            by_deepspeed=self.is_deepspeed_enabled,
-            gather=odb.gather,
-        )
+        checkpoint = find_checkpoint(self, resume_from_checkpoint)
         odb.training = training = Training(odb, checkpoint)
         models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
         with self._odb_callbacks(training), training.arguments.changed(), one_pass(*models):
@@ -429,11 +420,11 @@ class ODBTrainerMixin(Base):
         run, accounting = training.run, training.run.accounting
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
-            logs.update(accounting.interval_metrics() | run.speed_metrics(accounting.interval))
+            logs.update(accounting.interval_metrics() | training.speed_metrics(accounting.interval))
             if accounting.by_set is not None:
                 logs.update(accounting.by_set.metrics(self.accelerator.reduce, self.args.device))
         elif "train_runtime" in logs:
-            logs.update(accounting.metrics() | run.speed_metrics(accounting.total))
+            logs.update(accounting.metrics() | training.speed_metrics(accounting.total))
             seconds = logs["train_runtime"]
             logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
             if training.arguments.counts_tokens:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,10 +66,21 @@ def copied(run: Path, to: Path, *steps: int) -> Path:
     return to / f"checkpoint-{steps[-1]}"
 
 
-def find(asked: Any, *, output_dir: Path | str = "", **changes: Any) -> Path | None:
+def find(
+    asked: Any,
+    *,
+    output_dir: Path | str = "",
+    rank: int = 0,
+    world_size: int = 1,
+    ignore_data: bool = False,
+    by_deepspeed: bool = False,
+    gather: Callable[[Any], list[Any]] = lambda message: [message],
+) -> Path | None:
     """On one rank, or as changed."""
-    alone = {"rank": 0, "world_size": 1, "ignore_data": False, "gather": lambda message: [message]}
-    found = find_checkpoint(asked, output_dir=str(output_dir), **alone | changes)
+    config = SimpleNamespace(resume="ignore_data" if ignore_data else "strict")
+    args = SimpleNamespace(output_dir=output_dir, process_index=rank, world_size=world_size)
+    odb = SimpleNamespace(config=config, gather=gather)
+    found = find_checkpoint(SimpleNamespace(args=args, odb=odb, is_deepspeed_enabled=by_deepspeed), asked)
     return found and found.folder
 
 
