@@ -340,7 +340,7 @@ def check_combination(
             check_arguments(training_args, config)
             if value_of("streaming"):
                 check_stream(config)
-            _check_losses(config, model_args, training_args, value_of)
+            _check_losses(config, model_args, value_of)
         except ConfigError as error:
             problem = error
     own = of_arguments(*owners)
@@ -473,7 +473,7 @@ def _check_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> None:
         )
 
 
-def _check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_of: ValueOf) -> None:
+def _check_losses(config: ODBConfig, model_args: Any, value_of: ValueOf) -> None:
     """A kernel whose samples would have to weigh differently. `odb_factory.accounting.losses` finds it too, minutes
     later; this knows the arguments only."""
     if STAGES[value_of("stage", "sft")].equal_weights:
@@ -481,7 +481,7 @@ def _check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_
     key, needs = (next((key for key in keys if value_of(key)), None) for keys in (FUSED_LOSS, NEED_LOGITS))
     if key is None or needs is None or any(map(value_of, TAKE_LABELS_AWAY)):
         return
-    if _weights_differ(config, model_args, training_args, value_of):
+    if _weights_differ(config, model_args, value_of):
         raise ConfigError(
             f"{key}: {value_of(key)} computes the loss without logits, {needs}: {value_of(needs)} keeps odb from doing "
             f"so, and `loss_scaling: {config.loss_scaling}` gives the samples of a micro-batch different weights here; "
@@ -489,18 +489,17 @@ def _check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_
         )
 
 
-def _weights_differ(config: ODBConfig, model_args: Any, training_args: Any, value_of: ValueOf) -> bool:
+def _weights_differ(config: ODBConfig, model_args: Any, value_of: ValueOf) -> bool:
     if config.loss_scaling != "stock":
         return config.loss_scaling in ("sample", "square")
     from llamafactory.model import load_tokenizer
 
     # LLaMA-Factory takes the mean of means for every model with a processor.
     if not value_of("use_asft_loss") and load_tokenizer(model_args)["processor"] is None:
-        return training_args.world_size > 1 and not training_args.average_tokens_across_devices
-    rows = int(training_args.per_device_train_batch_size)
-    samples = config.global_batch_size
+        return value_of("world_size") > 1 and not value_of("average_tokens_across_devices")
+    rows, samples = int(value_of("per_device_train_batch_size")), config.global_batch_size
     if not isinstance(samples, int):
-        samples = training_args.world_size * training_args.gradient_accumulation_steps * rows
+        samples = value_of("world_size") * value_of("gradient_accumulation_steps") * rows
     return samples > rows
 
 

@@ -745,13 +745,11 @@ def load_sharded_optimizer(trainer: Any, folder: Path) -> None:
 class Preemption(TrainerCallback):
     """Handles SIGTERM during one `train()`; does nothing without `enable_jit_checkpoint`. Runs after callbacks that
     request an evaluation.
-
-    exchange: of all processes of the training.
     """
 
-    def __init__(self, trainer: Any, exchange: Group):
-        self._trainer, self._exchange = trainer, exchange
-        callbacks = trainer.callback_handler.callbacks
+    def __init__(self, training: Any):
+        self._trainer, self._exchange = training.trainer, training.saver.exchange
+        callbacks = self._trainer.callback_handler.callbacks
         self._stock: Any = next((one for one in callbacks if getattr(one, "jit_manager", None) is not None), None)
         self._manager: Any = getattr(self._stock, "jit_manager", None)
         self._is_over = False

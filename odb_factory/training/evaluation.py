@@ -56,11 +56,10 @@ PLANNED_HERE = 2048
 """Rows of all ranks that are planned in some milliseconds: no process is started for them."""
 
 
-def mean_of_round(of_training: StockMean, world_size: int, *, counts_tokens: bool) -> StockMean:
-    """What the loss of a round is made of: the sum of means over tokens, divided by `divisor`.
-
-    of_training: of an optimizer step. counts_tokens: the model is given the number of tokens, in training.
-    """
+def mean_of_round(trainer: Any) -> StockMean:
+    """What the loss of a round is made of: the sum of means over tokens, divided by `divisor`."""
+    of_training, world_size = stock_mean(trainer, None), trainer.args.world_size
+    counts_tokens = trainer.model_accepts_loss_kwargs and not trainer.odb.equal_weights
     # Whether this release's Trainer divides by the number of tokens in an evaluation, as it does in training.
     counts_here = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
     if counts_tokens and not counts_here:
@@ -341,11 +340,6 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     is_kept = parts.persistent_workers and settled is not None
     parts = dataclasses.replace(parts, persistent_workers=is_kept)
     full_rounds = dataclasses.replace(parts, drop_last=True)
-    mean = mean_of_round(
-        stock_mean(trainer, None, equal_weights=odb.equal_weights),
-        trainer.args.world_size,
-        counts_tokens=trainer.model_accepts_loss_kwargs and not odb.equal_weights,
-    )
     items = odb.observer_of_items(parts, config)
     items.keeps_unsupervised = True
     observer: Observer = items
@@ -374,7 +368,7 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
             batch_size=parts.batch_size,
             accumulation=-(-ROWS_PLANNED // parts.batch_size),
             drop_last=True,
-            stock_mean=mean,
+            stock_mean=mean_of_round(trainer),
             equal_weights=odb.equal_weights,
         ),
     )
@@ -437,8 +431,7 @@ def _why_stock(trainer: Any, stock: Any) -> str | None:
     odb, args = trainer.odb, trainer.args
     if isinstance(stock.dataset, IterableDataset):
         return "its rows can only be iterated"
-    loss = None if odb.equal_weights else TrainerLoss.of(trainer)
-    if loss is not None:
+    if (loss := TrainerLoss.of(trainer)) is not None:
         return f"the trainer computes the loss in place of the model, by {loss.name}"
     if odb.observer is not None and odb.eval_rows is None:
         return f"figures of {type(trainer).__name__} depend on which rows share a batch"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from odb_factory.accounting.losses import DataSets
 from odb_factory.accounting.statistics import Computing, Lines, StepStatistics, summary_line, write_summary
 from odb_factory.accounting.step_accounting import StepAccounting
-from odb_factory.config import ODBConfig, ResolvedConfig
+from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, ConfigError, one_line
@@ -380,14 +380,14 @@ class ODBRun:
     def __init__(
         self,
         loader: ODBLoader,
-        config: ResolvedConfig,
         output_dir: str | Path,
         *,
         epochs: float,
         max_steps: int | None,
         is_shuffled: bool = False,
     ):
-        self.loader, self.config, self.output_dir = loader, config, Path(output_dir)
+        self.loader, self.output_dir = loader, Path(output_dir)
+        self.config = config = loader.config
         self.epochs, self.max_steps = epochs, max_steps
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
         is_estimated = not config.keeps and max_steps is None

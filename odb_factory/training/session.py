@@ -356,7 +356,7 @@ class Training:
         with self.arguments.shown():
             # 1. the loader, from the parts of the Trainer's dataloader
             parts = self._parts
-            self.trainer_loss = None if odb.equal_weights else TrainerLoss.of(trainer)
+            self.trainer_loss = TrainerLoss.of(trainer)
             loader = odb.make_loader(
                 parts,
                 config,
@@ -366,7 +366,7 @@ class Training:
                     batch_size=parts.batch_size,
                     accumulation=args.gradient_accumulation_steps,
                     drop_last=parts.drop_last,
-                    stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=odb.equal_weights),
+                    stock_mean=stock_mean(trainer, self.trainer_loss),
                     equal_weights=odb.equal_weights,
                 ),
                 seed=self._seed,
@@ -378,7 +378,6 @@ class Training:
             counts_steps = args.max_steps > 0
             run = self.run = ODBRun(
                 loader,
-                config,
                 args.output_dir,
                 epochs=math.inf if counts_steps else args.num_train_epochs,
                 max_steps=args.max_steps if counts_steps else None,

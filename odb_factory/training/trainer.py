@@ -217,7 +217,7 @@ class ODBTrainerMixin(Base):
         lifeline_of(odb.process_group, odb.config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_gradient(self)
-        log_what_differs(self, counts_tokens=not odb.equal_weights)
+        log_what_differs(self)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), odb.gather)
         checkpoint = find_checkpoint(self, resume_from_checkpoint)
@@ -243,7 +243,7 @@ class ODBTrainerMixin(Base):
     @contextlib.contextmanager
     def _odb_callbacks(self, training: Training) -> Iterator[None]:
         """The Trainer's callbacks as a run needs them."""
-        callbacks, preemption = self.callback_handler.callbacks, Preemption(self, training.saver.exchange)
+        callbacks, preemption = self.callback_handler.callbacks, Preemption(training)
         # First, so that every other callback reads the right figures.
         callbacks.insert(0, ODBCallback(training))
         callbacks += [CheckpointMark(), RunLog(training), preemption, training.arguments]

@@ -31,17 +31,16 @@ LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
 """Packages whose trainers, in training, read only the loss of a model's output."""
 
 
-def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -> StockMean:
+def stock_mean(trainer: Any, loss: TrainerLoss | None) -> StockMean:
     """How the Trainer of transformers divides the loss of an optimizer step. loss: in place of the model's own.
-    equal_weights: of `enable_odb`; the loss is a mean of the trainer's own.
 
     Models with a processor take no number of tokens under LLaMA-Factory, which sets `model_accepts_loss_kwargs`.
     """
     args, counts_tokens = trainer.args, trainer.model_accepts_loss_kwargs
+    sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
     if loss is not None and loss.is_smoother:
         # The mean of a micro-batch. `training_step` divides it by the accumulation where no tokens are counted;
         # `compute_loss` multiplies it by the number of processes where they are counted on all of them.
-        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
         return StockMean("micro_batch", sums_up_to if counts_tokens else None, counts_first=not loss.shifts)
     if loss is not None and not loss.takes_num_items:
         # LLaMA-Factory's asft: its own `compute_loss` returns the mean of a micro-batch, and `training_step` does not
@@ -49,10 +48,9 @@ def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -
         return StockMean("micro_batch", args.world_size, counts_first=False)
     if loss is None and not counts_tokens:
         return MEAN_OF_MICRO_BATCH
-    if loss is None and not equal_weights and not counts_items(trainer.model):
+    if loss is None and not trainer.odb.equal_weights and not counts_items(trainer.model):
         # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
         # optimizer step. So stock adds these means up.
-        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
         return StockMean("micro_batch", sums_up_to, counts_first=False)
     several_means = args.world_size > 1 and not args.average_tokens_across_devices
     return StockMean("rank") if several_means else MEAN_OF_STEP
@@ -101,8 +99,9 @@ class TrainerLoss:
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerLoss | None:
-        """None where the loss is the model's own."""
-        return None if trainer.compute_loss_func is None and trainer.label_smoother is None else cls(trainer)
+        """None where the loss is the model's own, or one mean of the trainer's (`equal_weights` of `enable_odb`)."""
+        is_own = trainer.compute_loss_func is None and trainer.label_smoother is None
+        return None if is_own or trainer.odb.equal_weights else cls(trainer)
 
     @contextlib.contextmanager
     def weighing(
@@ -224,8 +223,7 @@ def _by_weight(
 DROPOUT_OF_ATTENTION = ("attention_dropout", "dropout")
 
 
-def log_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
-    """counts_tokens: the loss is a mean over tokens."""
+def log_what_differs(trainer: Any) -> None:
     random = list(_dropouts(trainer.model))
     if random:
         name, rate = random[0]
@@ -244,7 +242,7 @@ def log_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
             "more noise than in stock, but for per_device_train_batch_size: 1",
             trainer.args.neftune_noise_alpha,
         )
-    loss = TrainerLoss.of(trainer) if counts_tokens else None
+    loss = TrainerLoss.of(trainer)
     if loss is not None and not loss.shifts:
         logger.warning(
             "label_smoothing_factor: %g: transformers compares each token of a %s with its own label in place of the "
