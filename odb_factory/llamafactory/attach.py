@@ -352,8 +352,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         if isinstance(most := getattr(config, key), int):
             logger.info("odb.%s: %d has no effect: template and stage take no images, videos or audio", key, most)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
-    head = rows.head if isinstance(rows, OnlineStream) else None
-    sample = rows if head is None else head
+    sample = rows.head if isinstance(rows, OnlineStream) else rows
     observe = functools.partial(
         RowObserver,
         rows.media,
@@ -362,7 +361,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         model_type=trainer.model.config.model_type,
         shards_parameters=shards_parameters(trainer) or (bool(config.balance_encoder) and trainer.args.world_size > 1),
     )
-    observer = observe(head=head)
+    observer = observe(head=rows.head if isinstance(rows, OnlineStream) else None)
 
     def eval_rows(stored: Any) -> tuple[TokenizedDataset, RowObserver]:
         return TokenizedDataset(stored, rows.media, stage), observe(decode=False)

@@ -329,7 +329,7 @@ class BatchGenerator(TrainerCallback):
             batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
         if rows is not None:
             rows = _rows_of(rows, batch)
-        return {**batch, PART: Part(rows, tuple(info.segments), weights, info.units)}
+        return {**batch, PART: Part(rows, weights, info)}
 
 
 def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,16 +349,12 @@ def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `Losses` knows of a micro-batch. rows: what its `FlatRows` are made of, None where it is padded. segments:
-    of the flat row.
-
-    weights: of each pair, in labels. units: its labels.
-    """
+    """What `Losses` knows of a micro-batch. rows: what its `FlatRows` are made of, None where it is padded. weights: of
+    each pair, in labels, as its units are."""
 
     rows: Mapping[str, Any] | None
-    segments: tuple[int, ...]
     weights: Sequence[float]
-    units: int
+    info: ODBStepInfo
 
 
 class Losses:
@@ -372,7 +368,7 @@ class Losses:
 
     def __call__(self, batch: dict[str, Any]) -> Tensor:
         part: Part = batch[PART]
-        begin_row(part.segments)
+        begin_row(part.info.segments)
         with contextlib.ExitStack() as flat:
             if part.rows is not None:
                 rows = FlatRows(**send_to_device(part.rows, self._trainer.device, non_blocking=True))
@@ -392,16 +388,16 @@ class Losses:
         with replaced(trainer, **answers):
             loss = self._own(rows)
             metrics = getattr(trainer, "_step_metrics", {})
-            if part.units and len(set(part.weights)) > 1:
+            if part.info.units and len(set(part.weights)) > 1:
                 pairs = []
                 for row in range(len(part.weights)):
                     for answer in answers.values():
                         answer.row = row
                     pairs.append(self._own({key: value[row : row + 1] for key, value in rows.items()}))
                 weights = torch.tensor(part.weights, dtype=loss.dtype, device=loss.device)
-                loss = (torch.stack(pairs) * weights).sum() / part.units
-            elif part.units:
-                loss = loss * (sum(part.weights) / part.units)
+                loss = (torch.stack(pairs) * weights).sum() / part.info.units
+            elif part.info.units:
+                loss = loss * (sum(part.weights) / part.info.units)
         # Without logits their means over prompts are not known.
         trainer._step_metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
         return loss
