@@ -15,7 +15,7 @@ from odb_factory.data.order import IN_ORDER, check_source, unwrap
 from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line, quoted
-from odb_factory.loop.iteration import FixedBatchesRefused, Iteration, LoopOptions, check_whole
+from odb_factory.loop.iteration import Iteration, LoopOptions, check_whole, refuse_fixed_batches
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -310,7 +310,7 @@ class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
             generator=generator,
         )
         self._odb = Iteration(self, **options)
-        self.collate_fn = FixedBatchesRefused()
+        self.collate_fn = refuse_fixed_batches
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
         return super().__iter__()
@@ -407,5 +407,5 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     loader.__class__ = type(stock.__name__, kinds, {"__module__": stock.__module__})
     loader._odb = iteration
     handle = ODBHandle(dataloader, loader, stock, iteration)
-    loader.collate_fn = FixedBatchesRefused()
+    loader.collate_fn = refuse_fixed_batches
     return handle

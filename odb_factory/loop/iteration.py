@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -160,18 +160,16 @@ def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
 # What accelerate does for a prepared DataLoader, for one whose batches are formed online.
 
 
-class FixedBatchesRefused:
+def refuse_fixed_batches(items: Any) -> NoReturn:
     """Replaces a DataLoader's `collate_fn`, which nobody calls while the batches are formed online.
 
     A caller has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
     """
-
-    def __call__(self, items: Any) -> Any:
-        raise ConfigError(
-            "a DataLoader was built from the parts of one whose batches odb forms online, as "
-            "accelerate.skip_first_batches does, and would yield fixed batches; to resume in the middle of an epoch "
-            "use state_dict() and load_state_dict(), and otherwise the online loader itself."
-        )
+    raise ConfigError(
+        "a DataLoader was built from the parts of one whose batches odb forms online, as "
+        "accelerate.skip_first_batches does, and would yield fixed batches; to resume in the middle of an epoch "
+        "use state_dict() and load_state_dict(), and otherwise the online loader itself."
+    )
 
 
 def _is_deepspeed() -> bool:
