@@ -373,24 +373,18 @@ class ODBRun:
     """The loader of a training, its length and its figures; replaced where layout or budgets change before the first
     optimizer step. `accounting` counts its optimizer steps, those before a resume included.
 
-    epochs, max_steps: of the training arguments; epochs are infinite if `max_steps` counts, which else is None.
+    args: of the training. epochs, max_steps: of these; epochs are infinite if `max_steps` counts, which else is None.
     schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last.
     """
 
-    def __init__(
-        self,
-        loader: ODBLoader,
-        output_dir: str | Path,
-        *,
-        epochs: float,
-        max_steps: int | None,
-        is_shuffled: bool = False,
-    ):
-        self.loader, self.output_dir = loader, Path(output_dir)
+    def __init__(self, loader: ODBLoader, args: Any, *, is_shuffled: bool):
+        self.loader, self.output_dir = loader, Path(args.output_dir)
         self.config = config = loader.config
-        self.epochs, self.max_steps = epochs, max_steps
-        self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
-        is_estimated = not config.keeps and max_steps is None
+        self.max_steps: int | None = args.max_steps if args.max_steps > 0 else None
+        self.epochs: float = args.num_train_epochs if self.max_steps is None else math.inf
+        audit_dir = self.output_dir if config.audit else None
+        self.accounting = StepAccounting(loader, config, audit_dir, left_out_dir=self.output_dir)
+        is_estimated = not config.keeps and self.max_steps is None
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None

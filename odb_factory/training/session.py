@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -375,14 +374,8 @@ class Training:
                 keeps_samples=config.oom != "raise",
             )
             # 2. the run
-            counts_steps = args.max_steps > 0
-            run = self.run = ODBRun(
-                loader,
-                args.output_dir,
-                epochs=math.inf if counts_steps else args.num_train_epochs,
-                max_steps=args.max_steps if counts_steps else None,
-                is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
-            )
+            is_shuffled = getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler))
+            run = self.run = ODBRun(loader, args, is_shuffled=is_shuffled)
             if odb.data_sets is not None and not odb.equal_weights and self.trainer_loss is None:
                 run.accounting.by_set = LossBySet(odb.data_sets)
         if odb.config.auto_keys:
