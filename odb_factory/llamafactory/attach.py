@@ -5,48 +5,34 @@ Called by the plugin's hooks and by patched forks (`patches/` in the repository)
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import datasets
-from datasets import Dataset
-from llamafactory.data.converter import align_dataset, get_dataset_converter
-from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
-from llamafactory.data.mm_plugin import BasePlugin, get_mm_plugin
+from llamafactory.data.mm_plugin import BasePlugin
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
 from odb_factory.accounting.losses import DataSets
 from odb_factory.config import CAPS, ODBConfig
 from odb_factory.data.serialize import Picklable
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
     INVALID_ROW,
-    MEDIA_COLUMNS,
     IndexedRows,
     OnlineDataset,
     OnlineStream,
     OpenMedia,
     RowObserver,
-    Source,
     TokenizedDataset,
-    index_of,
-    is_convertible,
-    is_index,
     is_stream,
-    keep_head,
-    kept_head,
-    online_stream,
     rows_from,
     settings_of,
-    through_pass,
+    training_rows,
 )
-from odb_factory.llamafactory.media import EncodedImage, MediaObserver
+from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
@@ -160,153 +146,9 @@ class HostCallback(TrainerCallback):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows made one at a time must be those of LLaMA-Factory's pass over all rows: tried on a row of the data, because a
-# release that means something else by a name would give wrong data in silence. Other assumptions are tried by the
-# tests marked `versions`.
+# In place of LLaMA-Factory's `train`.
 
-ROWS_TRIED = 3
-
-
-def _compare_with_pass(ours: Callable[[int], Any], stock: Callable[[int], Any], count: int, what: str) -> None:
-    """Raise `ConfigError` where the first row that both can make differs; one that cannot be made is for `on_error`.
-
-    ours, stock: make a row (of `count`), one at a time and by the pass.
-    """
-    shows_bars = not datasets.are_progress_bars_disabled()
-    for index in range(min(count, ROWS_TRIED)):
-        datasets.disable_progress_bars()
-        try:
-            own, other = ours(index), stock(index)
-        except Exception:
-            continue
-        finally:
-            if shows_bars:
-                datasets.enable_progress_bars()
-        for name in dict.fromkeys((*own, *other)):
-            mine, its = own.get(name), other.get(name)
-            if name in MEDIA_COLUMNS:
-                mine, its = len(mine or []), len(its or [])
-            if mine != its:
-                raise ConfigError(
-                    f"odb: {what} gives another {name} by row than by its pass over all rows (row {index}), so "
-                    "odb_factory would train on wrong data; install a supported release (`odb-factory doctor` names "
-                    "them)."
-                )
-        return
-
-
-def _one_by_one(data_args: Any) -> Any:
-    """The data arguments for a pass over one row."""
-    changed = copy.copy(data_args)
-    changed.preprocessing_num_workers, changed.overwrite_cache = None, True
-    return changed
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# In place of LLaMA-Factory's passes over the data, and of its `train`.
-
-ROWS_TRIED_FOR_EXAMPLE = 16
 PADS_TILES = "MllamaPlugin"
-
-
-def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
-    """In place of LLaMA-Factory's format conversion: an index of the rows, which are converted when they are needed.
-
-    What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
-    (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's,
-    which converts its rows when they are read.
-    Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
-    """
-    if not isinstance(dataset, Dataset):
-        if next(iter(dataset), None) is None:
-            raise DataError(
-                f"{dataset_attr} yields no row; take it out of the YAML, or, if it is a local file beside a stream, "
-                "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into that many shards)."
-            )
-        stream = align_dataset(dataset, dataset_attr, data_args, training_args)
-        keep_head(stream)
-        return stream
-    if not len(dataset):
-        raise DataError(f"{dataset_attr} has no row; take it out of the YAML, or raise max_samples or num_samples.")
-    if is_convertible(dataset, dataset_attr):
-        converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
-    else:
-        dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
-    source = Source(dataset, dataset_attr, converter)
-    try:
-        source[0]
-    except DataError:
-        raise
-    except Exception:  # what is wrong with a row is for the policy `on_error`
-        pass
-    if converter is not None:
-        table, one_row = dataset.with_format("arrow"), _one_by_one(data_args)
-
-        def by_pass(index: int) -> Any:  # of a dataset in memory, so that no file is written for it
-            row = Dataset(table[index : index + 1], info=datasets.DatasetInfo(features=dataset.features))
-            return align_dataset(row, dataset_attr, one_row, training_args)[0]
-
-        _compare_with_pass(source.__getitem__, by_pass, len(dataset), "the conversion of its format")
-    return index_of(source)
-
-
-def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
-    """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
-    to be stored at `tokenized_path`."""
-    return (is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
-
-
-def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
-    """What LLaMA-Factory's preprocessing pass takes: the rows of an index, converted by its own pass."""
-    if not is_index(dataset):
-        return dataset
-    return through_pass(dataset, lambda rows, attr: align_dataset(rows, attr, data_args, training_args))
-
-
-def online_dataset(
-    dataset: Any,
-    data_args: Any,
-    training_args: Any,
-    stage: str,
-    template: Any,
-    tokenizer: Any,
-    processor: Any = None,
-    is_eval: bool = False,
-    *,
-    config: ODBConfig | None = None,
-) -> OnlineDataset | OnlineStream:
-    """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
-
-    dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
-    """
-    dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
-    rows = kept_head() if is_stream(dataset) else IndexedRows(dataset)
-    of_rows = STAGES[stage].of_rows(data_args, len(rows))
-    media = _media_of(of_rows, template, tokenizer, processor)
-    online = OnlineDataset(rows, dataset_processor, media, of_rows)
-    if training_args.should_log:
-        _print_example(online)
-    one_row = _one_by_one(data_args)
-
-    def by_pass(index: int) -> Any:
-        given = [online.rows[number] for number in of_rows.together(index)]
-        if any(row.get(name) for name in ("_videos", "_audios") for row in given):
-            raise ValueError("takes long")
-        # As they are stored: an encoded cell is what LLaMA-Factory takes for an image, too.
-        stored = [
-            row | {"_images": [one.cell if isinstance(one, EncodedImage) else one for one in row.get("_images") or []]}
-            for row in given
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints the row, which we have done
-            return _get_preprocessed_dataset(
-                Dataset.from_list(stored), one_row, training_args, stage, template, tokenizer, processor, is_eval=False
-            )[-1]
-
-    _compare_with_pass(online.__getitem__, by_pass, len(online), "its preprocessing")
-    if is_stream(dataset):
-        config = config or ODBConfig.from_block(data_args.odb)
-        return online_stream(dataset, online, config, data_args, training_args)
-    return online
 
 
 def check_max_patches(online: OnlineDataset | OnlineStream, config: ODBConfig) -> None:
@@ -386,36 +228,3 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )
-
-
-def training_rows(
-    dataset: Any, stage: Stage, template: Any, tokenizer: Any, processor: Any
-) -> OnlineDataset | OnlineStream | TokenizedDataset:
-    """What is observed of LLaMA-Factory's training dataset: itself, if it is ours, or its rows as tokenized."""
-    if isinstance(dataset, OnlineDataset | OnlineStream):
-        return dataset
-    if "packing_params" in (getattr(dataset, "column_names", None) or ()):
-        raise ConfigError(
-            "tokenized_path: its rows are packs of several samples (neat_packing); tokenize again without packing, or "
-            "train without odb."
-        )
-    return TokenizedDataset(dataset, _media_of(stage, template, tokenizer, processor), stage)
-
-
-def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:
-    """Where the stage (pre-training) or the collator (of the user's own, without a template) takes no media, what is
-    written like one is text."""
-    plugin = template.mm_plugin if stage.takes_media and template is not None else get_mm_plugin("base")
-    return MediaObserver(plugin, tokenizer, processor)
-
-
-def _print_example(dataset: OnlineDataset) -> None:
-    """Show one training row, as LLaMA-Factory does; rows that fail are the loader's to report."""
-    for index in range(min(len(dataset), ROWS_TRIED_FOR_EXAMPLE)):
-        try:
-            example = dataset[index]
-        except Exception:
-            continue
-        print("training example:")
-        dataset.processor.print_data_example(example)
-        return

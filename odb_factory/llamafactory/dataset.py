@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
 import itertools
 import os
 import zlib
@@ -13,6 +15,9 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+from llamafactory.data.converter import align_dataset, get_dataset_converter
+from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
+from llamafactory.data.mm_plugin import get_mm_plugin
 from torch.utils.data import Dataset, IterableDataset
 
 from odb_factory.comm.agreement import MayDiffer
@@ -21,7 +26,7 @@ from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.serialize import checksum
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
-from odb_factory.llamafactory.stages import Stage
+from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
 from odb_factory.planning import VIDEO, Cost
@@ -34,7 +39,7 @@ logger = get_logger(__name__)
 # Stock converts the format of a dataset in a pass over all its rows. That pass is put off: an *index*, an ordinary
 # `datasets.Dataset` that names the source of every row and its number there, stands for the dataset while LLaMA-
 # Factory merges, samples and splits, for all of which only the number of rows counts. For training its own converter
-# is then called on one row at a time; what is evaluated goes through its pass after all (`through_pass`).
+# is then called on one row at a time; what is evaluated goes through its pass after all (`converted`).
 
 SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
 """Columns of an index: the number of the source, in the order loaded, and the row there."""
@@ -108,24 +113,13 @@ _sources: list[Source] = []
 
 
 _head: list[dict[str, Any]] = []
-"""A few rows of the first of its streams, converted."""
+"""A few rows of the first of its streams, converted, before it is mixed and shuffled."""
 
 
 def forget() -> None:
     """A new training begins: let go of the datasets of the one before."""
     _sources.clear()
     _head.clear()
-
-
-def keep_head(stream: datasets.IterableDataset) -> None:
-    """Of a stream, before it is mixed and shuffled; the first is one of the training."""
-    rows = list(itertools.islice(stream, ROWS_IN_HEAD))  # of every one, so that what cannot be converted ends here
-    if not _head:
-        _head.extend(rows)
-
-
-def kept_head() -> list[dict[str, Any]]:
-    return list(_head)
 
 
 def is_convertible(rows: datasets.Dataset, attr: Any) -> bool:
@@ -180,16 +174,20 @@ class IndexedRows:
         return tuple(source.name for source in self._sources.values())
 
 
-def through_pass(index: datasets.Dataset, align: Callable[[datasets.Dataset, Any], datasets.Dataset]) -> Any:
-    """The rows of an index, in its order, converted by `align(rows, attr)`, stock's pass over all of them."""
-    source_of, row_of = _columns(index)
+def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
+    """What LLaMA-Factory's preprocessing pass takes: the rows of an index, in its order, converted by its own pass."""
+    if not is_index(dataset):
+        return dataset
+    source_of, row_of = _columns(dataset)
     parts, places = [], []
     for number in np.unique(source_of):
         source, lines = _sources[number], np.flatnonzero(source_of == number)
         rows, wanted = source.rows, row_of[lines]
         if not np.array_equal(wanted, np.arange(len(rows))):
             rows = rows.select(wanted)
-        parts.append(rows if source.converter is None else align(rows, source.attr))
+        if source.converter is not None:
+            rows = align_dataset(rows, source.attr, data_args, training_args)
+        parts.append(rows)
         places.append(lines)
     if len(parts) == 1:
         return parts[0]
@@ -515,3 +513,178 @@ def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: RowObserver
             found.append(type(error).__name__)
     settings = dataset.stage.settings if isinstance(dataset, OnlineDataset) else {}
     return settings | {"checksums of the first rows": found}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows made one at a time must be those of LLaMA-Factory's pass over all rows: tried on a row of the data, because a
+# release that means something else by a name would give wrong data in silence. Other assumptions are tried by the
+# tests marked `versions`.
+
+ROWS_TRIED = 3
+
+
+def _compare_with_pass(ours: Callable[[int], Any], stock: Callable[[int], Any], count: int, what: str) -> None:
+    """Raise `ConfigError` where the first row that both can make differs; one that cannot be made is for `on_error`.
+
+    ours, stock: make a row (of `count`), one at a time and by the pass.
+    """
+    shows_bars = not datasets.are_progress_bars_disabled()
+    for index in range(min(count, ROWS_TRIED)):
+        datasets.disable_progress_bars()
+        try:
+            own, other = ours(index), stock(index)
+        except Exception:
+            continue
+        finally:
+            if shows_bars:
+                datasets.enable_progress_bars()
+        for name in dict.fromkeys((*own, *other)):
+            mine, its = own.get(name), other.get(name)
+            if name in MEDIA_COLUMNS:
+                mine, its = len(mine or []), len(its or [])
+            if mine != its:
+                raise ConfigError(
+                    f"odb: {what} gives another {name} by row than by its pass over all rows (row {index}), so "
+                    "odb_factory would train on wrong data; install a supported release (`odb-factory doctor` names "
+                    "them)."
+                )
+        return
+
+
+def _one_by_one(data_args: Any) -> Any:
+    """The data arguments for a pass over one row."""
+    changed = copy.copy(data_args)
+    changed.preprocessing_num_workers, changed.overwrite_cache = None, True
+    return changed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In place of LLaMA-Factory's passes over the data.
+
+ROWS_TRIED_FOR_EXAMPLE = 16
+
+
+def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
+    """In place of LLaMA-Factory's format conversion: an index of the rows, which are converted when they are needed.
+
+    What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
+    (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's,
+    which converts its rows when they are read.
+    Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
+    """
+    if not isinstance(dataset, datasets.Dataset):
+        if next(iter(dataset), None) is None:
+            raise DataError(
+                f"{dataset_attr} yields no row; take it out of the YAML, or, if it is a local file beside a stream, "
+                "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into that many shards)."
+            )
+        stream = align_dataset(dataset, dataset_attr, data_args, training_args)
+        rows = list(itertools.islice(stream, ROWS_IN_HEAD))  # of every one: what cannot be converted ends here
+        _head[:] = _head or rows
+        return stream
+    if not len(dataset):
+        raise DataError(f"{dataset_attr} has no row; take it out of the YAML, or raise max_samples or num_samples.")
+    if is_convertible(dataset, dataset_attr):
+        converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
+    else:
+        dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
+    source = Source(dataset, dataset_attr, converter)
+    try:
+        source[0]
+    except DataError:
+        raise
+    except Exception:  # what is wrong with a row is for the policy `on_error`
+        pass
+    if converter is not None:
+        table, one_row = dataset.with_format("arrow"), _one_by_one(data_args)
+
+        def by_pass(index: int) -> Any:  # of a dataset in memory, so that no file is written for it
+            row = datasets.Dataset(table[index : index + 1], info=datasets.DatasetInfo(features=dataset.features))
+            return align_dataset(row, dataset_attr, one_row, training_args)[0]
+
+        _compare_with_pass(source.__getitem__, by_pass, len(dataset), "the conversion of its format")
+    return index_of(source)
+
+
+def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
+    """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
+    to be stored at `tokenized_path`."""
+    return (is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
+
+
+def online_dataset(
+    dataset: Any,
+    data_args: Any,
+    training_args: Any,
+    stage: str,
+    template: Any,
+    tokenizer: Any,
+    processor: Any = None,
+    is_eval: bool = False,
+    *,
+    config: ODBConfig | None = None,
+) -> OnlineDataset | OnlineStream:
+    """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
+
+    dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
+    """
+    dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
+    rows = list(_head) if is_stream(dataset) else IndexedRows(dataset)
+    of_rows = STAGES[stage].of_rows(data_args, len(rows))
+    media = _media_of(of_rows, template, tokenizer, processor)
+    online = OnlineDataset(rows, dataset_processor, media, of_rows)
+    if training_args.should_log:
+        _print_example(online)
+    one_row = _one_by_one(data_args)
+
+    def by_pass(index: int) -> Any:
+        given = [online.rows[number] for number in of_rows.together(index)]
+        if any(row.get(name) for name in ("_videos", "_audios") for row in given):
+            raise ValueError("takes long")
+        # As they are stored: an encoded cell is what LLaMA-Factory takes for an image, too.
+        rows = [
+            row | {"_images": [one.cell if isinstance(one, EncodedImage) else one for one in row.get("_images") or []]}
+            for row in given
+        ]
+        made = datasets.Dataset.from_list(rows), one_row, training_args, stage, template, tokenizer, processor
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the row, which we have done
+            return _get_preprocessed_dataset(*made, is_eval=False)[-1]
+
+    _compare_with_pass(online.__getitem__, by_pass, len(online), "its preprocessing")
+    if is_stream(dataset):
+        config = config or ODBConfig.from_block(data_args.odb)
+        return online_stream(dataset, online, config, data_args, training_args)
+    return online
+
+
+def training_rows(
+    dataset: Any, stage: Stage, template: Any, tokenizer: Any, processor: Any
+) -> OnlineDataset | OnlineStream | TokenizedDataset:
+    """What is observed of LLaMA-Factory's training dataset: itself, if it is ours, or its rows as tokenized."""
+    if isinstance(dataset, OnlineDataset | OnlineStream):
+        return dataset
+    if "packing_params" in (getattr(dataset, "column_names", None) or ()):
+        raise ConfigError(
+            "tokenized_path: its rows are packs of several samples (neat_packing); tokenize again without packing, or "
+            "train without odb."
+        )
+    return TokenizedDataset(dataset, _media_of(stage, template, tokenizer, processor), stage)
+
+
+def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:
+    """Where the stage (pre-training) or the collator (of the user's own, without a template) takes no media, what is
+    written like one is text."""
+    plugin = template.mm_plugin if stage.takes_media and template is not None else get_mm_plugin("base")
+    return MediaObserver(plugin, tokenizer, processor)
+
+
+def _print_example(dataset: OnlineDataset) -> None:
+    """Show one training row, as LLaMA-Factory does; rows that fail are the loader's to report."""
+    for index in range(min(len(dataset), ROWS_TRIED_FOR_EXAMPLE)):
+        try:
+            example = dataset[index]
+        except Exception:
+            continue
+        print("training example:")
+        dataset.processor.print_data_example(example)
+        return

@@ -302,9 +302,9 @@ def index_rows(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """data.loader.align_dataset: an index stands for the dataset, whose rows are converted when they are needed."""
     if _active is None:
         return original(*args, **kwargs)
-    from odb_factory.llamafactory import attach
+    from odb_factory.llamafactory.dataset import mark_source
 
-    return attach.mark_source(*args, **kwargs)
+    return mark_source(*args, **kwargs)
 
 
 def preprocess_online(
@@ -312,13 +312,14 @@ def preprocess_online(
 ) -> Any:
     """data.loader._get_preprocessed_dataset: training rows are preprocessed one at a time; others stay stock's."""
     if _active is not None:
-        from odb_factory.llamafactory import attach
+        from odb_factory.llamafactory.attach import check_max_patches
+        from odb_factory.llamafactory.dataset import converted, is_online, online_dataset
 
-        if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            online = attach.online_dataset(dataset, data_args, training_args, *args, config=_active, **kwargs)
-            attach.check_max_patches(online, _active)
+        if is_online(dataset, data_args, kwargs.get("is_eval", False)):
+            online = online_dataset(dataset, data_args, training_args, *args, config=_active, **kwargs)
+            check_max_patches(online, _active)
             return online
-        dataset = attach.converted(dataset, data_args, training_args)
+        dataset = converted(dataset, data_args, training_args)
     return original(dataset, data_args, training_args, *args, **kwargs)
 
 

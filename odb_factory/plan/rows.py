@@ -33,7 +33,6 @@ from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.data.workers import END, take
 from odb_factory.errors import DataError, ODBError, one_line
-from odb_factory.llamafactory.attach import training_rows
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
     IndexedRows,
@@ -41,6 +40,7 @@ from odb_factory.llamafactory.dataset import (
     OnlineStream,
     RowObserver,
     TokenizedDataset,
+    training_rows,
 )
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.model.check import Layout, models_of, resolve_layout

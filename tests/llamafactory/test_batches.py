@@ -21,8 +21,7 @@ from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory.attach import training_rows
-from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Budget

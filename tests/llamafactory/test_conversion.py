@@ -21,7 +21,6 @@ from support import training_config
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
 from odb_factory.errors import DataError
-from odb_factory.llamafactory import attach
 from odb_factory.llamafactory import dataset as dataset_module
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
 from odb_factory.llamafactory.media import EncodedImage
@@ -243,7 +242,7 @@ def _attr(**columns: str) -> Any:
 def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
     config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
     stock = load_data(config)
-    monkeypatch.setattr(attach, "is_convertible", lambda rows, attr: False)
+    monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
     assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
 
 

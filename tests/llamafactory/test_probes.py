@@ -25,7 +25,7 @@ from stock import load_data
 from support import training_config
 
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import attach, media
+from odb_factory.llamafactory import dataset, media
 
 pytestmark = pytest.mark.versions
 
@@ -112,7 +112,7 @@ def test_another_conversion_is_found(config: dict[str, Any], monkeypatch: pytest
     def with_system(rows: Any) -> Any:
         return rows.map(lambda row: {"_system": "be brief"})
 
-    monkeypatch.setattr(attach, "align_dataset", changed(attach.align_dataset, with_system))
+    monkeypatch.setattr(dataset, "align_dataset", changed(dataset.align_dataset, with_system))
     with pytest.raises(ConfigError, match="conversion of its format gives another _system by row"):
         load(config)
 
@@ -129,15 +129,15 @@ def test_another_preprocessing_is_found(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str, change: Callable
 ) -> None:
     stock = stock_loader._get_preprocessed_dataset
-    monkeypatch.setattr(attach, "_get_preprocessed_dataset", changed(stock, lambda rows: rows.map(change)))
+    monkeypatch.setattr(dataset, "_get_preprocessed_dataset", changed(stock, lambda rows: rows.map(change)))
     with pytest.raises(ConfigError, match=f"preprocessing gives another {column} by row"):
         load(config)
 
 
 def test_another_processor_of_rows_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`_get_dataset_processor` gives one that stock does not use for this stage."""
-    stock = attach._get_dataset_processor
-    monkeypatch.setattr(attach, "_get_dataset_processor", lambda args, stage, *rest: stock(args, "pt", *rest))
+    stock = dataset._get_dataset_processor
+    monkeypatch.setattr(dataset, "_get_dataset_processor", lambda args, stage, *rest: stock(args, "pt", *rest))
     with pytest.raises((ConfigError, KeyError)):
         load(config)
 
