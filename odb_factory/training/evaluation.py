@@ -97,9 +97,8 @@ class MicroBatchInputs(dict[str, torch.Tensor]):
 class Evaluation:
     """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
 
-    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it.
-    loss_only: no predictions are kept. can_split: no rank waits for another one in a forward.
-    generation: from the rows; None: nothing is generated. is_kept: the loader is for later evaluations, too.
+    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it. items:
+        observe its items. loss_only: no predictions are kept.
     computing: the micro-batch in forward, where its loss is weighed.
     """
 
@@ -107,18 +106,20 @@ class Evaluation:
         self,
         trainer: Any,
         stock: Any,
-        loader: ODBLoader,
         parts: DataLoaderParts,
+        config: ResolvedConfig,
+        items: Observer,
         *,
         loss_only: bool,
-        can_split: bool,
-        generation: Generation | None,
-        is_kept: bool,
     ):
-        self.dataset, self.loader, self.loss_only = stock.dataset, loader, loss_only
-        self._can_split, self._generation, self._is_kept = can_split, generation, is_kept
+        self.dataset, self.loss_only = stock.dataset, loss_only
         self.computing: Computing | None = None
         self._trainer, self._stock, self._batch_size = trainer, stock, parts.batch_size
+        # No rank waits for another one in a forward.
+        self._can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        generates = not loss_only and getattr(trainer.args, "predict_with_generate", False)
+        self._generation = Generation.of(trainer) if generates else None
+        self.loader = loader = self._find_loader(parts, config, items)
         in_round = parts.batch_size * loader.world_size
         self._rounds, rest = divmod(len(parts.sampler), in_round)
         self._rest = 0 if parts.drop_last else rest
@@ -134,6 +135,43 @@ class Evaluation:
         self._figures: defaultdict[str, float] = defaultdict(float)
         self._predicted: list[tuple[int, Any, Any]] = []
         self._num_micro_batches = 0
+
+    def _find_loader(self, parts: DataLoaderParts, config: ResolvedConfig, observer: Observer) -> ODBLoader:
+        """Of full rounds: what an evaluation of the training has kept, or a new one."""
+        odb, training = self._trainer.odb, self._trainer.odb.training
+        settled = None if training is None or training.is_unchecked else training  # its layout is that to train with
+        # As stock keeps its own, with its worker processes; after a training nobody would close it.
+        self._is_kept = parts.persistent_workers and settled is not None
+        kept = [] if training is None else training.eval_loaders
+        loader: ODBLoader | None = next((loader for dataset, loader in kept if dataset is parts.dataset), None)
+        if loader is None:
+            rows = parts.dataset
+            if odb.eval_rows is not None:
+                rows, observer = odb.eval_rows(rows)
+            layout = Layout("padded", "outside of training, or not checked yet") if settled is None else settled.layout
+            if self._generation is not None:
+                observer, layout = PromptObserver(observer, self._generation), Layout("padded", "tokens are generated")
+            loader = odb.make_loader(
+                dataclasses.replace(parts, dataset=rows, drop_last=True, persistent_workers=self._is_kept),
+                config,
+                layout,
+                observer=observer,
+                keeps_samples=self._can_split,
+                plans_here=ROWS_PLANNED * self._trainer.args.world_size <= PLANNED_HERE,
+                is_evaluated=True,
+                rule=OptimizerStepRule(
+                    batch_size=parts.batch_size,
+                    accumulation=-(-ROWS_PLANNED // parts.batch_size),
+                    drop_last=True,
+                    stock_mean=mean_of_round(self._trainer),
+                    equal_weights=odb.equal_weights,
+                ),
+            )
+            if self._is_kept:
+                kept.append((parts.dataset, loader))
+        if odb.eval_limits is not None:
+            loader.lower(odb.eval_limits)
+        return loader
 
     def __len__(self) -> int:
         return self._rows
@@ -321,71 +359,24 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
 
     loss_only: of `Trainer.evaluation_loop`.
     """
-    odb = trainer.odb
-    asked = odb.config.eval_token_budget
+    odb, asked = trainer.odb, trainer.odb.config.eval_token_budget
     if asked is None:
         return None
     why = _why_stock(trainer, stock)
-    if why is not None:
-        logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
-        return None
-    training, config = odb.training, odb.resolved
-    settled = None if training is None or training.is_unchecked else training  # its layout is that to train with
-    assert config is not None
-    config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
-    can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-    loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-    parts = dismantle(stock, 0)
-    # As stock keeps its own, with its worker processes; after a training nobody would close it.
-    is_kept = parts.persistent_workers and settled is not None
-    parts = dataclasses.replace(parts, persistent_workers=is_kept)
-    full_rounds = dataclasses.replace(parts, drop_last=True)
-    items = odb.observer_of_items(parts, config)
-    items.keeps_unsupervised = True
-    observer: Observer = items
-    if odb.eval_rows is None and (why := why_not_observed(parts, items)):  # what has no labels is predicted, in stock
-        logger.info("eval_token_budget: %s has no effect on this evaluation: row 0: %s", asked, why)
-        return None
-    if odb.eval_rows is not None:
-        rows, observer = odb.eval_rows(parts.dataset)
-        full_rounds = dataclasses.replace(full_rounds, dataset=rows)
-    layout = Layout("padded", "outside of training, or not checked yet") if settled is None else settled.layout
-    generation: Generation | None = None
-    if not loss_only and getattr(trainer.args, "predict_with_generate", False):
-        generation = Generation.of(trainer)
-        observer, layout = PromptObserver(observer, generation), Layout("padded", "tokens are generated")
-    eval_loaders = [] if training is None else training.eval_loaders
-    kept = next((loader for dataset, loader in eval_loaders if dataset is parts.dataset), None)
-    loader = kept or odb.make_loader(
-        full_rounds,
-        config,
-        layout,
-        observer=observer,
-        keeps_samples=can_split,
-        plans_here=ROWS_PLANNED * trainer.args.world_size <= PLANNED_HERE,
-        is_evaluated=True,
-        rule=OptimizerStepRule(
-            batch_size=parts.batch_size,
-            accumulation=-(-ROWS_PLANNED // parts.batch_size),
-            drop_last=True,
-            stock_mean=mean_of_round(trainer),
-            equal_weights=odb.equal_weights,
-        ),
-    )
-    if odb.eval_limits is not None:
-        loader.lower(odb.eval_limits)
-    if is_kept and kept is None:
-        eval_loaders.append((parts.dataset, loader))
-    return Evaluation(
-        trainer,
-        stock,
-        loader,
-        parts,
-        loss_only=loss_only,
-        can_split=can_split,
-        generation=generation,
-        is_kept=is_kept,
-    )
+    if why is None:
+        config = odb.resolved
+        assert config is not None
+        config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
+        parts = dismantle(stock, 0)
+        items = odb.observer_of_items(parts, config)
+        items.keeps_unsupervised = True
+        problem = why_not_observed(parts, items) if odb.eval_rows is None else ""
+        if not problem:
+            loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
+            return Evaluation(trainer, stock, parts, config, items, loss_only=bool(loss_only))
+        why = f"row 0: {problem}"  # what has no labels is predicted, in stock
+    logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
+    return None
 
 
 class Generation(NamedTuple):
