@@ -241,6 +241,8 @@ DIVIDES_BY_LENGTH = ("ipo", "orpo", "simpo")
 
 
 class Pairs(Stage):
+    """needs_labels: the answers that must have a token left: the loss would divide by their number."""
+
     unit = "pair"
     column = "chosen_input_ids"
     collator = "PairwiseDataCollatorWithPadding"
@@ -248,6 +250,7 @@ class Pairs(Stage):
     equal_weights = True
     rows = len(SIDES)
     batches = ("",)
+    needs_labels: tuple[str, ...] = ()
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
         return [features[f"{side}_input_ids"] for side in SIDES]
@@ -257,12 +260,9 @@ class Pairs(Stage):
         return Cost(
             tokens=sum(lengths),
             row_tokens=self.rows * max(lengths),
-            units=self._units(features),
+            units=int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels)),
             **media_cost(features, media, features["chosen_input_ids"], self.rows),
         )
-
-    def _units(self, features: Mapping[str, Any]) -> int:
-        return 1
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         """batch: as the collator returned it, also where it is laid flat for the model."""
@@ -286,7 +286,6 @@ class Dpo(Pairs):
     activations: budgets are those of the model that is trained."""
 
     name = "dpo"
-    needs_labels: tuple[str, ...] = ()
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
         stage = copy.copy(self)
@@ -295,10 +294,6 @@ class Dpo(Pairs):
         elif finetuning_args.pref_ftx > 0:
             stage.needs_labels = ("chosen",)
         return stage
-
-    def _units(self, features: Mapping[str, Any]) -> int:
-        """0 where an answer has no token left and the loss would divide by their number."""
-        return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))
 
     def parts(self, trainer: Any) -> Sequence[Any]:
         from odb_factory.training.pair_metrics import PairMetrics
