@@ -223,7 +223,8 @@ class Session:
         segments, num_supervised = ((), None) if measured is None else (measured.segments, measured.num_supervised)
         if training is not None and training.trainer_loss is not None:
             return training.trainer_loss.weighing(model, labels, row_weights, segments, num_items, num_supervised)
-        if self.equal_weights if computing is None else row_weights is num_supervised is None:
+        is_right = self.equal_weights if computing is None else row_weights is None and num_supervised is None
+        if is_right:  # the trainer's own loss
             return contextlib.nullcontext()
         watch, times = None, 1.0
         if computing is not None and training is not None and self.evaluation is None:
