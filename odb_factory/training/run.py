@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, TrainerCallback
@@ -145,8 +146,6 @@ def _in_file(data_sets: DataSets, folder: Path) -> dict[str, object]:
 def device_of(args: Any) -> str:
     if args.device.type != "cuda":
         return f"{args.device.type}, {os.cpu_count()} cores"
-    import torch
-
     return torch.cuda.get_device_name(args.device)
 
 
