@@ -30,7 +30,7 @@ from odb_factory.data.order import DataLoaderParts, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
-from odb_factory.errors import one_line
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import (
@@ -108,6 +108,13 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def not_reached(trainer: Any, name: str) -> str:
+    return (
+        f"{name} of {type(trainer).__name__} overrides odb's without calling super(), so the loss weights would be "
+        "lost; let every override of it call super(), or train without odb."
+    )
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -257,7 +264,7 @@ class Training:
         trainer in place of the model's own.
     """
 
-    run: ODBRun
+    _run: ODBRun | None = None
     memory: MemoryWatch
     trainer_loss: TrainerLoss | None = None
     _parts: DataLoaderParts
@@ -278,7 +285,13 @@ class Training:
     @property
     def has_begun(self) -> bool:
         """Whether the Trainer has asked for its dataloader."""
-        return hasattr(self, "run")
+        return self._run is not None
+
+    @property
+    def run(self) -> ODBRun:
+        if self._run is None:
+            raise ConfigError(not_reached(self.trainer, "get_train_dataloader"))
+        return self._run
 
     def begin(self, stock: Any) -> None:
         """Make the run of the settings. Its budgets and its layout are settled when the model is wrapped.
@@ -376,7 +389,7 @@ class Training:
             )
             # 2. the run
             is_shuffled = getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler))
-            run = self.run = ODBRun(loader, args, is_shuffled=is_shuffled)
+            run = self._run = ODBRun(loader, args, is_shuffled=is_shuffled)
             if odb.data_sets is not None and not odb.equal_weights and self.trainer_loss is None:
                 run.accounting.by_set = LossBySet(odb.data_sets)
         if odb.config.auto_keys:

@@ -50,7 +50,7 @@ from odb_factory.training.checks import (
 )
 from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.run import RunLog, scale_learning_rate
-from odb_factory.training.session import Session, Training
+from odb_factory.training.session import Session, Training, not_reached
 from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.trainer_loss import log_what_differs
 
@@ -228,8 +228,6 @@ class ODBTrainerMixin(Base):
                 training.encoder = SharedEncoder.of(self)
                 resumed = None if checkpoint is None else str(checkpoint.folder)
                 result = super().train(resumed, *args, **kwargs)
-                if not training.has_begun:
-                    raise ConfigError(_not_reached(self, "get_train_dataloader"))
                 training.run.finish()
             except BaseException as error:
                 cause = ending(error, self.args.output_dir)
@@ -343,7 +341,7 @@ class ODBTrainerMixin(Base):
         with training.odb.in_forward(measured), shared:
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
-            raise ConfigError(_not_reached(self, "compute_loss"))
+            raise ConfigError(not_reached(self, "compute_loss"))
         return loss
 
     def compute_loss(
@@ -359,7 +357,7 @@ class ODBTrainerMixin(Base):
         num_items, computing, scale = odb.num_items, odb.computing, 0.0
         if num_items is None:
             if isinstance(inputs, StepInputs):
-                raise ConfigError(_not_reached(self, "training_step"))
+                raise ConfigError(not_reached(self, "training_step"))
             with unpadded:
                 return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
@@ -431,13 +429,6 @@ class ODBTrainerMixin(Base):
                 tokens = accounting.since_resume("padded_tokens") / run.loader.world_size
                 logs["train_tokens_per_second"] = round(tokens / seconds, 3)
         super().log(logs, *args, **kwargs)
-
-
-def _not_reached(trainer: Any, name: str) -> str:
-    return (
-        f"{name} of {type(trainer).__name__} overrides odb's without calling super(), so the loss weights would be "
-        "lost; let every override of it call super(), or train without odb."
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

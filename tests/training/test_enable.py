@@ -80,6 +80,15 @@ def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> N
     assert ids(tmp_path) == Counter(range(10, 20))
 
 
+def test_a_dataloader_in_the_place_of_odbs_is_refused(tiny_text, tmp_path) -> None:
+    class Mine(ODBTrainer):
+        def get_train_dataloader(self) -> DataLoader:
+            return DataLoader(self.train_dataset, batch_size=4, collate_fn=pad)
+
+    with pytest.raises(ConfigError, match=r"^get_train_dataloader of Mine overrides odb's without calling super"):
+        train(tiny_text, tmp_path, trainer_class=Mine, odb=BLOCK)
+
+
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 @pytest.mark.parametrize(("changes", "epochs"), [({"max_steps": 5}, None), ({"num_train_epochs": 0.5}, 0.5)])
 def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: float | None, block: dict) -> None:
