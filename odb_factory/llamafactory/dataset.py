@@ -559,7 +559,7 @@ def _one_by_one(data_args: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# In place of LLaMA-Factory's passes over the data.
+# In place of LLaMA-Factory's passes over the data: called by the plugin's hooks and by patched forks (`patches/`).
 
 ROWS_TRIED_FOR_EXAMPLE = 16
 
