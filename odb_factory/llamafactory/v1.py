@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import send_to_device
@@ -214,7 +214,6 @@ class BatchGenerator(TrainerCallback):
         self._iteration: Iteration | None = None
         self._saved: dict[str, Any] | None = None
         self._epoch = 0
-        self._batches: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch."""
@@ -238,27 +237,22 @@ class BatchGenerator(TrainerCallback):
             )
         self._saved = dict(state)
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         if self._iteration is None:
             self._iteration = self._begin()
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self._iteration.load([saved])
             if saved["epoch"] > self._epoch:  # saved at the end of its epoch, which v1 begins once more
-                self._batches = iter(())
-                return self
-        self._batches = self._iteration.batches()
-        return self
-
-    def __next__(self) -> list[dict[str, Any]]:
+                return
         step = []
-        for batch in self._batches:
+        for batch in self._iteration.batches():
             info = pop_step_info(batch)
             step.append(self._micro_batch(batch, info))
             if info.ends_optimizer_step:
                 begin_row(())
-                return step
-        raise StopIteration
+                yield step
+                step = []
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         begin_row(())
