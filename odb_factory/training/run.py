@@ -333,7 +333,8 @@ class FillSchedule:
             return
         if isinstance(scheduler, LambdaLR):  # every schedule of transformers but those that go by metrics
             # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
-            scheduler.lr_lambdas = [lambda _, curve=curve: curve(clock.position) for curve in scheduler.lr_lambdas]
+            at_clock: list[Any] = [lambda _, curve=curve: curve(clock.position) for curve in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = at_clock
         elif "metrics" not in inspect.signature(scheduler.step).parameters:
             name, steps = type(scheduler).__name__, clock.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
