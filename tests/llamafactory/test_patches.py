@@ -94,14 +94,17 @@ def patched(checkout, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "src"
 
 
+def before_ours(patched: Path) -> str:
+    """A PYTHONPATH on which the fork comes before what this process imports, this checkout for instance."""
+    return os.pathsep.join([str(patched), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.fixture(scope="module")
 def train(patched, tiny_text, data_dir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
     """(output folder, ended process) of two steps, hooked by the plugin in this process, by the patch, or by both."""
     folder = tmp_path_factory.mktemp("trained")
-    ways = {
-        "patch": {"ODB_FACTORY_DISABLE": "1", "PYTHONPATH": str(patched)},
-        "both": {"PYTHONPATH": str(patched)},
-    }
+    path = before_ours(patched)
+    ways = {"patch": {"ODB_FACTORY_DISABLE": "1", "PYTHONPATH": path}, "both": {"PYTHONPATH": path}}
 
     @once
     def train(way: str) -> tuple:
@@ -179,7 +182,7 @@ def test_mistakes_are_named_in_the_words_of_the_plugin(patched, tiny_text, data_
         "    except ValueError as error: said.append([type(error).__name__, str(error)])\n"
         "print(json.dumps([llamafactory.__file__, said]))"
     )
-    done = run_code(code, [config, changes], ODB_FACTORY_DISABLE="1", PYTHONPATH=str(patched))
+    done = run_code(code, [config, changes], ODB_FACTORY_DISABLE="1", PYTHONPATH=before_ours(patched))
     home, said = json.loads(done.stdout.splitlines()[-1])
     assert Path(home).is_relative_to(patched)
     assert said == expected
