@@ -456,7 +456,7 @@ def check_kept(
         assert step.done == min((step.index + 1) * size, end)
         assert step.remainder == (stock.remainder if step.last else 0)
         if not ids:
-            assert len(micro_steps) == 1 and step.num_active == 0
+            assert len(micro_steps) == 1 and step.active_ranks == 0
         for micro_step in micro_steps:
             groups = [[costs[id] for id in one.ids] for one in micro_step]
             totals = micro_step[0].totals

@@ -66,7 +66,7 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         epoch=0,
         index=0,
         num_micro_batches=1,
-        num_active=1,
+        active_ranks=1,
         samples=2,
         tokens=5,
         padded_tokens=6,

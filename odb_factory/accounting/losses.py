@@ -91,7 +91,7 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
         case "approx":
             divisors = [step.tokens * micro_batch.num_units / micro_batch.tokens for _ in units]
         case _:
-            divisors = [step.num_active * micro_batch.num_units for _ in units]
+            divisors = [step.active_ranks * micro_batch.num_units for _ in units]
     return tuple(world_size / divisor for divisor in divisors)
 
 

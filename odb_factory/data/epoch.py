@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from abc import ABC, abstractmethod
@@ -41,7 +42,7 @@ from odb_factory.planning import (
     plan_optimizer_step,
 )
 from odb_factory.planning.keep import GroupOutline, GroupsDisagreeError, agreed_plans
-from odb_factory.planning.plan import pool
+from odb_factory.planning.plan import pool, sum_totals
 
 logger = get_logger(__name__)
 
@@ -244,10 +245,11 @@ class EpochPlanner(ABC):
 
     def _optimizer_step(self, planned: Sequence[Planned], sums: Sums, index: int, **figures: Any) -> list[Task]:
         """The tasks of an optimizer step. sums: of all ranks. figures: fields of `OptimizerStep`."""
-        step = OptimizerStep.of(
-            [one.totals for one in planned],
+        step = OptimizerStep(
+            **dataclasses.asdict(sum_totals([one.totals for one in planned])),
             epoch=self.epoch,
             index=index,
+            num_micro_batches=len(planned),
             root_units=sums.roots / ROOT_SCALE,
             rejected=self._all_rejected(sums),
             overlong=self.place.overlong + sums.overlong,

@@ -41,12 +41,11 @@ ReadRows = Callable[[Iterable[int]], Iterator[Sample | Rejection]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerStep:
-    """One update of the weights, as every rank knows it before its first forward.
+class OptimizerStep(MicroStepTotals):
+    """One update of the weights, as every rank knows it before its first forward: the sums over its micro-steps, and
 
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
-    num_micro_batches: K, the micro-batches of each rank. num_active: those of all ranks that are not idle.
-    samples, tokens, units: of all ranks and micro-steps, without padding. padded_tokens: as collated.
+    num_micro_batches: K, the micro-batches of each rank; `active_ranks` of those of all ranks are not idle.
     root_units: sum over the samples of the square root of their units.
     num_stock_means: what stock divides the sum of its means over units by: their number, but for losses that it adds
         up (0: there is no stock step to compare with, as with `fill`).
@@ -64,11 +63,6 @@ class OptimizerStep:
     epoch: int
     index: int
     num_micro_batches: int
-    num_active: int
-    samples: int
-    tokens: int
-    padded_tokens: int
-    units: int
     root_units: float
     num_stock_means: int
     stock_input_tokens: int | None
@@ -79,19 +73,6 @@ class OptimizerStep:
     remainder: int
     epoch_steps: int
     last: bool
-
-    @classmethod
-    def of(cls, totals: Sequence[MicroStepTotals], **others: Any) -> OptimizerStep:
-        """The step of these micro-steps. others: the fields that are no sums over them."""
-        return cls(
-            num_micro_batches=len(totals),
-            num_active=sum(one.active_ranks for one in totals),
-            samples=sum(one.samples for one in totals),
-            tokens=sum(one.tokens for one in totals),
-            padded_tokens=sum(one.padded_tokens for one in totals),
-            units=sum(one.units for one in totals),
-            **others,
-        )
 
 
 class SampleInfo(NamedTuple):

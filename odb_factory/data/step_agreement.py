@@ -23,13 +23,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from odb_factory.comm.lifeline import known_failure
 from odb_factory.comm.ranks import LEFT_EPOCH, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, SampleInfo
 from odb_factory.errors import CollectiveError, one_line
+from odb_factory.planning import MicroStepTotals
 
+Totals = TypeVar("Totals", bound=MicroStepTotals)
 CHECK_S = 0.1
 """How often a training thread that waits for an answer looks whether another rank has failed."""
 
@@ -90,12 +92,8 @@ class Agreed:
         agreed, rows = cls(step, failed, emptied), [row for _, row in failed]
         units, divisors = agreed.failed_units, {row.stock_mean: row.stock_units for row in rows}
         left = replace(
-            step,
-            samples=step.samples - len(rows),
-            tokens=step.tokens - sum(row.tokens for row in rows),
-            units=step.units - sum(row.units for row in rows),
+            _without(step, rows, emptied.total()),
             root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in rows),
-            num_active=step.num_active - emptied.total(),
             num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == units[mean] for mean in divisors),
         )
         return replace(agreed, step=left)
@@ -106,13 +104,7 @@ class Agreed:
             return replace(micro_batch, step=self.step)
         rows = {(index, row.id) for index, row in self.failed}  # one may be in several micro-batches
         here = [row for index, row in self.failed if index == micro_batch.index]
-        totals = replace(
-            micro_batch.totals,
-            samples=micro_batch.totals.samples - len(here),
-            tokens=micro_batch.totals.tokens - sum(row.tokens for row in here),
-            units=micro_batch.totals.units - sum(row.units for row in here),
-            active_ranks=micro_batch.totals.active_ranks - self.emptied[micro_batch.index],
-        )
+        totals = _without(micro_batch.totals, here, self.emptied[micro_batch.index])
         units = self.failed_units
         left = (one for one in micro_batch.samples if (micro_batch.index, one.id) not in rows)
         samples = tuple(one._replace(stock_units=one.stock_units - units[one.stock_mean]) for one in left)
@@ -122,6 +114,18 @@ class Agreed:
     def failed_units(self) -> Counter[int]:
         """What the rows that failed count in the means that stock takes, by the number of the mean."""
         return sum((Counter({row.stock_mean: row.stock_counted}) for _, row in self.failed), Counter())
+
+
+def _without(totals: Totals, rows: Sequence[SampleInfo], emptied: int) -> Totals:
+    """Sums without these rows. emptied: micro-batches that have no row left."""
+    return replace(
+        totals,
+        samples=totals.samples - len(rows),
+        tokens=totals.tokens - sum(row.tokens for row in rows),
+        squares=totals.squares - sum(row.tokens**2 for row in rows),
+        units=totals.units - sum(row.units for row in rows),
+        active_ranks=totals.active_ranks - emptied,
+    )
 
 
 def merge_messages(messages: Sequence[bytes]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from odb_factory.planning.padded import (
     lower_bound,
     place,
 )
-from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, to_plan
+from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, sum_totals, to_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cut the samples of an optimizer step into flat micro-batches: K bins for every rank, as even as can be.
@@ -228,7 +227,6 @@ def _best_cut(pools: Pools) -> Cut:
 
 MAX_AGREEMENTS = 16
 """Maximum rounds in which groups plan again to reach the largest K of any group. One is usually enough."""
-MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ class GroupOutline:
     @classmethod
     def merge(cls, outlines: Sequence[GroupOutline]) -> GroupOutline:
         num_steps = max(one.num_steps for one in outlines)
-        totals = [_sum([one.totals[k] for one in outlines if k < one.num_steps]) for k in range(num_steps)]
+        totals = [sum_totals([one.totals[k] for one in outlines if k < one.num_steps]) for k in range(num_steps)]
         return cls(num_steps, min((one.fewest for one in outlines if one.fewest is not None), default=None), totals)
 
 
@@ -316,9 +314,3 @@ def plan_in_groups(
     heavy = any(plan.exceeds_transfer_limit for plan in plans)
     final = all(buffer.exhausted for buffer in buffers)
     return replace(plans[0], groups=groups, starts=starts, final=final, exceeds_transfer_limit=heavy)
-
-
-def _sum(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
-    columns = zip(*map(dataclasses.astuple, totals))
-    names = (item.name for item in dataclasses.fields(MicroStepTotals))
-    return MicroStepTotals(*(max(ns) if name in MAXIMA else sum(ns) for name, ns in zip(names, columns)))

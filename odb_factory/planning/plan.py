@@ -6,6 +6,7 @@ same result (I6): no clock, no communication, no I/O, no sum whose order matters
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -107,6 +108,16 @@ class MicroStepTotals:
     moved: int = 0
     moved_bytes: int = 0
     squares: int = 0
+
+
+MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
+
+
+def sum_totals(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
+    """Of a micro-step of several groups of ranks, or of several micro-steps."""
+    columns = zip(*map(dataclasses.astuple, totals))
+    names = (item.name for item in dataclasses.fields(MicroStepTotals))
+    return MicroStepTotals(*(max(ns) if name in MAXIMA else sum(ns) for name, ns in zip(names, columns)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def optimizer_step(
         epoch=epoch,
         index=index,
         num_micro_batches=micro_batches,
-        num_active=sum(bool(ids) for rank in slots for ids in rank),
+        active_ranks=sum(bool(ids) for rank in slots for ids in rank),
         samples=len(rows),
         tokens=sum(row.tokens for row in rows),
         padded_tokens=sum(one.padded_tokens for one in totals),

@@ -77,7 +77,7 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
     assert summary["samples"] == 30
     assert summary["tokens"] == sum(row.tokens for row in rows)
     assert (summary["optimizer_steps"], summary["micro_steps"]) == (3, 9)
-    assert summary["idle_micro_batches"] == 27 - sum(first[0].step.num_active for first in steps)
+    assert summary["idle_micro_batches"] == 27 - sum(first[0].step.active_ranks for first in steps)
     assert (summary["left_out"], summary["remainder"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
     metrics = accounting.metrics()
     assert metrics["odb/micro_batches"] == 3

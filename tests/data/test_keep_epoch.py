@@ -220,7 +220,7 @@ def test_an_optimizer_step_without_a_usable_sample_is_one_idle_micro_batch(world
     check_kept(rows, epochs, stock)
     for epoch in epochs:
         (one,), step = epoch.optimizer_steps[rejected_step], epoch.steps[rejected_step]
-        assert one.idle and (step.num_active, step.samples, step.units, step.num_stock_means) == (0,) * 4
+        assert one.idle and (step.active_ranks, step.samples, step.units, step.num_stock_means) == (0,) * 4
         assert [len(samples) for task, samples in epoch.tasks if task is one] == [1]
         assert step.done == 4 * rejected_step + 4
 
