@@ -7,13 +7,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from odb_factory.data.flat import UNPADDED, FlatLayout, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
+from odb_factory.data.flat import UNPADDED, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
@@ -21,7 +22,7 @@ from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import VIDEO, Budget, Media
+from odb_factory.planning import EVERY_SIZE, VIDEO, Budget, Media
 
 logger = get_logger(__name__)
 
@@ -76,11 +77,12 @@ class NotCollated(DataError):
 class CollatedDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
 
-    layout: how batches are laid flat, or the budget whose sizes they are padded to; None: they stay as the collator
-        returns them. notes: where workers report which micro-batches they have collated. skips: rows that cannot be
-        collated are left out.
-    budget: of samples whose units are not counted from labels: a batch without `input_ids` has the shape that its
-        samples were planned with.
+    budget: of micro-batches: as its layout and sizes say they are laid flat, padded to sizes, or left as the collator
+        returns them. with_boundaries: flat ones carry what `varlen_arguments` returns.
+    counts_labels: else samples have units of their own, and a batch without `input_ids` has the shape that its samples
+        were planned with.
+    notes: where workers report which micro-batches they have collated. skips: rows that cannot be collated are left
+        out.
     """
 
     sends_dataset = False
@@ -90,20 +92,30 @@ class CollatedDataset(WorkerDataset):
         collate_fn: Callable[[list[Any]], Any],
         patch_size: int,
         dataset: Any,
-        layout: FlatLayout | Budget | None = None,
-        measure: Measure = measure_batch,
-        budget: Budget | None = None,
+        budget: Budget,
         *,
+        measure: Measure = measure_batch,
+        counts_labels: bool = True,
+        with_boundaries: bool = False,
         skips: bool = False,
     ):
-        self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
-        self.measure, self.budget, self.skips = measure, budget, skips
+        self.collate_fn, self.patch_size, self.dataset, self.budget = collate_fn, patch_size, dataset, budget
+        self.measure, self.counts_labels, self.skips = measure, counts_labels, skips
+        self.with_boundaries = with_boundaries
         self.notes: CollateNotes | None = None
         self.busy = BusyRows()
 
     def padded(self) -> CollatedDataset:
         """The same, with batches as the collator returns them."""
-        return CollatedDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure, budget=self.budget)
+        budget = replace(self.budget, layout="padded", sizes=EVERY_SIZE)
+        return CollatedDataset(
+            self.collate_fn,
+            self.patch_size,
+            self.dataset,
+            budget,
+            measure=self.measure,
+            counts_labels=self.counts_labels,
+        )
 
     def __getitem__(self, task: Task | None) -> Outcome | None:
         if task is None:
@@ -155,27 +167,28 @@ class CollatedDataset(WorkerDataset):
 
     def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
-        if self.layout is None:
+        budget, collation = self.budget, self.budget.collation
+        if budget.layout == "padded" and not budget.rounds_up:
             return self._measured(batch, samples), batch
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise LayoutError(
                 "layout: flat, length_buckets and row_multiple need batches with `input_ids` [rows, length], and "
                 f"collate_fn returned {describe_batch(batch)}; leave these keys out"
             )
-        if isinstance(self.layout, Budget):
-            padded, filler_rows = pad_to_sizes(batch, self.layout)
+        if budget.layout == "padded":
+            padded, filler_rows = pad_to_sizes(batch, budget)
             return replace(self._measured(padded, samples), filler_rows=filler_rows), padded
         costs = [sample.cost for sample in samples]
-        has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
-        flat: Mapping[str, Any]
-        if self.layout.collation.batches:
-            flat, segments = beside_rows(batch, len(samples), has_media, self.layout, has_audio)
-        else:
-            flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
-        return self._measured(flat, samples, segments), flat
+        num_dummy, _ = collation.dummies(sum(cost.has_media for cost in costs), sum(cost.has_audio for cost in costs))
+        lay_flat = partial(flatten, num_dummy=num_dummy, sizes=budget.sizes, with_boundaries=self.with_boundaries)
+        if collation.batches:
+            rows, lengths = beside_rows(batch, len(samples), collation, lay_flat)
+            return self._measured(rows, samples, lengths), rows
+        flat, segments = lay_flat(batch, [cost.tokens for cost in costs])
+        return self._measured(flat, samples, segments.lengths), flat
 
     def _measured(self, batch: Any, samples: list[Sample], segments: tuple[int, ...] = ()) -> Measured:
-        if self.budget is None:
+        if self.counts_labels:
             return self.measure(batch, self.patch_size, segments)
         costs = [sample.cost for sample in samples]
         if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
@@ -251,18 +264,17 @@ def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> TrialBatches:
-    layout, padded = flat.layout, flat.padded()
-    assert isinstance(layout, FlatLayout)
+    batches, padded = flat.budget.collation.batches, flat.padded()
 
     def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the model. Without labels it computes logits, whatever its loss is computed from."""
-        own = {key: batch[key] for key in model_keys(batch, layout.collation.batches) if key != UNPADDED}
+        own = {key: batch[key] for key in model_keys(batch, batches) if key != UNPADDED}
         own |= batch.get(UNPADDED, {}).get("inputs", {})
         return {key: value for key, value in own.items() if key != "labels" and value is not None}
 
     measured, row = flat.collate(samples)
     tokens, ids = tuple(one.cost.tokens for one in samples), tuple(one.id for one in samples)
-    rest = inputs(row), measured.segments, tokens, ids, not layout.collation.batches
+    rest = inputs(row), measured.segments, tokens, ids, not batches
     together = padded.collate(samples)[1]
     if len(together["input_ids"]) < len(samples):
         return TrialBatches([], [], *rest)

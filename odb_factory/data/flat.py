@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,6 @@ class Segments:
 
 
 def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
-    """batch, tokens: of `flatten`. num_dummy: tokens of the dummy media in the first row. sizes: of the total."""
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
@@ -141,19 +140,6 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 """A tensor of such a name whose shape is not that of tokens goes by media, not by rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlatLayout:
-    """How micro-batches are laid flat.
-
-    collation: dummy media, rows and batches of the collator. sizes: what the total is filled up to (tokens).
-    with_boundaries: the batch carries what `varlen_arguments` returns.
-    """
-
-    collation: Collation = field(default_factory=Collation)
-    sizes: Sizes = EVERY_SIZE
-    with_boundaries: bool = False
-
-
 _OF_PAIRS = ("prompt_", "chosen_", "rejected_", "ref_")
 """What TRL's trainer for pairs makes its rows from."""
 UNPADDED = "odb_unpadded"
@@ -161,20 +147,40 @@ UNPADDED = "odb_unpadded"
 
 
 def beside_rows(
-    batch: Mapping[str, Any], num_samples: int, has_media: bool, layout: FlatLayout, has_audio: bool = False
+    batch: Mapping[str, Any],
+    num_samples: int,
+    collation: Collation,
+    lay_flat: Callable[..., tuple[Mapping[str, Any], Segments]] | None = None,
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The batch, whose rows a trainer reads, with the same in one row for the model; the lengths of its segments.
 
     batch: of `flatten`, with the collation's rows a sample and an `attention_mask`; segments are rows, in their order.
+    lay_flat: `flatten` with its options.
     For each of the collation's batches it has, under its prefix and `UNPADDED`, what `model.unpad.FlatRows` is made of.
     The segments returned are those of the first.
     """
-    own = model_keys(batch, layout.collation.batches)
+    own = model_keys(batch, collation.batches)
     unpadded = {}
-    for prefix in layout.collation.batches:
+    for prefix in collation.batches:
         rows = {key: batch.get(prefix + key, batch[key]) for key in own}
-        unpadded[prefix + UNPADDED] = _unpadded(rows, num_samples, has_media, layout, has_audio)
-    return {**batch, **unpadded}, unpadded[layout.collation.batches[0] + UNPADDED]["segments"]
+        (num_rows, length), mask = batch_shape(rows), rows.get("attention_mask")
+        if num_rows != num_samples * collation.rows or not isinstance(mask, Tensor) or mask.shape != (num_rows, length):
+            raise LayoutError(
+                f"layout: the collator made {num_rows} rows of {num_samples} samples with the `attention_mask` "
+                f"{_shape(mask)}, and a flat micro-batch takes {collation.rows} rows a sample with a mask of tokens; "
+                "set `layout: padded`."
+            )
+        flat, segments = (lay_flat or flatten)(rows, (mask != 0).sum(1).tolist())
+        changed: dict[str, Any] = {key: flat.get(key) for key in {**rows, **flat} if flat.get(key) is not rows.get(key)}
+        labels = changed.pop("labels")
+        unpadded[prefix + UNPADDED] = {
+            "inputs": changed,
+            "labels": labels,
+            "index": segments.index,
+            "num_supervised": int((labels != IGNORE_INDEX).sum()),
+            "segments": segments.lengths,
+        }
+    return {**batch, **unpadded}, unpadded[collation.batches[0] + UNPADDED]["segments"]
 
 
 def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
@@ -197,55 +203,29 @@ def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
     ]
 
 
-def _unpadded(
-    batch: Mapping[str, Any], num_samples: int, has_media: bool, layout: FlatLayout, has_audio: bool
-) -> dict[str, Any]:
-    (rows, length), of_sample = batch_shape(batch), layout.collation.rows
-    mask: Any = batch.get("attention_mask")
-    if rows != num_samples * of_sample or not isinstance(mask, Tensor) or mask.shape != (rows, length):
-        raise LayoutError(
-            f"layout: the collator made {rows} rows of {num_samples} samples with the `attention_mask` {_shape(mask)}, "
-            f"and a flat micro-batch takes {of_sample} rows a sample with a mask of tokens; set `layout: padded`."
-        )
-    flat, segments = _pack(
-        batch, (mask != 0).sum(1).tolist(), layout.collation.dummies(has_media, has_audio)[0], layout
-    )
-    changed: dict[str, Any] = {key: flat.get(key) for key in {**batch, **flat} if flat.get(key) is not batch.get(key)}
-    labels = changed.pop("labels")
-    return {
-        "inputs": changed,
-        "labels": labels,
-        "index": segments.index,
-        "num_supervised": int((labels != IGNORE_INDEX).sum()),
-        "segments": segments.lengths,
-    }
-
-
 def flatten(
-    batch: Mapping[str, Any], tokens: Sequence[int], has_media: bool, layout: FlatLayout, has_audio: bool = False
-) -> tuple[MutableMapping[str, Any], tuple[int, ...]]:
-    """The batch in one row, a mapping of the same kind, and the lengths of its segments (tokens).
+    batch: Mapping[str, Any],
+    tokens: Sequence[int],
+    num_dummy: int = 0,
+    sizes: Sizes = EVERY_SIZE,
+    with_boundaries: bool = False,
+) -> tuple[MutableMapping[str, Any], Segments]:
+    """The batch in one row, a mapping of the same kind, and the segments of that row.
 
     batch: what the collator returned: one row a sample, padded left or right, or all of them in one row already.
     tokens: of each sample, in batch order; of a padded row what a two-dimensional `attention_mask` says counts.
-    has_media, has_audio: whether any sample brings it; if not, the first row has dummies behind its tokens (padded
-    left: before them), which become a segment of their own.
+    num_dummy: tokens of dummy media, behind those of the first row (padded left: before them), which become a segment
+    of their own. sizes: what the total is filled up to (tokens). with_boundaries: the row carries what
+    `varlen_arguments` returns.
 
     Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
     restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
     Raises `LayoutError` where the batch has what depends on its rows, `DataError` where the lengths do not fit it.
 
-        batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
+        batch, segments = flatten(collator(items), [5, 3])  # segments.lengths: (5, 3)
     """
-    flat, segments = _pack(batch, tokens, layout.collation.dummies(has_media, has_audio)[0], layout)
-    return flat, segments.lengths
-
-
-def _pack(
-    batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, layout: FlatLayout
-) -> tuple[MutableMapping[str, Any], Segments]:
     rows, length = batch_shape(batch)
-    segments = _find_segments(batch, tokens, num_dummy, layout.sizes)
+    segments = _find_segments(batch, tokens, num_dummy, sizes)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
         if key in _DROPPED:
@@ -257,7 +237,7 @@ def _pack(
         elif key != "position_ids" and is_per_token(key, value, rows, length):
             flat[key] = segments.pack(value)
     flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
-    if layout.with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
+    if with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
         flat.update(varlen_arguments(segments.lengths))
     return flat, segments
 

@@ -21,7 +21,6 @@ from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
 from odb_factory.data.collate import Collated, CollatedDataset, Outcome
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
-from odb_factory.data.flat import FlatLayout
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import DataLoaderParts, ShareProgress, ends_of, length_of
 from odb_factory.data.processes import PlanProcess, compute_here
@@ -188,16 +187,14 @@ class ODBLoader:
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
-        done_to_batches: FlatLayout | Budget | None = budget if budget.rounds_up else None
-        if layout == "flat":
-            done_to_batches = FlatLayout(budget.collation, budget.sizes, with_boundaries)
         self.groups = CollatedDataset(
             Picklable(parts.collate_fn, "collate_fn"),
             patch_size,
             parts.dataset,
-            done_to_batches,
-            measure,
-            budget=None if self.counts_labels else budget,
+            budget,
+            measure=measure,
+            counts_labels=self.counts_labels,
+            with_boundaries=with_boundaries,
             skips=config.on_error == "skip",
         )
         self._rows = rows = ObservedDataset(parts.dataset, observer, config, budget, is_evaluated=is_evaluated)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BatchEncoding, DataCollatorForSeq2Seq, D
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
 
 from odb_factory.data.collate import CollatedDataset
-from odb_factory.data.flat import FlatLayout, LayoutError, flatten, varlen_arguments
+from odb_factory.data.flat import LayoutError, flatten, varlen_arguments
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import DataError
@@ -78,15 +78,13 @@ def test_it_is_the_same_tokens_without_padding(
     if num_rotary:
         batch["position_ids"] = torch.arange(num_rotary * shape.numel()).view(num_rotary, *shape)
     before = copy.deepcopy(batch)
-    flat, segments = flatten(
-        batch, lengths, not dummy, FlatLayout(Collation(dummy_media_tokens=dummy), Sizes(round_to))
-    )
+    flat, segments = flatten(batch, lengths, dummy, Sizes(round_to))
 
     total = sum(lengths) + dummy
     fill = -total % round_to
-    assert segments == tuple(n for n in (*lengths, dummy, fill) if n)
+    assert segments.lengths == tuple(n for n in (*lengths, dummy, fill) if n)
     budget = Budget(1, collation=Collation(1, dummy), layout="flat", sizes=Sizes(round_to))
-    assert (1, sum(segments)) == budget.shape([Cost(length, has_media=not dummy) for length in lengths])[:2]
+    assert (1, sum(segments.lengths)) == budget.shape([Cost(length, has_media=not dummy) for length in lengths])[:2]
     dummies = list(range(DUMMY, DUMMY + dummy))
     ids = [token for row in rows for token in row["input_ids"]] + dummies
     assert flat["input_ids"].tolist()[0][:total] == ids
@@ -94,7 +92,7 @@ def test_it_is_the_same_tokens_without_padding(
     labels = [label for row in rows for label in [IGNORE, *row["labels"][1:]]]
     assert flat["labels"].tolist() == [labels + [IGNORE] * (dummy + fill)]
     assert flat["token_type_ids"].tolist() == [[token % 7 for token in ids] + [0] * fill]
-    text = torch.tensor([[t for n in segments for t in range(n)]])
+    text = torch.tensor([[t for n in segments.lengths for t in range(n)]])
     if num_rotary:
         starts = [shape[1] - n if left else 0 for n in lengths]
         places = [(k, t) for k, (start, n) in enumerate(zip(starts, lengths)) for t in range(start, start + n)]
@@ -110,40 +108,38 @@ def test_it_is_the_same_tokens_without_padding(
 
 def test_without_a_mask_the_lengths_say_where_padding_begins() -> None:
     rows = items([3, 5, 1])
-    with_mask, _ = flatten(collate(rows, dummy=2), [3, 5, 1], False, FlatLayout(Collation(dummy_media_tokens=2)))
-    without, segments = flatten(
-        collate(rows, dummy=2, mask=False), [3, 5, 1], False, FlatLayout(Collation(dummy_media_tokens=2))
-    )
-    assert segments == (3, 5, 1, 2)
+    with_mask, _ = flatten(collate(rows, dummy=2), [3, 5, 1], 2)
+    without, segments = flatten(collate(rows, dummy=2, mask=False), [3, 5, 1], 2)
+    assert segments.lengths == (3, 5, 1, 2)
     assert all(torch.equal(with_mask[key], without[key]) for key in with_mask)
 
 
 def test_a_mask_counts_more_than_an_estimate_of_the_cost() -> None:
-    _, segments = flatten(collate(items([3, 5])), [7, 7], True, FlatLayout())
-    assert segments == (3, 5)
+    _, segments = flatten(collate(items([3, 5])), [7, 7])
+    assert segments.lengths == (3, 5)
 
 
 def test_boundaries_are_those_of_the_segments() -> None:
-    flat, segments = flatten(collate(items([3, 5])), [3, 5], True, FlatLayout(sizes=Sizes(16), with_boundaries=True))
-    assert segments == (3, 5, 8)
+    flat, segments = flatten(collate(items([3, 5])), [3, 5], sizes=Sizes(16), with_boundaries=True)
+    assert segments.lengths == (3, 5, 8)
     for side in "qk":
         ends = flat[f"cu_seq_lens_{side}"]
         assert (ends.dtype, ends.tolist()) == (torch.int32, [0, 3, 8, 16])
         assert flat[f"max_length_{side}"] == 8
-    assert "cu_seq_lens_q" not in flatten(collate(items([3])), [3], True, FlatLayout())[0]
+    assert "cu_seq_lens_q" not in flatten(collate(items([3])), [3])[0]
     assert varlen_arguments((4,))["max_length_k"] == 4
 
 
 def test_sounds_stay_where_they_have_the_shape_of_tokens() -> None:
     """A clip in each row, and as many bands and frames as the rows have tokens."""
     sounds = {"input_features": torch.rand(2, 5, 7), "feature_attention_mask": torch.ones(2, 5)}
-    flat, _ = flatten(collate(items([5, 3])) | sounds, [5, 3], True, FlatLayout(), True)
+    flat, _ = flatten(collate(items([5, 3])) | sounds, [5, 3])
     assert all(flat[name] is value for name, value in sounds.items())
 
 
 def test_the_kind_of_mapping_stays() -> None:
     batch = BatchEncoding(collate(items([3, 5])) | {"note": "kept"})
-    flat, _ = flatten(batch, [3, 5], True, FlatLayout())
+    flat, _ = flatten(batch, [3, 5])
     assert type(flat) is BatchEncoding and flat["note"] == "kept"
     assert batch["input_ids"].shape == (2, 5) and "attention_mask" in batch
 
@@ -169,7 +165,7 @@ def _changed(**values: Any) -> dict[str, Any]:
 )
 def test_what_depends_on_rows_is_refused_by_name(batch: dict[str, Any], named: str) -> None:
     """Through the collating worker: the message is about the collator, not about a row."""
-    groups = CollatedDataset(lambda rows: dict(batch), 14, None, FlatLayout())
+    groups = CollatedDataset(lambda rows: dict(batch), 14, None, Budget(1, layout="flat"))
     samples = [Sample(k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
     outcome = groups[(None, samples)]  # type: ignore[index]  # the micro-batch is handed through
     assert outcome is not None and not outcome.failed
@@ -195,13 +191,13 @@ def test_what_depends_on_rows_is_refused_by_name(batch: dict[str, Any], named: s
 )
 def test_a_batch_that_is_not_as_told_is_refused(batch: dict[str, Any], tokens: list[int], said: str) -> None:
     with pytest.raises(DataError, match=said) as refused:
-        flatten(batch, tokens, True, FlatLayout())
+        flatten(batch, tokens)
     assert not isinstance(refused.value, LayoutError) and "\n" not in str(refused.value)
 
 
 def test_dummy_media_that_are_not_there_are_missed() -> None:
     with pytest.raises(DataError, match="too short for 5 of its sample and 2 of the dummy media"):
-        flatten(collate(items([5, 3])), [5, 3], False, FlatLayout(Collation(dummy_media_tokens=2)))
+        flatten(collate(items([5, 3])), [5, 3], 2)
 
 
 # Real collators
@@ -226,10 +222,10 @@ def test_collators_that_lay_flat_themselves_give_what_padded_ones_give(tiny_text
         "transformers": 1,
         "TRL": 1,
     }
-    flats = {name: flatten(batch, tokens, True, FlatLayout()) for name, batch in batches.items()}
+    flats = {name: flatten(batch, tokens) for name, batch in batches.items()}
     expected, _ = flats["padded right"]
     for name, (flat, segments) in flats.items():
-        assert segments == (4, 1, 6), name
+        assert segments.lengths == (4, 1, 6), name
         for key in ("input_ids", "labels", "position_ids"):
             assert torch.equal(flat[key], expected[key]), (name, key)
         assert "attention_mask" not in flat
@@ -239,7 +235,7 @@ def test_collators_that_lay_flat_themselves_give_what_padded_ones_give(tiny_text
 def test_what_a_flat_collator_adds_behind_the_samples_is_a_segment() -> None:
     rows = items([4, 6])
     batch = TRLCollator(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)(copy.deepcopy(rows))
-    flat, segments = flatten(batch, [4, 6], True, FlatLayout(sizes=Sizes(10)))
-    assert segments == (4, 6, 6, 4) and flat["input_ids"].shape == (1, 20)
+    flat, segments = flatten(batch, [4, 6], sizes=Sizes(10))
+    assert segments.lengths == (4, 6, 6, 4) and flat["input_ids"].shape == (1, 20)
     assert flat["position_ids"][0, 10:].tolist() == [*range(6), *range(4)]
     assert (flat["labels"][0, 10:] == IGNORE).all()

@@ -33,11 +33,11 @@ from stock import load_stock
 from support import training_config
 
 from odb_factory.accounting.losses import weighted_token_loss
-from odb_factory.data.flat import FlatLayout, flatten
+from odb_factory.data.flat import flatten
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention
 from odb_factory.model.flat_row import flat_row
-from odb_factory.planning import Collation, Sizes
+from odb_factory.planning import Sizes
 
 ATTENTION = {"sdpa": "sdpa", attention.EAGER_NAME: "eager", attention.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
@@ -108,14 +108,10 @@ def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, 
         set_attention(model, attention)
         for round_to in (1, ROUND_TO):
             # A flash kernel is told the boundaries, or finds them in the positions.
-            layout = FlatLayout(
-                Collation(dummy_media_tokens=case.dummy),
-                Sizes(round_to),
-                with_boundaries=attention == FLASH and round_to > 1,
-            )
-            flat, segments = flatten(case.batch, case.tokens, case.has_media, layout)
-            assert flat["input_ids"].shape == (1, sum(segments))
-            theirs, found = gradients(model, dict(flat), segments, weights)
+            num_dummy, told = 0 if case.has_media else case.dummy, attention == FLASH and round_to > 1
+            flat, segments = flatten(case.batch, case.tokens, num_dummy, Sizes(round_to), told)
+            assert flat["input_ids"].shape == (1, sum(segments.lengths))
+            theirs, found = gradients(model, dict(flat), segments.lengths, weights)
             of_loss, of_gradient = abs(loss - theirs) / abs(loss), deviation(reference, found, noise)
             rounded = "" if round_to == 1 else f", filled to {ROUND_TO}"
             table.append((family, name + rounded + against, attention, f"{of_loss:.1e} / {of_gradient:.1e}"))
@@ -182,14 +178,14 @@ def test_a_layout_that_is_wrong_is_far_off() -> None:
     (case, _) = text_cases()["text"]
     weights = [1.0] * len(case.tokens)
     _, reference = gradients(model, case.batch, (), weights)
-    flat, segments = flatten(case.batch, case.tokens, False, FlatLayout())
+    flat, segments = flatten(case.batch, case.tokens)
     ones = {"attention_mask": torch.ones_like(flat["input_ids"])}
-    on = {"position_ids": torch.arange(sum(segments))[None]}
+    on = {"position_ids": torch.arange(sum(segments.lengths))[None]}
     for change in (ones, on):
-        assert deviation(reference, gradients(model, {**flat, **change}, segments, weights)[1], 1e-15) > 0.1
+        assert deviation(reference, gradients(model, {**flat, **change}, segments.lengths, weights)[1], 1e-15) > 0.1
     model, draw = vision_model("qwen3_vl", "sdpa"), Drawn(1)
     case = vision_case("qwen3_vl", model, [draw.sample(3, 5, 1, 4), draw.sample(4, 8, 2, 4)])
     _, reference = gradients(model, case.batch, (), [1.0, 1.0])
-    flat, segments = flatten(case.batch, case.tokens, True, FlatLayout())
+    flat, segments = flatten(case.batch, case.tokens)
     flat["position_ids"][0] = flat["position_ids"][1]
-    assert deviation(reference, gradients(model, dict(flat), segments, [1.0, 1.0])[1], 1e-15) > 0.1
+    assert deviation(reference, gradients(model, dict(flat), segments.lengths, [1.0, 1.0])[1], 1e-15) > 0.1

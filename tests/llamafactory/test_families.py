@@ -28,7 +28,7 @@ from llamafactory.hparams import DataArguments, ModelArguments
 from llamafactory.model.patcher import patch_processor
 from PIL import Image
 
-from odb_factory.data.flat import FlatLayout, LayoutError, flatten
+from odb_factory.data.flat import LayoutError, flatten
 from odb_factory.data.observe import measure_batch
 from odb_factory.data.serialize import pack, unpack
 from odb_factory.llamafactory.attach import PADS_TILES
@@ -171,10 +171,9 @@ def compare(setting: Setting, case: str, folder: Path) -> str:
         planned = *planned[:2], max(planned[2], shape[2])
     if planned != shape:
         wrong.append(f"planned {planned}, collated {shape}")
-    layout = FlatLayout(collation)
-    has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
+    num_dummy, _ = collation.dummies(sum(cost.has_media for cost in costs), sum(cost.has_audio for cost in costs))
     try:
-        flat, _ = flatten(batch, [cost.tokens for cost in costs], has_media, layout, has_audio)
+        flat, _ = flatten(batch, [cost.tokens for cost in costs], num_dummy)
     except LayoutError:
         return "; ".join(wrong)
     measured = measure_batch(flat, setting.media.patch_size)
