@@ -93,9 +93,9 @@ class CollatedDataset(WorkerDataset):
         patch_size: int,
         dataset: Any,
         budget: Budget,
-        *,
         measure: Measure = measure_batch,
         counts_labels: bool = True,
+        *,
         with_boundaries: bool = False,
         skips: bool = False,
     ):
@@ -107,15 +107,8 @@ class CollatedDataset(WorkerDataset):
 
     def padded(self) -> CollatedDataset:
         """The same, with batches as the collator returns them."""
-        budget = replace(self.budget, layout="padded", sizes=EVERY_SIZE)
-        return CollatedDataset(
-            self.collate_fn,
-            self.patch_size,
-            self.dataset,
-            budget,
-            measure=self.measure,
-            counts_labels=self.counts_labels,
-        )
+        budget, others = replace(self.budget, layout="padded", sizes=EVERY_SIZE), (self.measure, self.counts_labels)
+        return CollatedDataset(self.collate_fn, self.patch_size, self.dataset, budget, *others)
 
     def __getitem__(self, task: Task | None) -> Outcome | None:
         if task is None:

@@ -192,8 +192,8 @@ class ODBLoader:
             patch_size,
             parts.dataset,
             budget,
-            measure=measure,
-            counts_labels=self.counts_labels,
+            measure,
+            self.counts_labels,
             with_boundaries=with_boundaries,
             skips=config.on_error == "skip",
         )
