@@ -15,7 +15,7 @@ from typing import Any
 
 from thread_ranks import Seat
 
-from odb_factory.comm.ranks import Failure, RankMetadata
+from odb_factory.comm.ranks import RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.data.order import MEAN_OF_STEP, ShardSampler, ShareProgress, Start, StockMean, StockSteps, shard
 from odb_factory.data.progress import Place
@@ -212,9 +212,9 @@ def run_shards(
     everything = [row for shard in shards for row in shard]
 
     class Recorded(Seat):
-        def gather(self, metadata: RankMetadata | Failure, round_index: int, *, of_all: bool) -> list[RankMetadata]:
+        def gather(self, metadata: RankMetadata, round_index: int, *, of_all: bool) -> list[RankMetadata]:
             epoch = epochs[self.rank]
-            if isinstance(metadata, RankMetadata):
+            if metadata.failure is None:
                 assert stock is not None or round_index == len(epoch.buffers)
                 epoch.buffers.append([sample.id for sample in ranks[self.rank].buffered])
                 epoch.metadata.append(replace(metadata, rejected=metadata.rejected.copy()))

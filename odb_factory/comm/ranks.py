@@ -34,6 +34,7 @@ DIFFERENT_PLANS = (
 )
 
 
+NO_SAMPLES = BufferMetadata(np.zeros(0, ROW), exhausted=True)
 LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
 
 
@@ -44,13 +45,15 @@ class RankMetadata:
     rejected: rows left out when read, by reason. overlong: samples that break a budget alone and are trained on.
     order: a checksum of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
     limits: to which it has lowered its budgets, if it has; the least of all ranks are taken.
+    failure: why it cannot go on, in place of all else.
     """
 
-    buffer: BufferMetadata
-    rejected: Counter[str]
+    buffer: BufferMetadata = NO_SAMPLES
+    rejected: Counter[str] = dataclasses.field(default_factory=Counter)
     overlong: int = 0
     order: int = 0
     limits: Limits | None = None
+    failure: str | None = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,44 +65,32 @@ WIDTHS = (0, 1, 2, 4)
 """Bytes of a number of a column: none where all are 0."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Failure:
-    """What a rank sends in place of something else: why it cannot go on."""
-
-    reason: str
-
-
-def encode(message: RankMetadata | Failure) -> bytes:
+def encode(message: RankMetadata) -> bytes:
     """The length of a JSON header, the header, the buffered samples: each column of `ROW` with as many bytes a sample
     as its largest number needs (text: about 14)."""
-    if isinstance(message, Failure):
-        header: dict[str, object] = {"failure": message.reason[:MAX_REASON_CHARACTERS]}
-        rows = b""
-    else:
-        table = message.buffer.rows
-        most = [int(table[name].max(initial=0)) for name in ROW.names or ()]
-        widths = [next(width for width in WIDTHS if number < 1 << 8 * width) for number in most]
-        header = {
-            "rows": len(table),
-            "widths": widths,
-            "exhausted": message.buffer.exhausted,
-            "rejected": message.rejected,
-            "overlong": message.overlong,
-            "order": message.order,
-            "limits": None if message.limits is None else dataclasses.astuple(message.limits),
-        }
-        columns = zip(ROW.names or (), widths)
-        rows = b"".join(table[name].astype(f"<u{width}").tobytes() for name, width in columns if width)
+    table = message.buffer.rows
+    most = [int(table[name].max(initial=0)) for name in ROW.names or ()]
+    widths = [next(width for width in WIDTHS if number < 1 << 8 * width) for number in most]
+    header = {
+        "rows": len(table),
+        "widths": widths,
+        "exhausted": message.buffer.exhausted,
+        "rejected": message.rejected,
+        "overlong": message.overlong,
+        "order": message.order,
+        "limits": None if message.limits is None else dataclasses.astuple(message.limits),
+        "failure": message.failure and message.failure[:MAX_REASON_CHARACTERS],
+    }
+    columns = zip(ROW.names or (), widths)
+    rows = b"".join(table[name].astype(f"<u{width}").tobytes() for name, width in columns if width)
     text = json.dumps(header).encode()
     return len(text).to_bytes(_JSON_LENGTH_BYTES, "little") + text + rows
 
 
-def decode(message: bytes) -> RankMetadata | Failure:
+def decode(message: bytes) -> RankMetadata:
     """Undo `encode`."""
     end = _JSON_LENGTH_BYTES + int.from_bytes(message[:_JSON_LENGTH_BYTES], "little")
     header = json.loads(message[_JSON_LENGTH_BYTES:end])
-    if "failure" in header:
-        return Failure(header["failure"])
     rows = np.zeros(header["rows"], ROW)
     for name, width in zip(ROW.names or (), header["widths"]):
         if width:
@@ -111,6 +102,7 @@ def decode(message: bytes) -> RankMetadata | Failure:
         header["overlong"],
         header["order"],
         None if header["limits"] is None else Limits(*header["limits"]),
+        header["failure"],
     )
 
 
@@ -244,28 +236,27 @@ class Ranks:
         self._check_not_left()
         compare(settings, lambda message: self._group.all_gather(message, "comparing settings"), rank=self.rank)
 
-    def gather(self, metadata: RankMetadata | Failure, round_index: int, *, of_all: bool) -> list[RankMetadata]:
+    def gather(self, metadata: RankMetadata, round_index: int, *, of_all: bool) -> list[RankMetadata]:
         """The metadata of the ranks of the group, or of all ranks, in rank order.
 
         Raises `CollectiveError` if a rank failed or is missed; without `of_all` a rank of another group may have failed
         and `sum_up` raises it.
         """
-        if self.world_size == 1 and isinstance(metadata, RankMetadata):
+        if self.world_size == 1:
             return [metadata]
         self._check_not_left()
         gather = self._group.all_gather if of_all else self._group.gather
         messages = [decode(answer) for answer in gather(encode(metadata), f"round {round_index}")]
-        first = 0 if of_all else self.group.start
         failures = [
-            (message.reason == LEFT_EPOCH, rank, message.reason)
-            for rank, message in enumerate(messages, first)
-            if isinstance(message, Failure)
+            (message.failure == LEFT_EPOCH, rank, message.failure)
+            for rank, message in enumerate(messages, 0 if of_all else self.group.start)
+            if message.failure is not None
         ]
         if failures and of_all:
             self._raise(min(failures))
         if failures:
             self.sum_up(Sums(failure=min(failures)), round_index)
-        return [message for message in messages if isinstance(message, RankMetadata)]
+        return messages
 
     def sum_up(self, sums: Sums, round_index: int) -> Sums:
         """What all ranks tell. Raises `CollectiveError` on every rank if one has failed, or if those that should have
@@ -291,7 +282,7 @@ class Ranks:
     def stop(self, reason: str = LEFT_EPOCH, *, of_all: bool) -> None:
         """Tell the others, in place of the next metadata, why this rank plans no further."""
         with contextlib.suppress(CollectiveError):  # all end
-            self.gather(Failure(reason), -1, of_all=of_all)
+            self.gather(RankMetadata(failure=reason), -1, of_all=of_all)
 
     def abort(self, message: str) -> None:
         """Tell the others why this rank ends, whatever they are doing. The first such message of all ranks stands."""

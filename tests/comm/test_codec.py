@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode
+from odb_factory.comm.ranks import RankMetadata, decode, encode
 from odb_factory.planning import ROW, BufferMetadata, Cost, make_metadata
 
 INT32 = 2**31 - 1
@@ -40,7 +40,7 @@ def test_metadata_arrive_as_they_were_sent(metadata: RankMetadata) -> None:
 @given(st.text(max_size=200))
 def test_a_reason_to_stop_arrives_as_it_was_sent(message: str) -> None:
     """In any language, empty, or looking like metadata."""
-    assert decode(encode(Failure(message))) == Failure(message)
+    assert decode(encode(RankMetadata(failure=message))).failure == message
 
 
 @given(messages)
