@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -27,19 +26,18 @@ class Samples:
     may go to: one pool for all ranks that share their samples, or one for each rank [n].
     slots: ranks that share a pool.
 
-    tokens, patches, has_media, has_audio follow `index` [n]. overlong: the sample breaks a budget alone, so it goes
-    alone [n].
-    sample_class: numbers of the classes, pool by pool [n]. capped: the sizes that `Budget.caps` bound, one row each.
+    tokens, age follow `index` [n]. overlong: the sample breaks a budget alone, so it goes alone [n].
+    sample_class: numbers of the classes, pool by pool [n].
+    measures: tokens, patches, squared length, whether it has media and audio, and what is capped [n, 5 + caps].
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
         rows = table[index]
         self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
-        self.tokens = rows["tokens"].astype(np.int64)
-        self.patches = rows["patches"].astype(np.int64)
-        self.has_media, self.has_audio = rows["has_media"], rows["has_audio"]
-        self.capped = [rows[name].astype(np.int64) for name, _ in budget.caps]
-        self.age = rows["age"].astype(np.int64)
+        self.tokens, self.age = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
+        columns = [self.tokens, rows["patches"], self.tokens**2, rows["has_media"], rows["has_audio"]]
+        columns += [rows[name] for name, _ in budget.caps]
+        self.measures = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
         modalities, modality = np.unique(rows["modality"], return_inverse=True)
         self.num_modalities = max(len(modalities), 1)
         self.sample_class = pool * self.num_modalities + modality
@@ -51,12 +49,6 @@ class Samples:
     def of(self, chosen: np.ndarray) -> Samples:
         """Some of them, as positions in these."""
         return Samples(self.table, self.index[chosen], self.pool[chosen], self.slots, self.budget)
-
-    @cached_property
-    def measures(self) -> np.ndarray:
-        """Tokens, patches, squared length, whether it has media and audio, and what is capped [n, 5 + caps]."""
-        columns = [self.tokens, self.patches, self.tokens**2, self.has_media, self.has_audio, *self.capped]
-        return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
 
     def shapes(self, sums: np.ndarray) -> np.ndarray:
         """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
@@ -137,7 +129,7 @@ def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools
     ordinary, num_classes = ~samples.overlong, num_pools * samples.num_modalities
     needed = np.zeros(num_classes, dtype=np.int64)
     np.maximum.at(needed, samples.sample_class[ordinary], 1)
-    for measure, most in zip((samples.tokens, samples.patches, *samples.capped), most_of_a_bin, strict=True):
+    for measure, most in zip(np.delete(samples.measures, [2, 3, 4], axis=1).T, most_of_a_bin, strict=True):
         if most is not None:
             loads, halves = np.zeros((2, num_classes), dtype=np.int64)
             np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
@@ -209,9 +201,9 @@ def _amounts(samples: Samples, num_steps: int, model: CostModel) -> tuple[np.nda
     weights = [model.token, model.patch, model.square]
     num_bins = max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1)
     measures = np.concatenate([measures[:, :3], measures[:, 5:]], axis=1)
-    for (_, cap), capped in zip(budget.caps, samples.capped):
+    for (_, cap), total in zip(budget.caps, measures[:, 3:].sum(axis=0).tolist()):
         # A full bin of it weighs as much as one full of tokens; nothing where half of the bins would do.
-        is_tight = 2 * int(capped.sum()) > cap * num_bins
+        is_tight = 2 * total > cap * num_bins
         weights.append(max(model.token * budget.token_budget // cap, 1) * is_tight)
         most.append(cap)
     totals = [weight * int(total) for weight, total in zip(weights, measures.sum(axis=0))]
@@ -235,8 +227,11 @@ def _targets(
     num_steps, ordinary = int(step.max(initial=0)) + 1, ~samples.overlong
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
-    floor = _floor(samples, amount, most, step, frozen)
-    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor), aim(most))
+    # Bins may be as full as an overlong sample of their micro-step, for which all ranks wait.
+    floor = np.where(np.bincount(step[frozen], minlength=num_steps) > 0, amount[samples.overlong].max(initial=0), 0)
+    heights = _heights(amount[ordinary], samples.pool[ordinary], bins_of, np.minimum(floor, most))
+    # Exchanges end near their target, not at it, and often above it.
+    heights = np.minimum(heights, most - most // MARGIN)
     targets = np.where(frozen, 0, heights[step])
     load, planned = np.zeros((2, num_classes), dtype=np.int64)
     np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
@@ -245,18 +240,6 @@ def _targets(
     missing = np.maximum(load - planned, 0) // np.maximum(num_bins, 1)
     share = np.minimum((load << SHARE_BITS) // np.maximum(planned, 1), 1 << SHARE_BITS)
     return np.where(frozen, 0, (targets * share[bin_class] >> SHARE_BITS) + missing[bin_class])
-
-
-def aim(most: int) -> int:
-    """The target for a bin that may hold `most`: exchanges end near their target, not at it, and often above it."""
-    return most - most // MARGIN
-
-
-def _floor(samples: Samples, amount: np.ndarray, most: int, step: np.ndarray, frozen: np.ndarray) -> np.ndarray:
-    """How full the bins of each micro-step may be at no cost: all ranks wait for the overlong sample of one."""
-    has_overlong = np.bincount(step[frozen], minlength=int(step.max(initial=0)) + 1) > 0
-    floor: np.ndarray = np.where(has_overlong, min(most, int(amount[samples.overlong].max(initial=0))), 0)
-    return floor
 
 
 def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray) -> np.ndarray:
