@@ -212,13 +212,13 @@ def run_shards(
     everything = [row for shard in shards for row in shard]
 
     class Recorded(Seat):
-        def gather(self, metadata: RankMetadata, round_index: int, *, of_all: bool) -> list[RankMetadata]:
+        def gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
             epoch = epochs[self.rank]
             if metadata.failure is None:
                 assert stock is not None or round_index == len(epoch.buffers)
                 epoch.buffers.append([sample.id for sample in ranks[self.rank].buffered])
                 epoch.metadata.append(replace(metadata, rejected=metadata.rejected.copy()))
-            return super().gather(metadata, round_index, of_all=of_all)
+            return super().gather(metadata, round_index)
 
     def draw(rank: int) -> Iterator[Row]:
         for row in shards[rank]:

@@ -233,26 +233,25 @@ class Ranks:
 
     def compare_settings(self, settings: Mapping[str, object]) -> None:
         """Raise `CollectiveError` on every rank if the ranks' settings differ (I11); the message says in what."""
-        self._check_not_left()
-        compare(settings, lambda message: self._group.all_gather(message, "comparing settings"), rank=self.rank)
+        group = self._open(self._group)
+        compare(settings, lambda message: group.all_gather(message, "comparing settings"), rank=self.rank)
 
-    def gather(self, metadata: RankMetadata, round_index: int, *, of_all: bool) -> list[RankMetadata]:
-        """The metadata of the ranks of the group, or of all ranks, in rank order.
+    def gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        """The metadata of the ranks of the group, in rank order.
 
-        Raises `CollectiveError` if a rank failed or is missed; without `of_all` a rank of another group may have failed
-        and `sum_up` raises it.
+        Raises `CollectiveError` if a rank of the group failed or is missed; if one of another group failed, `sum_up`
+        raises it.
         """
         if self.world_size == 1:
             return [metadata]
-        self._check_not_left()
-        gather = self._group.all_gather if of_all else self._group.gather
-        messages = [decode(answer) for answer in gather(encode(metadata), f"round {round_index}")]
+        answers = self._open(self._group).gather(encode(metadata), f"round {round_index}")
+        messages = [decode(answer) for answer in answers]
         failures = [
             (message.failure == LEFT_EPOCH, rank, message.failure)
-            for rank, message in enumerate(messages, 0 if of_all else self.group.start)
+            for rank, message in zip(self.group, messages)
             if message.failure is not None
         ]
-        if failures and of_all:
+        if failures and len(self.group) == self.world_size:
             self._raise(min(failures))
         if failures:
             self.sum_up(Sums(failure=min(failures)), round_index)
@@ -261,8 +260,8 @@ class Ranks:
     def sum_up(self, sums: Sums, round_index: int) -> Sums:
         """What all ranks tell. Raises `CollectiveError` on every rank if one has failed, or if those that should have
         made the same plan have made different ones (I6)."""
-        self._check_not_left()
-        told = Sums.decode(self._group.reduce(sums.encode(), Sums.merge, f"comparing the plans of round {round_index}"))
+        phase = f"comparing the plans of round {round_index}"
+        told = Sums.decode(self._open(self._group).reduce(sums.encode(), Sums.merge, phase))
         if told.failure is not None:
             self._raise(told.failure)
         return told
@@ -270,19 +269,18 @@ class Ranks:
     def swap(self, given: Mapping[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
         """Give each of these ranks of the group its bytes; returns what each of `sources`, which names this rank, gives
         to this one. All ranks call it."""
-        self._check_not_left()
-        return self._group.swap(given, sources, "redistributing samples")
+        return self._open(self._group).swap(given, sources, "redistributing samples")
 
     def reduce_step(self, message: bytes, merge: Merge, step_index: int) -> bytes:
         """`merge` of the messages of all ranks about an optimizer step before it begins. Another thread than the
         planning thread may call it: these messages have connections of their own."""
-        self._check_not_left()
-        return self._steps.reduce(message, merge, f"agreeing on optimizer step {step_index + 1} of the epoch")
+        phase = f"agreeing on optimizer step {step_index + 1} of the epoch"
+        return self._open(self._steps).reduce(message, merge, phase)
 
-    def stop(self, reason: str = LEFT_EPOCH, *, of_all: bool) -> None:
+    def stop(self, reason: str = LEFT_EPOCH) -> None:
         """Tell the others, in place of the next metadata, why this rank plans no further."""
         with contextlib.suppress(CollectiveError):  # all end
-            self.gather(RankMetadata(failure=reason), -1, of_all=of_all)
+            self.gather(RankMetadata(failure=reason), -1)
 
     def abort(self, message: str) -> None:
         """Tell the others why this rank ends, whatever they are doing. The first such message of all ranks stands."""
@@ -307,9 +305,11 @@ class Ranks:
         cause = self._lifeline.cause() if has_left else None
         raise CollectiveError(cause or (reason if reason.startswith(DIFFERENT) else f"rank {rank} stopped: {reason}"))
 
-    def _check_not_left(self) -> None:
+    def _open(self, group: Group) -> Group:
+        """Raises `CollectiveError` where this rank has left the training."""
         if self.world_size > 1 and (self._failed or self._is_closed):
             raise CollectiveError(self._lifeline.failure or f"rank {self.rank} has left the training.")
+        return group
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -118,15 +118,13 @@ class EpochPlanner(ABC):
 
     observed: what this rank draws of the epoch from `place` on.
     first_index: of the first plan. final: the last plan of the epoch has been made.
-    of_all: every rank plans with the metadata of all ranks, else with those of its group. planning_ranks: those that
-    make one plan together, between which samples travel.
+    planning_ranks: those that make one plan together, between which samples travel.
     num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
     `place`.
     shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
     """
 
     first_index = 0
-    of_all = True
     _next: object | None
     """The row that is drawn ahead, None at the end."""
 
@@ -156,7 +154,7 @@ class EpochPlanner(ABC):
         """Take observed samples."""
 
     def agree(self, held: Sequence[Held], index: int) -> list[RankMetadata]:
-        """What all ranks hold, or those of the group. Collective."""
+        """What the ranks of the group hold; with `fill` it is all ranks. Collective."""
         context = self.context
         buffer = make_metadata(
             [one.sample.cost for one in held],
@@ -166,7 +164,7 @@ class EpochPlanner(ABC):
             positions=[one.position for one in held],
         )
         mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
-        return context.ranks.gather(mine, index, of_all=self.of_all)
+        return context.ranks.gather(mine, index)
 
     def plan(self, ranks: Sequence[RankMetadata], index: int) -> Plan:
         """The plan that all ranks have confirmed; sets `final`. Collective."""
@@ -216,7 +214,7 @@ class EpochPlanner(ABC):
                     return
         except GeneratorExit:
             if not self.final:
-                ranks.stop(of_all=self.of_all)
+                ranks.stop()
             raise
         except CollectiveError:
             raise
@@ -226,7 +224,7 @@ class EpochPlanner(ABC):
             self.observed = iter(())  # lets its worker processes go
         if self.final:
             raise DataError(message)
-        ranks.stop(message, of_all=self.of_all)
+        ranks.stop(message)
         raise CollectiveError(message)
 
     @contextlib.contextmanager
@@ -319,7 +317,6 @@ class KeepEpoch(EpochPlanner):
     Each group of ranks plans its own samples, with `balance: false` each rank; all agree on K (I1).
     """
 
-    of_all = False
     sums: Sums
     """Of all ranks, in the optimizer step that is planned."""
 
