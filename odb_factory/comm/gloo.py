@@ -523,15 +523,10 @@ def release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
         dist.destroy_process_group(group)
 
 
-def gather_once(
-    message: bytes,
-    silence_s: float,
-    phase: str = "comparing what the ranks say",
-    parent: dist.ProcessGroup | None = None,
-) -> list[bytes]:
-    """The messages of all ranks of `parent`, in the main thread. parent, silence_s, phase: as in `Group`."""
+def gather_once(message: bytes, silence_s: float, parent: dist.ProcessGroup | None = None) -> list[bytes]:
+    """The messages of all ranks of `parent`, in the main thread. parent, silence_s: as in `Group`."""
     group = Group(parent, silence_s, "a comparison before training")
     try:
-        return group.all_gather(message, phase)
+        return group.all_gather(message, "comparing what the ranks say")
     finally:
         group.close()

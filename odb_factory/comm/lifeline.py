@@ -316,9 +316,9 @@ class Lifeline:
         while self._unacknowledged and time.monotonic() < until and self._thread.is_alive():
             time.sleep(0.01)
 
-    def cause(self, patience_s: float = 2 * TICK_S) -> str | None:
+    def cause(self) -> str | None:
         """Why another rank has failed; waits a little, for a collective may notice first."""
-        until = time.monotonic() + patience_s
+        until = time.monotonic() + 2 * TICK_S
         while self.failure is None and time.monotonic() < until:
             time.sleep(0.01)
         return self.failure
@@ -653,17 +653,17 @@ def lifeline_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Li
     return lifeline
 
 
-def known_failure(patience_s: float = 2 * TICK_S) -> str | None:
+def known_failure() -> str | None:
     """Why another rank has failed; waits a little, for a collective may notice first."""
-    return next((cause for line in _open if (cause := line.cause(patience_s))), None)
+    return next((cause for line in _open if (cause := line.cause())), None)
 
 
-def latest_wait(patience_s: float = 4 * TICK_S) -> str:
+def latest_wait() -> str:
     """After a collective of the training has failed: which rank did not come to it, and where that rank stands; empty
     if none is known. Waits a little until the others have said where they are."""
     for line in _open:
         line.collective_failed()
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + 4 * TICK_S
     while True:
         late = next((late for line in _open if (late := line.latest())), "")
         if (late and not late.endswith(ALIVE)) or time.monotonic() > until or not _open:

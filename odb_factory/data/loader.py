@@ -321,7 +321,7 @@ class ODBLoader:
 
     def describe(self, id: int) -> str:
         """Where a row comes from, for messages."""
-        return self._workers.describe(id)
+        return self._rows.where(id)
 
     def leave_out(
         self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str, *, empties: bool
@@ -587,7 +587,7 @@ class ODBLoader:
         id, cause = next(iter(outcome.failed.items()))
         may_skip = self.config.on_error == "raise" and not self._rows.is_evaluated
         skips = " (`on_error: skip` leaves out media that cannot be decoded)" if may_skip else ""
-        return f"{self._workers.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
+        return f"{self.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""

@@ -127,16 +127,25 @@ def read(source: Any, indices: Iterable[int], parts: DataLoaderParts) -> Iterato
     if parts.num_workers == 0:
         yield from map(source.__getitem__, indices)
         return
-    yield from DataLoader(
-        source,
-        sampler=list(indices),
-        batch_size=None,
-        num_workers=1,
-        generator=torch.Generator(),
-        worker_init_fn=WorkerInit(parts.worker_init_fn),
-        timeout=parts.timeout,
-        multiprocessing_context=parts.multiprocessing_context,
-    )
+    options = {"sampler": list(indices), "batch_size": None, "persistent_workers": False, "prefetch_factor": 2}
+    yield from make_loader(source, parts, 1, **options)
+
+
+def make_loader(source: Any, parts: DataLoaderParts, num_workers: int, **options: Any) -> DataLoader:
+    """A DataLoader of `source` with workers as those of these parts. options: of DataLoader."""
+    if num_workers:
+        options = {
+            "persistent_workers": parts.persistent_workers,
+            "prefetch_factor": parts.prefetch_factor,
+            "timeout": parts.timeout,
+            "multiprocessing_context": parts.multiprocessing_context,
+            "worker_init_fn": WorkerInit(parts.worker_init_fn),
+        } | options
+    return DataLoader(source, num_workers=num_workers, collate_fn=_identity, generator=torch.Generator(), **options)
+
+
+def _identity(item: Any) -> Any:
+    return item
 
 
 def ends_of(parts: DataLoaderParts) -> object:
@@ -630,22 +639,17 @@ class StockSteps:
         return min(done + rest / of_all_ranks, total) / total
 
 
-def _of_stock(rows: np.ndarray, stock: StockSteps) -> np.ndarray:
-    """What each sample counts in a mean of stock's, the number of that mean, and of its micro-batch; int64[3, n]."""
+def _means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What each sample counts in a mean of stock's, the number of that mean, and of its micro-batch (int64[3, n]); the
+    numbers of the means [m], the tokens of each [m], and the place in these of the mean of each sample [n]."""
     counted = rows["units"].astype(np.int64)
     if stock.mean.counts_first:
         counted += rows["leading_label"]
-    batch = rows["position"].astype(np.int64) // stock.batch_size
-    ranks = stock.world_size
-    means = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
-    return np.stack((counted, means[stock.mean.over], batch))
-
-
-def _tokens_by_mean(counted: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The numbers of the means [m], the tokens of each [m], and the place of the mean of each sample in these [n]."""
-    means, which = np.unique(mean, return_inverse=True)
-    which = which.reshape(-1)
-    return means, np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64), which
+    batch, ranks = rows["position"].astype(np.int64) // stock.batch_size, stock.world_size
+    by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
+    means, which = np.unique(by_kind[stock.mean.over], return_inverse=True)
+    tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
+    return np.stack((counted, means[which], batch)), means, tokens, which
 
 
 def sums_of_means(rows: np.ndarray, stock: StockSteps, ranks: range) -> tuple[Counter[int], int]:
@@ -653,8 +657,7 @@ def sums_of_means(rows: np.ndarray, stock: StockSteps, ranks: range) -> tuple[Co
 
     rows: of the samples that these ranks have drawn for an optimizer step, as `ROW`.
     """
-    counted, mean, _ = _of_stock(rows, stock)
-    means, tokens, _ = _tokens_by_mean(counted, mean)
+    _, means, tokens, _ = _means(rows, stock)
     first = means * stock.batch_size % stock.world_size  # the rank that draws its first row
     is_shared = (first < ranks.start) | (first + stock.batch_size > ranks.stop)
     if len(ranks) == stock.world_size or (stock.is_split and stock.mean.over in ("rank", "micro_batch")):
@@ -672,11 +675,10 @@ def stock_means(rows: np.ndarray, stock: StockSteps, shared: Mapping[int, int] =
     shared: tokens of the means that others have samples of too, by number. Returns int64[len(rows), 4], the last four
     fields of `SampleInfo`.
     """
-    counted, mean, batch = _of_stock(rows, stock)
-    means, tokens, which = _tokens_by_mean(counted, mean)
+    of_each, means, tokens, which = _means(rows, stock)
     for number, one in enumerate(means.tolist() if shared else ()):
         tokens[number] = shared.get(one, tokens[number])
-    return np.stack((tokens[which], counted, mean, batch), axis=1)
+    return np.stack((tokens[which], *of_each), axis=1)
 
 
 def split_by_weight(

@@ -191,8 +191,7 @@ class StepAgreement:
         self._ranks, self._reports, self._reweighs = ranks, reports, reweighs
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
-        self._late: list[LateRow] = []
-        self._over_budget = 0
+        self._mine = Reports()
         self._answers: dict[int, dict[str, Any]] = {}
         self._window = self._next = self._opened = 0
         self._asked = -1
@@ -242,12 +241,12 @@ class StepAgreement:
     def tell_late(self, rows: Sequence[LateRow]) -> None:
         """Rows of the step under way that all ranks have not left out of it."""
         with self._changed:
-            self._late += rows
+            self._mine.late += rows
 
     def taken(self, micro_batch: MicroBatch, *, is_over_budget: bool = False) -> None:
         """The training has taken this micro-batch."""
         with self._changed:
-            self._over_budget += is_over_budget
+            self._mine.over_budget += is_over_budget
         if micro_batch.ends_optimizer_step:
             with self._changed:
                 self._opened = micro_batch.step.index + 1
@@ -315,13 +314,11 @@ class StepAgreement:
     def _exchange(self) -> None:
         """Send the next message and keep what all ranks say."""
         step = self._next
-        message: dict[str, Any] = {}
         with self._changed:
-            if self._late:
-                message["late"], self._late = self._late, []
-            if self._over_budget:
-                message["over"], self._over_budget = self._over_budget, 0
-            notes = self._notes.pop(step, [])
+            mine, notes = self._mine.take(), self._notes.pop(step, [])
+        message: dict[str, Any] = {"late": mine.late} if mine.late else {}
+        if mine.over_budget:
+            message["over"] = mine.over_budget
         if self._is_through:
             message["through"] = self._ranks.rank
         else:

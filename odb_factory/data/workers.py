@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from odb_factory.comm.standing import waiting
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, read
-from odb_factory.data.processes import BusyRows, PlanProcess, WorkerInit, worker_seed
+from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, make_loader, read
+from odb_factory.data.processes import BusyRows, PlanProcess, worker_seed
 from odb_factory.data.samples import ReadRows, Rejection, Sample, Task, no_usable_row
 from odb_factory.data.serialize import NOT_SENT
 from odb_factory.data.step_agreement import CollateNotes
@@ -173,33 +173,22 @@ class LoaderWorkers:
             )
             # A persistent worker would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
-            self._reading = self._loader(self.order, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
+            self._reading = make_loader(self.order, parts, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
             rows.sends_dataset = False
-            self._observing = self._loader(rows, num_workers, batch_sampler=self._chunks)
+            self._observing = make_loader(rows, parts, num_workers, batch_sampler=self._chunks)
         else:
             self.read_rows = functools.partial(read, rows, parts=parts)
             self.order = ShardSampler(parts.sampler, rank, world_size)
-            self._observing = self._loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
-        self._collating: DataLoader | None = self._loader(
+            self._observing = make_loader(rows, parts, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
+        self._collating: DataLoader | None = make_loader(
             groups,
+            parts,
             self.num_collating,
             sampler=self._tasks,
             batch_size=None,
             pin_memory=parts.pin_memory,
             pin_memory_device=parts.pin_memory_device,
         )
-
-    def _loader(self, source: Any, num_workers: int, **options: Any) -> DataLoader:
-        parts = self._parts
-        if num_workers:
-            options = {
-                "persistent_workers": parts.persistent_workers,
-                "prefetch_factor": parts.prefetch_factor,
-                "timeout": parts.timeout,
-                "multiprocessing_context": parts.multiprocessing_context,
-                "worker_init_fn": WorkerInit(parts.worker_init_fn),
-            } | options
-        return DataLoader(source, num_workers=num_workers, collate_fn=_identity, generator=torch.Generator(), **options)
 
     @property
     def is_closed(self) -> bool:
@@ -239,10 +228,6 @@ class LoaderWorkers:
     def plan_process(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
         return PlanProcess(self._parts.multiprocessing_context) if self.num_collating else None
-
-    def describe(self, index: int) -> str:
-        """Where a row comes from, for messages."""
-        return self._rows.where(index)
 
     def stand_in(self) -> Sample:
         """A sample for micro-batches that weigh nothing, which has been collated once: the smallest of the first usable
@@ -342,7 +327,3 @@ def _usable(rows: Iterable[Sample | Rejection], reasons: dict[int, str]) -> Iter
 
 def _taken(batches: Iterator[Any], task: str, busy: BusyRows) -> Iterator[Any]:
     return iter(functools.partial(take, batches, task, busy), END)
-
-
-def _identity(item: Any) -> Any:
-    return item
