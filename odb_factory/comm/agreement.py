@@ -32,7 +32,6 @@ LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
 MAX_KEYS_NAMED = 3
 MAX_VALUES_NAMED = 3
 MAX_VALUE_CHARACTERS = 80
-MAX_SENT_CHARACTERS = 160
 
 Settings = Mapping[str, object]
 Texts = Mapping[str, str]
@@ -117,7 +116,7 @@ def encode_settings(settings: Settings, problem: ODBError | None = None) -> byte
 
 def _text(value: object) -> str:
     text = repr(value)
-    if len(text) <= MAX_SENT_CHARACTERS:
+    if len(text) <= MAX_VALUE_CHARACTERS:
         return text
     return f"{text[:MAX_VALUE_CHARACTERS]}... (checksum {zlib.crc32(text.encode(errors='surrogatepass')):08x})"
 
@@ -146,13 +145,9 @@ def _values(key: str, ranks: Sequence[Texts]) -> str:
     for rank, settings in enumerate(ranks):
         by_value.setdefault(settings.get(key, "nothing"), []).append(rank)
     parts = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-    named = "; ".join(f"{_short(value)} on {name_ranks(ranks)}" for value, ranks in parts[:MAX_VALUES_NAMED])
+    named = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in parts[:MAX_VALUES_NAMED])
     more = len(parts) - MAX_VALUES_NAMED
     return f"{named}; and {more} more" if more > 0 else named
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= MAX_VALUE_CHARACTERS else f"{value[:MAX_VALUE_CHARACTERS]}..."
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

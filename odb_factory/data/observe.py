@@ -344,11 +344,7 @@ class ItemObserver:
             cost = dataclasses.replace(cost, units=1)
         elif cost.units == 0 and self.units_from == "labels":
             labels = self._labels(features)
-            cost = dataclasses.replace(
-                cost,
-                units=cost.tokens if labels is None else count_supervised(labels),
-                leading_label=labels is not None and has_leading_label(labels),
-            )
+            cost = dataclasses.replace(cost, units=cost.tokens) if labels is None else _with_units(cost, labels)
         return features, cost
 
     @property
@@ -372,8 +368,11 @@ class ItemObserver:
         tokens = _length(item) if given is None else int(given)
         if not isinstance(item, Mapping):
             return Cost(tokens)
-        given, modality = item.get(PATCHES_KEY), _modality(item)
-        media = count_media(item, self.patch_size)
+        return self._with_media(tokens, item, item.get(PATCHES_KEY))
+
+    def _with_media(self, tokens: int, inputs: Mapping[str, Any], given: Any = None) -> Cost:
+        modality = VIDEO if any(inputs.get(key) is not None for key in VIDEO_KEYS) else 0
+        media = count_media(inputs, self.patch_size)
         if given is not None and media.patches != int(given):
             media = Media(video_patches=int(given)) if modality == VIDEO else Media(int(given))
         return Cost(tokens, media.patches, has_media=media.patches > 0, modality=modality, media=media)
@@ -393,16 +392,9 @@ class ItemObserver:
                 )
             raise ItemError(f"{_not_an_item(item)}, of which its collator makes no row of `input_ids`; {way_out}")
         mask, labels = batch.get("attention_mask"), batch.get("labels")
-        media = count_media(batch, self.patch_size)
-        return Cost(
-            tokens=_length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum()),
-            patches=media.patches,
-            media=media,
-            units=0 if labels is None else count_supervised(labels),
-            has_media=media.patches > 0,
-            modality=_modality(batch),
-            leading_label=labels is not None and has_leading_label(labels),
-        )
+        tokens = _length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum())
+        cost = self._with_media(tokens, batch)
+        return cost if labels is None else _with_units(cost, labels)
 
     def _alone(self, item: Any) -> Mapping[str, Any]:
         """The batch of an item alone; empty where the collator returns no mapping."""
@@ -438,8 +430,8 @@ def _in_python(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic | Tensor) else value
 
 
-def _modality(inputs: Mapping[str, Any]) -> int:
-    return VIDEO if any(inputs.get(key) is not None for key in VIDEO_KEYS) else 0
+def _with_units(cost: Cost, labels: Any) -> Cost:
+    return dataclasses.replace(cost, units=count_supervised(labels), leading_label=has_leading_label(labels))
 
 
 def _not_an_item(item: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -112,13 +113,13 @@ def unwrap(dataloader: Any) -> DataLoader:
 
 
 class _OfItems(Dataset[Any]):
-    """`self[i]` is `of(dataset[i])`."""
+    """`self[i]` is `of(dataset, i)`."""
 
-    def __init__(self, dataset: Any, of: Callable[[Any], Any]):
+    def __init__(self, dataset: Any, of: Callable[[Any, int], Any]):
         self.dataset, self.of = dataset, of
 
     def __getitem__(self, index: int) -> Any:
-        return self.of(self.dataset[index])
+        return self.of(self.dataset, index)
 
 
 def read(source: Any, indices: Iterable[int], parts: DataLoaderParts) -> Iterator[Any]:
@@ -156,26 +157,25 @@ def ends_of(parts: DataLoaderParts) -> object:
     try:
         with kept_random_numbers():
             rows = [0, 0, len(parts.dataset) - 1]
-            first, again, last = read(_OfItems(parts.dataset, fingerprint), rows, parts)
+            first, again, last = read(_OfItems(parts.dataset, _said), rows, parts)
     except Exception as error:  # the loader reports what cannot be read
         return type(error).__name__
     return [first, last] if first == again else None
 
 
-class _FirstItem(Dataset[tuple[str, UnitsFrom | None]]):
-    """`self[0]`: observe the first item of a dataset; what is wrong with the kind of its items, or ""."""
+def _said(dataset: Any, index: int) -> int:
+    return fingerprint(dataset[index])
 
-    def __init__(self, dataset: Any, observer: ItemObserver):
-        self.dataset, self.observer = dataset, observer
 
-    def __getitem__(self, index: int) -> tuple[str, UnitsFrom | None]:
-        try:
-            self.observer(self.dataset[index])
-        except ItemError as error:
-            return str(error), None
-        except Exception:  # a row that cannot be read; the loader reports it, by its policy
-            return "", self.observer.units_from
-        return "", self.observer.units_from
+def _observed(observer: ItemObserver, dataset: Any, index: int) -> tuple[str, UnitsFrom | None]:
+    """What is wrong with the kind of an item, or ""; what its units are counted from."""
+    try:
+        observer(dataset[index])
+    except ItemError as error:
+        return str(error), None
+    except Exception:  # a row that cannot be read; the loader reports it, by its policy
+        pass
+    return "", observer.units_from
 
 
 def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
@@ -186,7 +186,7 @@ def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
     cost.
     """
     with kept_random_numbers():
-        ((message, units_from),) = read(_FirstItem(parts.dataset, observer), [0], parts)
+        ((message, units_from),) = read(_OfItems(parts.dataset, partial(_observed, observer)), [0], parts)
     if not message:
         observer.units_from = units_from
     return message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -43,17 +43,13 @@ class Sizes:
         rounded: Amount = -(-length // self.multiple) * self.multiple
         if not self.buckets:
             return rounded
-        last = self.buckets[-1]
+        sizes, last = np.array((0, *self.buckets)), self.buckets[-1]
         beyond = -(-rounded // last) * last
-        if isinstance(rounded, np.ndarray):
-            beyond = np.where(rounded <= self.limit, np.minimum(beyond, self.limit), beyond)
-            sizes = np.array((0, *self.buckets))
-            place = np.searchsorted(sizes, rounded)
-            within: np.ndarray = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
-            return within
-        if rounded > last:
-            return min(beyond, self.limit) if rounded <= self.limit else beyond
-        return next(size for size in (0, *self.buckets) if size >= rounded)
+        beyond = np.where(rounded <= self.limit, np.minimum(beyond, self.limit), beyond)
+        place = np.searchsorted(sizes, rounded)
+        found: Any = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
+        up: Amount = found if isinstance(length, np.ndarray) else found.item()
+        return up
 
 
 EVERY_SIZE = Sizes()
