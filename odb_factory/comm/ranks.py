@@ -60,50 +60,33 @@ class RankMetadata:
 # Metadata as bytes. Nothing that comes from another rank is unpickled.
 
 MAX_REASON_CHARACTERS = 2000
-_JSON_LENGTH_BYTES = 4
 WIDTHS = (0, 1, 2, 4)
 """Bytes of a number of a column: none where all are 0."""
 
 
 def encode(message: RankMetadata) -> bytes:
-    """The length of a JSON header, the header, the buffered samples: each column of `ROW` with as many bytes a sample
-    as its largest number needs (text: about 14)."""
-    table = message.buffer.rows
+    """As msgpack: each column of `ROW` with as many bytes a sample as its largest number needs (text: about 14)."""
+    table, limits, failure = message.buffer.rows, message.limits, message.failure
     most = [int(table[name].max(initial=0)) for name in ROW.names or ()]
     widths = [next(width for width in WIDTHS if number < 1 << 8 * width) for number in most]
-    header = {
-        "rows": len(table),
-        "widths": widths,
-        "exhausted": message.buffer.exhausted,
-        "rejected": message.rejected,
-        "overlong": message.overlong,
-        "order": message.order,
-        "limits": None if message.limits is None else dataclasses.astuple(message.limits),
-        "failure": message.failure and message.failure[:MAX_REASON_CHARACTERS],
-    }
     columns = zip(ROW.names or (), widths)
     rows = b"".join(table[name].astype(f"<u{width}").tobytes() for name, width in columns if width)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(_JSON_LENGTH_BYTES, "little") + text + rows
+    told = [len(table), widths, rows, message.buffer.exhausted, message.rejected, message.overlong, message.order]
+    told += [limits and dataclasses.astuple(limits), failure and failure[:MAX_REASON_CHARACTERS]]
+    packed: bytes = msgpack.packb(told)
+    return packed
 
 
 def decode(message: bytes) -> RankMetadata:
     """Undo `encode`."""
-    end = _JSON_LENGTH_BYTES + int.from_bytes(message[:_JSON_LENGTH_BYTES], "little")
-    header = json.loads(message[_JSON_LENGTH_BYTES:end])
-    rows = np.zeros(header["rows"], ROW)
-    for name, width in zip(ROW.names or (), header["widths"]):
+    count, widths, columns, exhausted, rejected, *others, limits, failure = msgpack.unpackb(message)
+    rows, start = np.zeros(count, ROW), 0
+    for name, width in zip(ROW.names or (), widths):
         if width:
-            rows[name] = np.frombuffer(message, f"<u{width}", len(rows), end)
-            end += width * len(rows)
-    return RankMetadata(
-        BufferMetadata(rows, header["exhausted"]),
-        Counter(header["rejected"]),
-        header["overlong"],
-        header["order"],
-        None if header["limits"] is None else Limits(*header["limits"]),
-        header["failure"],
-    )
+            rows[name] = np.frombuffer(columns, f"<u{width}", count, start)
+            start += width * count
+    limits = limits and Limits(*limits)
+    return RankMetadata(BufferMetadata(rows, exhausted), Counter(rejected), *others, limits, failure)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
