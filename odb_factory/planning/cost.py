@@ -22,6 +22,13 @@ def larger(one: Amount, other: Amount | int) -> Amount:
     return most
 
 
+def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np.ufunc = np.add) -> np.ndarray:
+    """int64[count, ...]: the sum (or `operation`, from 0 on) of the values of each number. bincount adds up floats."""
+    result = np.zeros((count, *values.shape[1:]), dtype=np.int64)
+    operation.at(result, numbers, values)
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes in tokens: of padded rows, or of whole micro-batches where the layout is flat.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from odb_factory.planning.cost import by_number
+
 WORTH = 0.05
 """The least share of the time of a micro-step, as estimated, that moving images must save."""
 NEAR = 1.01
@@ -77,11 +79,11 @@ def plan_encoders(
     owner = np.repeat(np.arange(num_ranks), [len(one) for one in held])
     patches = np.concatenate([np.asarray(one, np.int64) for one in held])
     costs = cost.of(patches)
-    before = _sums(owner, costs, num_ranks)
-    most = int(_sums(owner, patches, num_ranks).max())
+    before = by_number(owner, costs, num_ranks)
+    most = int(by_number(owner, patches, num_ranks).max())
     most = int(MORE_PATCHES * most) if max_patches is None else max(most, max_patches)
     target = _assign(owner, costs, patches, num_ranks, most)
-    load = _sums(target, costs, num_ranks)
+    load = by_number(target, costs, num_ranks)
     waits, waited = int(load.max(initial=0)), int(before.max(initial=0))
     if tokens is not None:
         language = cost.token * np.asarray(tokens, np.int64)
@@ -89,15 +91,8 @@ def plan_encoders(
     if waits > (1 - WORTH) * waited or not costs.size:
         target, load = owner, before
     ends = np.cumsum([len(one) for one in held])[:-1]
-    encoded = _sums(target, patches, num_ranks)
+    encoded = by_number(target, patches, num_ranks)
     return EncoderPlan(np.split(target, ends), load, encoded, bool((target != owner).any()))
-
-
-def _sums(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
-    """int64[ranks], exact (bincount would add up floats)."""
-    sums = np.zeros(num_ranks, np.int64)
-    np.add.at(sums, rank, values)
-    return sums
 
 
 def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int, most: int) -> np.ndarray:
@@ -107,7 +102,7 @@ def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks
     emptiest rank, the largest first. 3. Moves and swaps between the fullest and the emptiest rank even out the rest.
     """
     target = owner.copy()
-    load, filled = _sums(owner, costs, num_ranks), _sums(owner, patches, num_ranks)
+    load, filled = by_number(owner, costs, num_ranks), by_number(owner, patches, num_ranks)
     mean = -(-int(costs.sum()) // num_ranks)
     least = max(mean, int(costs.max(initial=0)))
     by_cost = np.lexsort((np.arange(len(costs)), -costs))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.cost import Budget, CostModel, by_number
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of a plan of flat micro-batches: what each adds to a bin, and what a bin costs.
@@ -68,9 +68,7 @@ class Samples:
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
         """`measures` of each bin [bins, 5 + caps]."""
-        sums = np.zeros((num_bins, self.measures.shape[1]), dtype=np.int64)
-        np.add.at(sums, bin_of, self.measures)
-        return sums
+        return by_number(bin_of, self.measures, num_bins)
 
     def weigh(self, model: CostModel) -> CostModel:
         """The model that bins are balanced by: `model`, with something for tokens and patches where it has nothing."""
@@ -127,15 +125,14 @@ def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools
     Of a class, all that a bin holds little of must have room; samples of more than half a bin cannot share one.
     """
     ordinary, num_classes = ~samples.overlong, num_pools * samples.num_modalities
-    needed = np.zeros(num_classes, dtype=np.int64)
-    np.maximum.at(needed, samples.sample_class[ordinary], 1)
+    class_of = samples.sample_class[ordinary]
+    needed = np.minimum(np.bincount(class_of, minlength=num_classes), 1)
     for measure, most in zip(np.delete(samples.measures, [2, 3, 4], axis=1).T, most_of_a_bin, strict=True):
         if most is not None:
-            loads, halves = np.zeros((2, num_classes), dtype=np.int64)
-            np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
-            np.add.at(halves, samples.sample_class[ordinary], 2 * measure[ordinary] > most)
+            loads = by_number(class_of, measure[ordinary], num_classes)
+            halves = by_number(class_of, 2 * measure[ordinary] > most, num_classes)
             needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
-    np.add.at(needed, samples.sample_class[samples.overlong], 1)
+    needed = needed + np.bincount(samples.sample_class[samples.overlong], minlength=num_classes)
     by_pool: np.ndarray = needed.reshape(num_pools, samples.num_modalities).sum(axis=1)
     return by_pool
 
@@ -172,14 +169,12 @@ def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_
     """Bins for the ordinary samples of each class, by load (D'Hondt's method), at most one a sample [classes]."""
     num_classes = len(pool_of_class)
     count = np.bincount(samples.sample_class, minlength=num_classes) - num_overlong
-    taken = np.zeros(pool_of_class[-1] + 1, dtype=np.int64)
-    np.add.at(taken, pool_of_class, num_overlong)
+    taken = by_number(pool_of_class, num_overlong, pool_of_class[-1] + 1)
     room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
     if samples.num_modalities == 1:
         fewer: np.ndarray = np.minimum(room, count)
         return fewer
-    load = np.zeros(num_classes, dtype=np.int64)
-    np.add.at(load, samples.sample_class, np.where(samples.overlong, 0, samples.tokens))
+    load = by_number(samples.sample_class, np.where(samples.overlong, 0, samples.tokens), num_classes)
     shared = np.zeros(num_classes, dtype=np.int64)
     for first in range(0, num_classes, samples.num_modalities):
         own = np.s_[first : first + samples.num_modalities]
@@ -233,9 +228,8 @@ def _targets(
     # Exchanges end near their target, not at it, and often above it.
     heights = np.minimum(heights, most - most // MARGIN)
     targets = np.where(frozen, 0, heights[step])
-    load, planned = np.zeros((2, num_classes), dtype=np.int64)
-    np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
-    np.add.at(planned, bin_class, targets)
+    load = by_number(samples.sample_class[ordinary], amount[ordinary], num_classes)
+    planned = by_number(bin_class, targets, num_classes)
     num_bins = np.bincount(bin_class[~frozen], minlength=num_classes)
     missing = np.maximum(load - planned, 0) // np.maximum(num_bins, 1)
     share = np.minimum((load << SHARE_BITS) // np.maximum(planned, 1), 1 << SHARE_BITS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.cost import Budget, CostModel, by_number
 from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,9 +49,7 @@ class Filled:
 
     def maxima(self) -> np.ndarray:
         """Of each micro-step [micro-steps, 3]."""
-        most = np.zeros((self.num_steps, 3), dtype=np.int64)
-        np.maximum.at(most, self.step, self.samples.shapes(self.sums))
-        return most
+        return by_number(self.step, self.samples.shapes(self.sums), self.num_steps, np.maximum)
 
     def step_costs(self) -> np.ndarray:
         """What ranks wait for in each micro-step [micro-steps]."""
@@ -146,12 +144,11 @@ def _change(
     """What is added to the cost of all once two bins have these shapes: `critical` and, of each column, `partner`."""
     step, maxima, shapes = filled.step, filled.maxima(), filled.samples.shapes(filled.sums)
     shapes[critical] = 0
-    without, second, num_most = np.zeros((3, *maxima.shape), dtype=np.int64)
-    np.maximum.at(without, step, shapes)
+    without = by_number(step, shapes, len(maxima), np.maximum)
     # The most of a micro-step without a bin is the second most, where only that bin has the most.
     is_most = shapes == without[step]
-    np.add.at(num_most, step, is_most)
-    np.maximum.at(second, step, np.where(is_most, 0, shapes))
+    num_most = by_number(step, is_most, len(maxima))
+    second = by_number(step, np.where(is_most, 0, shapes), len(maxima), np.maximum)
     rest = np.where(is_most & (num_most[step] == 1), second[step], without[step])[partner]
     shared = (step[partner] == step[critical])[:, None]
     theirs = np.maximum(rest, after_partner)
@@ -253,12 +250,9 @@ def _with_reached_targets(bins: Bins, bin_of: np.ndarray) -> Bins:
 
     Tokens and patches cannot always reach their targets together. Tokens then count more, for they have a budget.
     """
-    held = np.zeros_like(bins.targets)
-    np.add.at(held, bin_of, bins.amounts)
+    held = by_number(bin_of, bins.amounts, len(bins))
     _, kind = np.unique(np.stack([bins.bin_class, bins.step, bins.frozen]), axis=1, return_inverse=True)
-    sums = np.zeros((int(kind.max()) + 1, held.shape[1]), dtype=np.int64)
-    np.add.at(sums, kind, held)
-    means = (sums // np.bincount(kind)[:, None])[kind]
+    means = (by_number(kind, held, int(kind.max()) + 1) // np.bincount(kind)[:, None])[kind]
     means[:, 0] = bins.targets[:, 0]
     weights = np.array([1] + [TOKENS_COUNT_MORE] * (held.shape[1] - 1))
     return replace(bins, amounts=bins.amounts // weights, targets=means // weights)

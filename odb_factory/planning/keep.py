@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.cost import Budget, CostModel, by_number
 from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planning.padded import (
@@ -71,8 +71,7 @@ def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into `num_steps` micro-steps costs less: the mean of a pool, or the largest sample, in each measure."""
     num_pools = int(samples.pool.max()) + 1
     measures = samples.measures[:, :3]
-    sums = np.zeros((num_pools, 3), dtype=np.int64)
-    np.add.at(sums, samples.pool, measures)
+    sums = by_number(samples.pool, measures, num_pools)
     most = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
     return num_steps * model.fixed + int(most @ np.array([model.token, model.patch, model.square]))
 

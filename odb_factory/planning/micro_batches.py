@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.cost import Budget, CostModel, by_number
 from odb_factory.planning.keep import cut
 from odb_factory.planning.plan import ROW
 
@@ -157,8 +157,7 @@ def _ranks_of_groups(
     group: np.ndarray, tokens: np.ndarray, patches: np.ndarray, ranks: int, cost: CostModel
 ) -> np.ndarray:
     """The rank of each sample [n], such that groups stay whole and ranks have equal loads."""
-    loads = np.zeros(int(group.max()) + 1, dtype=np.int64)
-    np.add.at(loads, group, cost.of(tokens, patches, tokens * tokens) - cost.fixed)
+    loads = by_number(group, cost.of(tokens, patches, tokens * tokens) - cost.fixed, int(group.max()) + 1)
     total = max(int(loads.sum()), 1)
     loads = np.maximum((loads.astype(object) << LOAD_BITS) // total, 1).astype(np.int64)
     every = np.arange(len(loads))

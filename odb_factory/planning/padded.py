@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.cost import Budget, CostModel, by_number
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of an optimizer step as pools that groups are cut from, and how large a group can be.
@@ -109,9 +109,9 @@ class Pools:
     @cached_property
     def cap_range(self) -> tuple[np.ndarray, np.ndarray]:
         """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
-        low, high = np.zeros((2, len(self.starts)), dtype=np.int64)
-        np.maximum.at(low, self.pool_of, self.single_costs)
-        np.maximum.at(high, self.pool_of, self.costs(np.arange(len(self)), self.largest_ends[:-1]))
+        low = by_number(self.pool_of, self.single_costs, len(self.starts), np.maximum)
+        costs = self.costs(np.arange(len(self)), self.largest_ends[:-1])
+        high = by_number(self.pool_of, costs, len(self.starts), np.maximum)
         # A sample alone can cost more than one in a group: dummy media are added where there are no others.
         return low, np.maximum(low, high)
 
@@ -211,8 +211,7 @@ def make_cut(pools: Pools, groups: list[list[Group]]) -> Cut:
     _, _, patches, _ = pools.shapes(starts, ends)
     order = np.lexsort((starts, -patches, -costs, pool))
     steps = (np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // pools.slots
-    largest = np.zeros(int(steps.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(largest, steps, costs[order])
+    largest = by_number(steps, costs[order], int(steps.max(initial=-1)) + 1, np.maximum)
     return Cut(starts[order], ends[order], pool, steps, int(largest.sum()))
 
 
