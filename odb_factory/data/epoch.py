@@ -253,13 +253,14 @@ class EpochPlanner(ABC):
             overlong=self.place.overlong + sums.overlong,
             **figures,
         )
-        return [
-            (
-                MicroBatch(step=step, index=number, samples=one.infos, totals=one.totals),
-                self._samples_for(one.samples),
-            )
-            for number, one in enumerate(planned)
-        ]
+        tasks = []
+        for number, one in enumerate(planned):
+            samples = one.samples
+            if not samples:  # idle: the shortest sample of the last buffer, or any usable row
+                self._idle_sample = self._idle_sample or self.context.stand_in()
+                samples = [self._idle_sample]
+            tasks.append((MicroBatch(step=step, index=number, samples=one.infos, totals=one.totals), samples))
+        return tasks
 
     def _leave_out(self, row: Rejection, step: int) -> None:
         """step: index of the optimizer step that the row would have been in, or of the next one that is handed on."""
@@ -292,13 +293,6 @@ class EpochPlanner(ABC):
             roots=sum(root * count for root, count in zip(roots, counts.tolist())),
             **others,
         )
-
-    def _samples_for(self, group: list[Sample]) -> list[Sample]:
-        """The group; for an idle micro-batch the shortest sample of the last buffer, or any usable row."""
-        if group:
-            return group
-        self._idle_sample = self._idle_sample or self.context.stand_in()
-        return [self._idle_sample]
 
 
 def _reason(error: Exception, task: str) -> str:

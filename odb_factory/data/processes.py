@@ -67,10 +67,8 @@ def _has_ended(pid: int) -> bool:
     if parent is not None:
         return not parent.is_alive()
     # Its arguments are still being read, so multiprocessing does not know of the parent yet.
-    if os.name != "posix":
-        return False
     try:
-        os.kill(pid, 0)  # sends nothing; on Windows it would end the process
+        os.kill(pid, 0)  # sends nothing
     except ProcessLookupError:
         return True
     return False
@@ -167,10 +165,9 @@ def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T
         return call()
     except final:
         raise
-    except OSError:
-        time.sleep(RETRY_PAUSE_S)
-    except Exception:
-        pass
+    except Exception as error:
+        if isinstance(error, OSError):
+            time.sleep(RETRY_PAUSE_S)
     return call()
 
 

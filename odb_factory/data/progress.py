@@ -313,7 +313,8 @@ class Progress(ABC):
                     f"{change}: a stream that was split between the ranks beforehand cannot be dealt out again; go on "
                     f"as before, give the ranks the whole stream, or {RESTART}"
                 )
-            share = self._deal_out(states, change)
+            if share is not None:
+                share = self._deal_out(states, change)
         self.open(
             mine.epoch,
             is_loaded=True,
@@ -328,15 +329,21 @@ class Progress(ABC):
 
     def _change_of_ranks(self, state: DataState) -> str:
         """What is not as it was, in words; "": nothing."""
-        before, now = state.world_size, self._begin.world_size
-        return f"ranks {before} -> {now}" if before != now else ""
+        begin = self._begin
+        if state.world_size != begin.world_size:
+            return f"ranks {state.world_size} -> {begin.world_size}"
+        is_other = state.share is not None and state.rank != begin.rank
+        return f"the state of rank {state.rank} for rank {begin.rank}" if is_other else ""
 
-    def _deal_out(self, states: Sequence[DataState], change: str) -> ShareProgress | None:
-        """What counts as done of the share of any rank, after this change of the ranks. states: of all ranks.
-
-        None where all that is done is the cursor.
-        """
-        return None
+    def _deal_out(self, states: Sequence[DataState], change: str) -> ShareProgress:
+        """What counts as done of the share of any rank, after this change of the ranks. states: of all ranks."""
+        try:
+            done = done_positions(states)
+        except DataError as error:
+            raise DataError(f"{error}; take an older state, or {RESTART}") from None
+        left = "other samples" if self._begin.data.samples is None else f"{int((~done).sum())} samples left"
+        logger.info("epoch %d goes on with %s: its %s are dealt out again", states[0].epoch, change, left)
+        return ShareProgress(done_before=done)
 
     def _changed_settings(self, state: DataState) -> dict[str, str]:
         """By name, in words: what rows are made with now and were not made with then."""
@@ -444,16 +451,3 @@ class FilledProgress(Progress):
         share = ShareProgress(done_before=np.arange(num_samples) < done if done else None)
         self.open(int(epochs), is_loaded=True, planned=done, share=share)
         return done
-
-    def _change_of_ranks(self, state: DataState) -> str:
-        given = f"the state of rank {state.rank} for rank {self._begin.rank}" if state.rank != self._begin.rank else ""
-        return super()._change_of_ranks(state) or given
-
-    def _deal_out(self, states: Sequence[DataState], change: str) -> ShareProgress:
-        try:
-            done = done_positions(states)
-        except DataError as error:
-            raise DataError(f"{error}; take an older state, or {RESTART}") from None
-        left = "other samples" if self._begin.data.samples is None else f"{int((~done).sum())} samples left"
-        logger.info("epoch %d goes on with %s: its %s are dealt out again", states[0].epoch, change, left)
-        return ShareProgress(done_before=done)
