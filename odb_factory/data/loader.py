@@ -24,7 +24,7 @@ from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEp
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import DataLoaderParts, ShareProgress, ends_of, length_of
 from odb_factory.data.processes import PlanProcess, compute_here
-from odb_factory.data.progress import RESTART, DataState, FilledProgress, KeptProgress, OptimizerStepRule, TrainingData
+from odb_factory.data.progress import RESTART, DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
@@ -233,8 +233,7 @@ class ODBLoader:
             probes=(),
             rows_from={name: str(value) for name, value in named.items()},
         )
-        read_rows = self._workers.read_rows
-        self._progress = FilledProgress(begin, read_rows) if stock is None else KeptProgress(begin, read_rows, stock)
+        self._progress = Progress(begin, self._workers.read_rows, stock)
         self._settings = {
             **releases(),
             **block_settings(config),

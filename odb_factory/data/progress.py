@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -231,27 +230,59 @@ NUM_PROBES = 8
 RESTART = "set `resume: ignore_data` to restart the epoch"
 
 
-class Progress(ABC):
+class Progress:
     """Follows the optimizer steps that are consumed, writes states and reads them.
 
+    Of kept optimizer steps a state is a cursor, the same on all ranks: budget, workers and (but for a stream that is
+    split beforehand) ranks may change at any optimizer step. Of filled ones it has what its rank has done of its share
+    of the order: a rank resumes with what is left of its share; where there are other ranks, what is left of all shares
+    is dealt out again.
+
     begin: the state before the first step of the first epoch. read_rows: None where rows have no number (a stream).
+    stock: the steps that are kept; None: they are filled.
     now: the state after the optimizer step consumed last. is_loaded: a state has been loaded, and no step taken since.
     order: the fingerprint that the order of the epoch must have, if a state was loaded.
     """
 
-    def __init__(self, begin: DataState, read_rows: ReadRows | None):
-        self._begin, self._read_rows = begin, read_rows
+    def __init__(self, begin: DataState, read_rows: ReadRows | None, stock: StockSteps | None):
+        self._begin, self._read_rows, self._stock = begin, read_rows, stock
         self.now = begin
         self.open(0)
 
     @property
-    @abstractmethod
     def start(self) -> Start:
         """Where this rank begins to draw."""
+        stock, now = self._stock, self.now
+        if stock is None:
+            assert now.share is not None
+            return Start(done=now.share)
+        return Start(
+            done=ShareProgress(drawn=stock.first_number(now.rank, now.optimizer_steps)),
+            stop=stock.num_samples if stock.remainder else None,
+            block=stock.global_batch_size,
+        )
 
-    @abstractmethod
     def skip(self, optimizer_steps: int, epochs: float) -> int | None:
-        """Stand where stock training stands after these optimizer steps and epochs (see `ODBLoader.skip`)."""
+        """Stand where stock training stands after these optimizer steps and epochs (see `ODBLoader.skip`).
+
+        Exact with kept steps; raises `DataError` for a dataset without a length. Else by the share of the last epoch
+        that is done: returns the samples that count as done.
+        """
+        if self._stock is None:
+            num_samples = self.now.data.samples or 0
+            done = round((epochs - int(epochs)) * num_samples)
+            share = ShareProgress(done_before=np.arange(num_samples) < done if done else None)
+            self.open(int(epochs), is_loaded=True, planned=done, share=share)
+            return done
+        an_epoch = self._stock.steps_an_epoch
+        if an_epoch is None:
+            raise DataError(
+                "the checkpoint was written without odb, and where its optimizer steps end in a dataset without a "
+                f"length is not known; {RESTART}"
+            )
+        epoch, steps = divmod(optimizer_steps, max(an_epoch, 1))
+        self.open(epoch, is_loaded=True, optimizer_steps=steps, planned=steps * self._stock.global_batch_size)
+        return None
 
     def open(self, epoch: int, *, is_loaded: bool = False, **place: Any) -> None:
         """Stand before the first optimizer step of an epoch, or at `place` (fields of `DataState`)."""
@@ -399,55 +430,3 @@ class Progress(ABC):
                 f"{cause}: row {row} of the training dataset was trained on, and now: {found}; bring back what it was, "
                 f"or {RESTART}"
             )
-
-
-class KeptProgress(Progress):
-    """Of kept optimizer steps: a state is a cursor, the same on all ranks.
-
-    Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step.
-    """
-
-    def __init__(self, begin: DataState, read_rows: ReadRows | None, stock: StockSteps):
-        super().__init__(begin, read_rows)
-        self._stock = stock
-
-    @property
-    def start(self) -> Start:
-        stock, now = self._stock, self.now
-        return Start(
-            done=ShareProgress(drawn=stock.first_number(now.rank, now.optimizer_steps)),
-            stop=stock.num_samples if stock.remainder else None,
-            block=stock.global_batch_size,
-        )
-
-    def skip(self, optimizer_steps: int, epochs: float) -> None:
-        """Exact. Raises `DataError` for a dataset without a length."""
-        an_epoch = self._stock.steps_an_epoch
-        if an_epoch is None:
-            raise DataError(
-                "the checkpoint was written without odb, and where its optimizer steps end in a dataset without a "
-                f"length is not known; {RESTART}"
-            )
-        epoch, steps = divmod(optimizer_steps, max(an_epoch, 1))
-        self.open(epoch, is_loaded=True, optimizer_steps=steps, planned=steps * self._stock.global_batch_size)
-
-
-class FilledProgress(Progress):
-    """Of filled optimizer steps: a state has what its rank has done of its share of the order.
-
-    A rank resumes with what is left of its share; where there are other ranks, what is left of all shares is dealt out
-    again.
-    """
-
-    @property
-    def start(self) -> Start:
-        assert self.now.share is not None
-        return Start(done=self.now.share)
-
-    def skip(self, optimizer_steps: int, epochs: float) -> int:
-        """By the share of the last epoch that is done: the samples that count as done."""
-        num_samples = self.now.data.samples or 0
-        done = round((epochs - int(epochs)) * num_samples)
-        share = ShareProgress(done_before=np.arange(num_samples) < done if done else None)
-        self.open(int(epochs), is_loaded=True, planned=done, share=share)
-        return done
