@@ -41,7 +41,7 @@ from odb_factory.planning import (
     plan_buffers,
     plan_optimizer_step,
 )
-from odb_factory.planning.keep import GroupOutline, GroupsDisagreeError, agreed_plans
+from odb_factory.planning.keep import GroupOutline, agreed_plans
 from odb_factory.planning.plan import pool, sum_totals
 
 logger = get_logger(__name__)
@@ -417,10 +417,7 @@ class KeepEpoch(EpochPlanner):
             assert self.sums.outline is not None
             return self.sums.outline
 
-        try:
-            (plan,) = agreed_plans([make], exchange)
-        except GroupsDisagreeError as error:  # on all ranks
-            raise CollectiveError(str(error)) from None
+        (plan,) = agreed_plans([make], exchange)
         numbers = [order for order, first, last in self.sums.orders for _ in range(first, last + 1)]
         if numbers and (problem := context.compare_orders(numbers)) is not None:
             raise CollectiveError(problem)

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from odb_factory.errors import CollectiveError
 from odb_factory.planning.cost import Budget, CostModel, by_number
 from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
@@ -259,10 +260,6 @@ def steps_to_reach(outline: GroupOutline) -> int:
     return outline.num_steps if outline.fewest is not None and outline.fewest < outline.num_steps else 0
 
 
-class GroupsDisagreeError(RuntimeError):
-    """Groups have not reached the same K in `MAX_AGREEMENTS` rounds."""
-
-
 def agreed_plans(
     make: Sequence[Callable[[int], Plan]], exchange: Callable[[Sequence[Plan], GroupOutline], GroupOutline]
 ) -> list[Plan]:
@@ -270,6 +267,7 @@ def agreed_plans(
 
     make: plans a group, given the least K. exchange: the outline of all groups, given the plans of these groups and
     their outline. A group with too few samples for K idles at the end.
+    Raises `CollectiveError`, on all ranks, where K is not the same after `MAX_AGREEMENTS` rounds.
     """
     plans, asked = [one(0) for one in make], 0
     for _ in range(MAX_AGREEMENTS):
@@ -285,7 +283,7 @@ def agreed_plans(
             one(asked) if outline.fewest is not None and outline.num_steps < asked else plan
             for one, outline, plan in zip(make, outlines, plans)
         ]
-    raise GroupsDisagreeError(
+    raise CollectiveError(
         f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning one has "
         f"{whole.fewest} and another {whole.num_steps}; this is a bug in odb_factory; set odb.balance_group_size to "
         "the number of ranks, or odb.balance: false"
