@@ -404,7 +404,7 @@ class StepAccounting:
 
     def _take_reports(self) -> None:
         """Count the rows that failed to be collated and the micro-batches over budget, on all ranks."""
-        reports = self.loader.take_reports()
+        reports = self.loader.reports.take()
         self.num_over_budget += reports.over_budget
         if reports.failed:
             self._left_out[COLLATION] += reports.failed

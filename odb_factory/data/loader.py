@@ -29,7 +29,7 @@ from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerSt
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size
-from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
+from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
 
@@ -150,7 +150,8 @@ class ODBLoader:
     also where it has workers. is_evaluated: of `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
-    left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
+    left_out: rows that this rank leaves out. reports: what all ranks report of their steps; the training takes them.
+    groups: what collates its micro-batches, in its layout.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     weights: of each sample of a micro-batch the share of the loss of its optimizer step; the training sets it.
     Call `close` when done; it ends the worker processes.
@@ -253,7 +254,7 @@ class ODBLoader:
         self.under_way: Pass | None = None
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
-        self._reports = Reports()
+        self.reports = Reports()
 
     @property
     def global_batch_size(self) -> int | None:
@@ -288,10 +289,6 @@ class ODBLoader:
             self._progress.consume(step, mine, shares.get(step.index, self._progress.now.share))
             for index in [index for index in list(shares) if index <= step.index]:
                 del shares[index]
-
-    def take_reports(self) -> Reports:
-        """What all ranks have reported since the last call."""
-        return self._reports.take()
 
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
@@ -458,8 +455,6 @@ class ODBLoader:
 
     def _begin(self) -> Pass:
         workers, progress, ranks = self._workers, self._progress, self._ranks
-        if workers.is_closed:
-            raise ConfigError("odb: this loader has been closed; make another one.")
         progress.turn_to(self.epoch)
         self._not_consumed.clear()
         self.left_out.forget()
@@ -492,7 +487,7 @@ class ODBLoader:
             ahead = 2
         if not workers.num_collating:
             ahead = 0
-        agreement = StepAgreement(ranks, self._reports, reweighs=self._reweighs)
+        agreement = StepAgreement(ranks, self.reports, reweighs=self._reweighs)
         current = Pass(planner, Prefetcher(iter(planner), ahead), agreement, process)
         self.under_way = current
         if process is not None:
@@ -564,10 +559,10 @@ class ODBLoader:
         if planned.index == 0:
             current.agreed = current.agreement.agree_on(planned, outcome.failed_places)
         micro_batch, measured, batch = current.agreed.apply(planned), outcome.measured, outcome.batch
+        late: list[LateRow] = []
         if outcome.failed and not planned.idle:
             causes = {id: f"cannot be collated: {cause}" for id, cause in outcome.failed.items()}
             late = self.leave_out(micro_batch, causes, COLLATION, empties=measured is None)
-            current.agreement.tell_late(late)
             if late:
                 micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes])
         if measured is None:
@@ -576,7 +571,7 @@ class ODBLoader:
             except DataError:
                 raise DataError(self._problem(outcome)) from None
         is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
-        current.agreement.taken(planned, is_over_budget=is_over)
+        current.agreement.taken(planned, late, is_over_budget=is_over)
         return micro_batch, measured, batch
 
     def _problem(self, outcome: Outcome) -> str:

@@ -238,17 +238,12 @@ class StepAgreement:
         self._reports.failed += len(agreed.failed)
         return agreed
 
-    def tell_late(self, rows: Sequence[LateRow]) -> None:
-        """Rows of the step under way that all ranks have not left out of it."""
+    def taken(self, micro_batch: MicroBatch, late: Sequence[LateRow] = (), *, is_over_budget: bool = False) -> None:
+        """The training has taken this micro-batch. late: rows of it that all ranks have not left out of its step."""
         with self._changed:
-            self._mine.late += rows
-
-    def taken(self, micro_batch: MicroBatch, *, is_over_budget: bool = False) -> None:
-        """The training has taken this micro-batch."""
-        with self._changed:
+            self._mine.late += late
             self._mine.over_budget += is_over_budget
-        if micro_batch.ends_optimizer_step:
-            with self._changed:
+            if micro_batch.ends_optimizer_step:
                 self._opened = micro_batch.step.index + 1
                 self._is_through |= micro_batch.step.last
                 self._wake()

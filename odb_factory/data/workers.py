@@ -190,10 +190,6 @@ class LoaderWorkers:
             pin_memory_device=parts.pin_memory_device,
         )
 
-    @property
-    def is_closed(self) -> bool:
-        return self._observing is None
-
     def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
         if self._reading is not None:
@@ -276,7 +272,8 @@ class LoaderWorkers:
         Their seeds follow torch's global one, or that of the user's generator, of which nothing is drawn: a training
         sees the same random numbers with and without us, and workers of an epoch the same after a resume.
         """
-        assert loader is not None, "the loader has been closed"
+        if loader is None:
+            raise ConfigError("odb: this loader has been closed; make another one.")
         generator = self._parts.generator
         seed = torch.initial_seed() if generator is None else generator.initial_seed()
         loader.generator.manual_seed(worker_seed(seed, self._rank, stage, epoch))

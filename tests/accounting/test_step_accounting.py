@@ -36,9 +36,7 @@ class Loader:
         self.world_size = world_size
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
-
-    def take_reports(self) -> Reports:
-        return Reports()
+        self.reports = Reports()
 
     def consume(self, step: OptimizerStep) -> None:
         self.consumed.append(step)

@@ -55,7 +55,7 @@ def test_all_ranks_count_the_micro_batches_that_are_over_budget_on_any(kind: str
         for epoch in range(2):
             loader.set_epoch(epoch)
             own = [(len(one.ids), measured.rows * measured.length) for one, measured, _ in loader]
-            found += [loader.take_reports().over_budget, sum(rows > 1 and tokens > 32 for rows, tokens in own)]
+            found += [loader.reports.take().over_budget, sum(rows > 1 and tokens > 32 for rows, tokens in own)]
         loader.close()
         return found
 
