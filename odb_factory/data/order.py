@@ -203,10 +203,20 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: 
     for options that have no meaning here.
     """
     loader = unwrap(dataloader)
-    _refuse_options(loader)
+    if not getattr(loader, "in_order", True):  # torch >= 2.6
+        raise ConfigError(IN_ORDER)
+    if loader.timeout and not loader.num_workers:
+        raise ConfigError(
+            f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."
+        )
     dataset = stream if isinstance(stream, IterableDataset) else loader.dataset
-    if loader is not dataloader and stream is None and type(dataset) is not IterableDatasetShard:
-        _refuse_shards(dataset)
+    is_prepared_stream = loader is not dataloader and stream is None and isinstance(dataset, IterableDataset)
+    may_be_cut = is_prepared_stream and type(dataset) is not IterableDatasetShard and world_size_of(None) > 1
+    if may_be_cut and not is_split_by_node(dataset):
+        raise ConfigError(
+            "odb: accelerate has prepared this DataLoader over a stream, and which part of it this rank has is not "
+            "known; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
+        )
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     batches: Any = loader.batch_sampler  # None if the dataset yields batches
@@ -243,25 +253,6 @@ def _can_pin() -> bool:
         return torch.cuda.is_available()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device is not None and device.type != "mps"
-
-
-def _refuse_options(loader: DataLoader) -> None:
-    """Raise `ConfigError` for options that an online loader cannot honour."""
-    if not getattr(loader, "in_order", True):  # torch >= 2.6
-        raise ConfigError(IN_ORDER)
-    if loader.timeout and not loader.num_workers:
-        raise ConfigError(
-            f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."
-        )
-
-
-def _refuse_shards(dataset: Any) -> None:
-    """Raise `ConfigError` for a stream of `datasets` that accelerate may have cut for this rank."""
-    if world_size_of(None) > 1 and isinstance(dataset, IterableDataset) and not is_split_by_node(dataset):
-        raise ConfigError(
-            "odb: accelerate has prepared this DataLoader over a stream, and which part of it this rank has is not "
-            "known; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
-        )
 
 
 def _sampler(batches: Any) -> Any:
