@@ -315,7 +315,7 @@ class Start:
     """Where a rank begins in the order of an epoch.
 
     done: of this rank's share; what waits in it comes first. stop: the position of the order before which it ends
-    (None: its end). block: positions of an optimizer step, for `ShardSampler.checksum_through` (0: none are kept).
+    (None: its end). block: positions of an optimizer step, for `ShardSampler.common` (0: it compares the first alone).
     """
 
     done: ShareProgress = field(default_factory=ShareProgress)
@@ -407,18 +407,13 @@ class ShardSampler(Sampler[int]):
             self._checksums[number] = checksum
             yield block
 
-    def checksum_through(self, block: int) -> int:
-        """Of all indices of the order up to the end of this block, of which every rank has drawn its own.
-
-        No earlier block is asked for after it.
-        """
-        for earlier in [number for number in self._checksums if number < block]:
-            del self._checksums[earlier]
-        return self._checksums.get(block, self.fingerprint)
-
     def common(self, place: tuple[int, ...], step: int) -> int:
-        """What `compare` compares: a number made of the order through this optimizer step and of the place in it."""
-        return zlib.crc32(repr((self.fingerprint, (*place, self.checksum_through(step)))).encode())
+        """What `compare` compares: a number made of the place and of the order through this optimizer step, of which
+        every rank has drawn its own indices. No earlier step is asked for after it."""
+        for earlier in [number for number in self._checksums if number < step]:
+            del self._checksums[earlier]
+        through = self._checksums.get(step, self.fingerprint)
+        return zlib.crc32(repr((self.fingerprint, (*place, through))).encode())
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
