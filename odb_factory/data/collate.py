@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -74,6 +74,7 @@ class NotCollated(DataError):
         self.ids = tuple(ids)
 
 
+@dataclass(eq=False)
 class CollatedDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
 
@@ -87,28 +88,20 @@ class CollatedDataset(WorkerDataset):
 
     sends_dataset = False
 
-    def __init__(
-        self,
-        collate_fn: Callable[[list[Any]], Any],
-        patch_size: int,
-        dataset: Any,
-        budget: Budget,
-        measure: Measure = measure_batch,
-        counts_labels: bool = True,
-        *,
-        with_boundaries: bool = False,
-        skips: bool = False,
-    ):
-        self.collate_fn, self.patch_size, self.dataset, self.budget = collate_fn, patch_size, dataset, budget
-        self.measure, self.counts_labels, self.skips = measure, counts_labels, skips
-        self.with_boundaries = with_boundaries
-        self.notes: CollateNotes | None = None
-        self.busy = BusyRows()
+    collate_fn: Callable[[list[Any]], Any]
+    patch_size: int
+    dataset: Any
+    budget: Budget
+    measure: Measure = measure_batch
+    counts_labels: bool = True
+    with_boundaries: bool = False
+    skips: bool = False
+    notes: CollateNotes | None = None
+    busy: BusyRows = field(default_factory=BusyRows)
 
     def padded(self) -> CollatedDataset:
         """The same, with batches as the collator returns them."""
-        budget, others = replace(self.budget, layout="padded", sizes=EVERY_SIZE), (self.measure, self.counts_labels)
-        return CollatedDataset(self.collate_fn, self.patch_size, self.dataset, budget, *others)
+        return replace(self, budget=replace(self.budget, layout="padded", sizes=EVERY_SIZE))
 
     def __getitem__(self, task: Task | None) -> Outcome | None:
         if task is None:

@@ -195,7 +195,7 @@ class ODBLoader:
             budget,
             measure,
             self.counts_labels,
-            with_boundaries=with_boundaries,
+            with_boundaries,
             skips=config.on_error == "skip",
         )
         self._rows = rows = ObservedDataset(parts.dataset, observer, config, budget, is_evaluated=is_evaluated)
