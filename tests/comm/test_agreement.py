@@ -28,6 +28,11 @@ def test_a_key_that_a_rank_has_not_is_a_difference() -> None:
     assert said is not None and "numpy ('2.0' on rank 0; nothing on rank 1)" in said
 
 
+def test_values_that_differ_at_their_end_are_told_apart() -> None:
+    said = differing({"path": "x" * 100 + "a"}, {"path": "x" * 100 + "b"})
+    assert said is not None and said.count("(checksum ") == 2
+
+
 def test_types_are_told_apart() -> None:
     assert differing({"a": 1}, {"a": "1"}) is not None
     assert differing({"a": 1}, {"a": True}) is not None

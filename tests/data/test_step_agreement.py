@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from data.stops import KEEP, LENGTHS, make_loader
 from thread_ranks import Seat, run_ranks
 from torch.nn.functional import pad as widen
-from toy import pad
+from toy import a_micro_batch, pad
+
+from odb_factory.data.step_agreement import Agreed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,3 +80,11 @@ def test_what_workers_tell_of_earlier_steps_is_not_kept() -> None:
         return sum(map(len, notes.values()))
 
     assert run_ranks(1, count) == [0]
+
+
+def test_rows_that_fail_in_time_leave_all_sums_of_their_step() -> None:
+    planned = a_micro_batch()
+    planned = replace(planned, totals=replace(planned.totals, squares=4 + 9), step=replace(planned.step, squares=4 + 9))
+    agreed = Agreed.of(planned.step, {"failed": [(0, *planned.samples[1])]})
+    for left in (agreed.step, agreed.apply(planned).totals):
+        assert (left.samples, left.tokens, left.squares, left.units, left.active_ranks) == (1, 2, 4, 1, 1)
