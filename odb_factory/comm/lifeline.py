@@ -225,10 +225,6 @@ class Lifeline:
         self._phases[stream] = phase
         self._counts[stream] = self._counts.get(stream, 0) + 1
 
-    def collective_failed(self) -> None:
-        """This rank was in a collective of the training that failed. A rank that was not is behind in this stream."""
-        self._counts[FAILED_COLLECTIVE] = 1
-
     def leave(self, stream: str) -> None:
         """This rank makes no more calls of a stream."""
         self._counts.pop(stream, None)
@@ -662,7 +658,7 @@ def latest_wait() -> str:
     """After a collective of the training has failed: which rank did not come to it, and where that rank stands; empty
     if none is known. Waits a little until the others have said where they are."""
     for line in _open:
-        line.collective_failed()
+        line._counts[FAILED_COLLECTIVE] = 1  # a rank that was not in the collective is behind in this stream
     until = time.monotonic() + 4 * TICK_S
     while True:
         late = next((late for line in _open if (late := line.latest())), "")

@@ -28,7 +28,7 @@ from odb_factory.data.progress import RESTART, DataState, OptimizerStepRule, Pro
 from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
-from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size
+from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size, take
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
@@ -508,7 +508,7 @@ class ODBLoader:
                 return current
         first = current.tasks[0][0].step
         current.epoch_steps = first.epoch_steps
-        current.agreement.start(first.index, workers.notes, workers.window)
+        current.agreement.start(first.index, self.groups.notes, workers.window)
         return current
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
@@ -518,7 +518,7 @@ class ODBLoader:
             while current.batches is not None:
                 if not waits:
                     self._ranks.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
-                outcome = self._workers.next_outcome(current.batches)
+                outcome = take(current.batches, "collates", self.groups.busy)
                 if outcome is END:
                     break
                 waits = outcome is None

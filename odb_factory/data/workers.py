@@ -135,7 +135,7 @@ class LoaderWorkers:
 
     rows, groups: what observes and what collates. collate_workers: None: as many as there are observe workers; 0: this
     process collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. window:
-    micro-batches that are collated ahead. notes: what collate workers report beside their batches.
+    micro-batches that are collated ahead.
     read_rows: observes rows of the dataset, by their numbers (see `read`); None for a stream.
 
     A dataset that is iterated has one worker more, which reads it for the observe workers and is restarted in each
@@ -154,7 +154,6 @@ class LoaderWorkers:
     ):
         num_workers = parts.num_workers
         self.num_collating = num_workers if collate_workers is None else collate_workers
-        self.notes: CollateNotes | None = None
         self.window = parts.prefetch_factor * self.num_collating
         self._parts, self._rows, self._groups, self._rank = parts, rows, groups, rank
         self._tasks, self._chunks = Feed(), Feed()
@@ -208,18 +207,15 @@ class LoaderWorkers:
         return row
 
     def collate(self, epoch: int, tasks: Iterator[Task | None]) -> Iterator[Any]:
-        """The outcomes of these tasks; ask for them with `next_outcome`."""
-        if self.num_collating and (self.notes is None or not self._parts.persistent_workers):
-            self.notes = self._groups.notes = CollateNotes(self.num_collating)
+        """The outcomes of these tasks, None for a task that is None; ask for them with `take`."""
+        groups = self._groups
+        if self.num_collating and (groups.notes is None or not self._parts.persistent_workers):
+            groups.notes = CollateNotes(self.num_collating)
         self._tasks.source = tasks
         batches = self._start(self._collating, COLLATES, epoch)
-        if self.notes is not None:
-            self.notes.forget()
+        if groups.notes is not None:
+            groups.notes.forget()
         return batches
-
-    def next_outcome(self, outcomes: Iterator[Any]) -> Any:
-        """The next outcome, None for a task that was None, or `END`."""
-        return take(outcomes, "collates", self._groups.busy)
 
     def plan_process(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
@@ -264,7 +260,7 @@ class LoaderWorkers:
         self._rows.busy.close()
         self._groups.busy.close()
         self._reading = self._observing = self._collating = None
-        self.notes = self._groups.notes = None
+        self._groups.notes = None
 
     def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
         """Begin an epoch; starts the workers, unless they live on.
