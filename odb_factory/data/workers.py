@@ -161,8 +161,7 @@ class LoaderWorkers:
         self._stand_in: Sample | None = None
         self._seen: list[Sample | Rejection] = []
         self._lock = threading.Lock()
-        self._reading: DataLoader | None = None
-        self._observing: DataLoader | None
+        loaders = self._loaders = dict[int, DataLoader]()
         self.order: Any
         self.read_rows: ReadRows | None = None
         if parts.sampler is None:
@@ -172,14 +171,14 @@ class LoaderWorkers:
             )
             # A persistent worker would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
-            self._reading = make_loader(self.order, parts, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
+            loaders[READS] = make_loader(self.order, parts, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
             rows.sends_dataset = False
-            self._observing = make_loader(rows, parts, num_workers, batch_sampler=self._chunks)
+            loaders[OBSERVES] = make_loader(rows, parts, num_workers, batch_sampler=self._chunks)
         else:
             self.read_rows = functools.partial(read, rows, parts=parts)
             self.order = ShardSampler(parts.sampler, rank, world_size)
-            self._observing = make_loader(rows, parts, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
-        self._collating: DataLoader | None = make_loader(
+            loaders[OBSERVES] = make_loader(rows, parts, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
+        loaders[COLLATES] = make_loader(
             groups,
             parts,
             self.num_collating,
@@ -191,13 +190,13 @@ class LoaderWorkers:
 
     def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
-        if self._reading is not None:
-            chunks = _taken(self._start(self._reading, READS, epoch), "reads", BusyRows())
+        if READS in self._loaders:
+            chunks = _taken(self._start(READS, epoch), "reads", BusyRows())
             # torch asks for some when it starts the workers, in the caller's thread: these are empty, so that nobody
             # waits there until the stream yields.
             ahead: Iterator[list[Any]] = itertools.repeat([], self._parts.prefetch_factor * self._parts.num_workers)
             self._chunks.source = itertools.chain(ahead, (list(self.order.items(chunk)) for chunk in chunks))
-        observed = _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._rows.busy)
+        observed = _taken(self._start(OBSERVES, epoch), "observes", self._rows.busy)
         return map(self._noted, itertools.chain.from_iterable(observed))
 
     def _noted(self, row: Sample | Rejection) -> Sample | Rejection:
@@ -212,7 +211,7 @@ class LoaderWorkers:
         if self.num_collating and (groups.notes is None or not self._parts.persistent_workers):
             groups.notes = CollateNotes(self.num_collating)
         self._tasks.source = tasks
-        batches = self._start(self._collating, COLLATES, epoch)
+        batches = self._start(COLLATES, epoch)
         if groups.notes is not None:
             groups.notes.forget()
         return batches
@@ -259,15 +258,16 @@ class LoaderWorkers:
         """End the worker processes."""
         self._rows.busy.close()
         self._groups.busy.close()
-        self._reading = self._observing = self._collating = None
+        self._loaders.clear()
         self._groups.notes = None
 
-    def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
+    def _start(self, stage: int, epoch: int) -> Iterator[Any]:
         """Begin an epoch; starts the workers, unless they live on.
 
         Their seeds follow torch's global one, or that of the user's generator, of which nothing is drawn: a training
         sees the same random numbers with and without us, and workers of an epoch the same after a resume.
         """
+        loader = self._loaders.get(stage)
         if loader is None:
             raise ConfigError("odb: this loader has been closed; make another one.")
         generator = self._parts.generator

@@ -351,7 +351,7 @@ def test_it_is_the_smallest_of_the_first_that_can_be_collated() -> None:
 def test_only_a_worker_watches_its_parent() -> None:
     """Whoever copies or pickles our dataset for a reason of his own is not ended with anybody."""
     with wrapped(num_workers=0) as loader:
-        observed = loader._workers._observing.dataset
+        observed = loader._rows
         for other in (copy.deepcopy(observed), pickle.loads(pickle.dumps(observed))):
             assert len(other.dataset) == NUM_ROWS
         list(loader)
