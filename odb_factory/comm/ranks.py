@@ -93,7 +93,7 @@ def decode(message: bytes) -> RankMetadata:
 # What all ranks know of a plan: sums, for which the first rank of each group speaks.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sums:
     """What some of the ranks tell of the optimizer step that they plan. Each default adds nothing.
 
@@ -118,11 +118,8 @@ class Sums:
 
     def encode(self) -> bytes:
         """As JSON, without what is as the default."""
-        told = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        told = {name: value for name, value in told.items() if value != getattr(NOTHING, name)}
-        if self.outline is not None:
-            told["outline"] = dataclasses.astuple(self.outline)
-        return json.dumps(told, separators=(",", ":")).encode()
+        told = {name: value for name, value in vars(self).items() if value != getattr(NOTHING, name)}
+        return json.dumps(told, default=dataclasses.astuple, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Sums:
