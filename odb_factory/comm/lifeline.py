@@ -20,7 +20,6 @@ import asyncio
 import atexit
 import collections
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -32,7 +31,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -539,7 +538,7 @@ class Lifeline:
         for rank, peer in peers:
             if not peer.transport.get_write_buffer_size():  # one that is frozen reads nothing
                 known = report if rank == self._parent else self.all_ranks
-                peer.send("report", [phase, dataclasses.asdict(known)])
+                peer.send("report", [phase, asdict(known)])
 
     def _standing(self, streams: Iterable[str]) -> str:
         phases = [self._phases[name] for name in sorted(streams) if name in self._phases]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TypeVar
 
 import msgpack
@@ -49,7 +48,7 @@ class RankMetadata:
     """
 
     buffer: BufferMetadata = NO_SAMPLES
-    rejected: Counter[str] = dataclasses.field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
     overlong: int = 0
     order: int = 0
     limits: Limits | None = None
@@ -72,7 +71,7 @@ def encode(message: RankMetadata) -> bytes:
     columns = zip(ROW.names or (), widths)
     rows = b"".join(table[name].astype(f"<u{width}").tobytes() for name, width in columns if width)
     told = [len(table), widths, rows, message.buffer.exhausted, message.rejected, message.overlong, message.order]
-    told += [limits and dataclasses.astuple(limits), failure and failure[:MAX_REASON_CHARACTERS]]
+    told += [limits and astuple(limits), failure and failure[:MAX_REASON_CHARACTERS]]
     packed: bytes = msgpack.packb(told)
     return packed
 
@@ -110,16 +109,16 @@ class Sums:
     outline: GroupOutline | None = None
     orders: Sequence[tuple[int, int, int]] = ()
     exhausted: bool = True
-    rejected: Counter[str] = dataclasses.field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
     overlong: int = 0
     roots: int = 0
-    means: Counter[int] = dataclasses.field(default_factory=Counter)
+    means: Counter[int] = field(default_factory=Counter)
     num_means: int = 0
 
     def encode(self) -> bytes:
         """As JSON, without what is as the default."""
         told = {name: value for name, value in vars(self).items() if value != getattr(NOTHING, name)}
-        return json.dumps(told, default=dataclasses.astuple, separators=(",", ":")).encode()
+        return json.dumps(told, default=astuple, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Sums:

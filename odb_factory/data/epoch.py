@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,7 +241,7 @@ class EpochPlanner(ABC):
     def _optimizer_step(self, planned: Sequence[Planned], sums: Sums, index: int, **figures: Any) -> list[Task]:
         """The tasks of an optimizer step. sums: of all ranks. figures: fields of `OptimizerStep`."""
         step = OptimizerStep(
-            **dataclasses.asdict(sum_totals([one.totals for one in planned])),
+            **asdict(sum_totals([one.totals for one in planned])),
             epoch=self.epoch,
             index=index,
             num_micro_batches=len(planned),

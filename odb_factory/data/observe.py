@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, Protocol
 
@@ -341,10 +340,10 @@ class ItemObserver:
         if self.units_from is None:
             self.units_from = "cost_fn" if cost.units else "labels" if self._has_token_labels(features) else "items"
         if cost.units == 0 and self.units_from == "items":
-            cost = dataclasses.replace(cost, units=1)
+            cost = replace(cost, units=1)
         elif cost.units == 0 and self.units_from == "labels":
             labels = self._labels(features)
-            cost = dataclasses.replace(cost, units=cost.tokens) if labels is None else _with_units(cost, labels)
+            cost = replace(cost, units=cost.tokens) if labels is None else _with_units(cost, labels)
         return features, cost
 
     @property
@@ -357,7 +356,7 @@ class ItemObserver:
     def _cost(self, item: Any) -> Cost:
         given = None if self.cost_fn is None else self.cost_fn(item)
         if isinstance(given, Cost):
-            return Cost(*(_in_python(getattr(given, one.name)) for one in dataclasses.fields(given)))
+            return Cost(*(_in_python(getattr(given, one.name)) for one in fields(given)))
         if self.cost_fn is not None and not isinstance(given, Real):
             raise ItemError(
                 f"cost_fn returned {given!r}; let it return the size of an item (a whole number of at least 1) or an "
@@ -431,7 +430,7 @@ def _in_python(value: Any) -> Any:
 
 
 def _with_units(cost: Cost, labels: Any) -> Cost:
-    return dataclasses.replace(cost, units=count_supervised(labels), leading_label=has_leading_label(labels))
+    return replace(cost, units=count_supervised(labels), leading_label=has_leading_label(labels))
 
 
 def _not_an_item(item: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ Nothing here imports torch before it is needed, because the process that plans d
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -291,7 +290,7 @@ class PlanProcess:
         if self._process.pid is not None:
             self._process.kill()
             self._process.join()
-        with contextlib.suppress(ValueError):  # another thread, which starts a process, has just reaped it
+        with suppress(ValueError):  # another thread, which starts a process, has just reaped it
             self._process.close()
         self._theirs.close()
         self._connection.close()

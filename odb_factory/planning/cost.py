@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -178,7 +177,7 @@ class Collation:
 
     def in_one_row(self) -> Collation:
         """For padded micro-batches: the rows of a sample are planned as one row, so every addition counts per row."""
-        return dataclasses.replace(
+        return replace(
             self,
             pad_to_multiple_of=self.rows * self.pad_to_multiple_of,
             dummy_media_tokens=self.rows * self.dummy_media_tokens,
@@ -254,7 +253,7 @@ class Budget:
     def within(self, limits: Limits | None) -> Budget:
         """The same, no higher than `limits`."""
         least = self.limits.least(limits)
-        return dataclasses.replace(self, token_budget=least.token_budget, max_patches=least.max_patches)
+        return replace(self, token_budget=least.token_budget, max_patches=least.max_patches)
 
     def collated(
         self,

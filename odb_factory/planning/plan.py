@@ -6,11 +6,10 @@ same result (I6): no clock, no communication, no I/O, no sum whose order matters
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
@@ -115,8 +114,8 @@ MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
 
 def sum_totals(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
     """Of a micro-step of several groups of ranks, or of several micro-steps."""
-    columns = zip(*map(dataclasses.astuple, totals))
-    names = (item.name for item in dataclasses.fields(MicroStepTotals))
+    columns = zip(*map(astuple, totals))
+    names = (item.name for item in fields(MicroStepTotals))
     return MicroStepTotals(*(max(ns) if name in MAXIMA else sum(ns) for name, ns in zip(names, columns)))
 
 
