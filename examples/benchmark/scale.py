@@ -34,9 +34,11 @@ from contestants import CUTTERS, cut_by
 from simulation import FIXED_COST, PROFILES, Epoch, bound
 
 from odb_factory.comm.gloo import Exchange, Exchanges, Group, Turn
-from odb_factory.comm.ranks import RankMetadata, Sums, decode, encode, redistribute
+from odb_factory.comm.ranks import RankMetadata, Sums, decode, encode
+from odb_factory.data.samples import Sample
+from odb_factory.data.serialize import redistribute
 from odb_factory.data.step_agreement import merge_messages
-from odb_factory.planning import Budget, BufferMetadata, Plan, plan_optimizer_step
+from odb_factory.planning import Budget, BufferMetadata, Cost, Plan, plan_optimizer_step
 from odb_factory.planning.keep import GroupOutline, agreed_plans, steps_to_reach
 
 PROFILE, PROFILE_OF_GROUPS = "ShareGPT4o", "UltraChat"
@@ -170,14 +172,12 @@ class World:
         for group, plan in zip(self.groups, plans):
             swaps: dict[int, Exchange[Any]] = {}
 
-            def to_bytes(sample: tuple[int, int]) -> bytes:
-                return b"%d %d" % sample + b" " * (BYTES_A_TOKEN * int(buffers[sample[0]].rows["tokens"][sample[1]]))
-
-            def samples_of(rank: int, swap: Any, group: range = group, plan: Plan = plan) -> dict[int, tuple[int, int]]:
-                held = [(rank, number) for number in range(len(buffers[rank].rows))]
-                return redistribute(
-                    plan, group, rank, held, swap, encode=to_bytes, decode=lambda text: tuple(map(int, text.split()))
-                )
+            def samples_of(rank: int, swap: Any, group: range = group, plan: Plan = plan) -> dict[int, Sample]:
+                held = [
+                    Sample(number, Cost(tokens), bytes(1 + BYTES_A_TOKEN * tokens), rank)
+                    for number, tokens in enumerate(buffers[rank].rows["tokens"].tolist())
+                ]
+                return redistribute(plan, group, rank, held, swap)
 
             def note(rank: int, given: Mapping[int, bytes], sources: Sequence[int], swaps: Any = swaps) -> Any:
                 swaps[rank] = self.planning[rank].swap(given, sources)
@@ -191,7 +191,8 @@ class World:
                 samples = samples_of(rank, lambda given, sources, rank=rank, told=told: told[rank])
                 for row in itertools.chain.from_iterable(plan.groups[rank - group.start]):
                     owner = bisect.bisect_right(plan.starts, row) - 1
-                    assert samples[row] == (group.start + owner, row - plan.starts[owner])
+                    found = samples[row].content, samples[row].id
+                    assert found == (group.start + owner, row - plan.starts[owner])
 
 
 def counted(rank: int, exchange: Exchange[Any], network: Network) -> Exchange[Any]:

@@ -1,17 +1,15 @@
-"""`Ranks`: what the data-parallel ranks tell each other, as which bytes, and how samples travel between them.
+"""`Ranks`: what the data-parallel ranks tell each other, and as which bytes.
 
 Metadata of samples stay in a group of ranks; all ranks together know sums only (`Sums`).
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import TypeVar
 
 import msgpack
 import numpy as np
@@ -21,7 +19,7 @@ from odb_factory.comm.agreement import compare
 from odb_factory.comm.gloo import GROUP_SIZE, Group, Merge
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import ROW, BufferMetadata, Limits, MicroStepTotals, Plan
+from odb_factory.planning import ROW, BufferMetadata, Limits, MicroStepTotals
 from odb_factory.planning.keep import GroupOutline
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,46 +287,3 @@ class Ranks:
         if self.world_size > 1 and (self._failed or self._is_closed):
             raise CollectiveError(self._lifeline.failure or f"rank {self.rank} has left the training.")
         return group
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Send the samples that a balanced plan gives to another rank than the one that holds them.
-
-T = TypeVar("T")
-
-
-def redistribute(
-    plan: Plan,
-    ranks: range,
-    rank: int,
-    held: Sequence[T],
-    swap: Callable[[Mapping[int, bytes], Sequence[int]], Mapping[int, bytes]],
-    *,
-    encode: Callable[[T], bytes],
-    decode: Callable[[bytes], T],
-) -> dict[int, T]:
-    """The samples that this rank has for the plan, by their number in it.
-
-    ranks: those that the plan is for. held: the samples in this rank's buffer. swap: as `Ranks.swap`.
-    These ranks know the plan, so what travels needs no address: the samples for a rank are in the order in which it
-    takes them. All ranks call it, and nothing is sent to a rank that gets no sample.
-    """
-    here = rank - ranks.start
-    start, end = plan.starts[here : here + 2]
-    samples = dict(enumerate(held, start))
-    given = {}
-    for taker, groups in zip(ranks, plan.groups):
-        mine = [encode(samples[row]) for group in groups for row in group if taker != rank and start <= row < end]
-        if mine:
-            given[taker] = msgpack.packb(mine)
-    wanted = [
-        (row, ranks[bisect.bisect_right(plan.starts, row) - 1])
-        for group in plan.groups[here]
-        for row in group
-        if not start <= row < end
-    ]
-    sources = sorted({owner for _, owner in wanted})
-    if plan.moves:  # all ranks know it, and make the same calls
-        received = {owner: iter(msgpack.unpackb(text)) for owner, text in swap(given, sources).items()}
-        samples |= {row: decode(next(received[owner])) for row, owner in wanted}
-    return samples

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from odb_factory.comm.ranks import RankMetadata, Ranks, Sums, redistribute
+from odb_factory.comm.ranks import RankMetadata, Ranks, Sums
 from odb_factory.data.order import (
     ShareProgress,
     StockSteps,
@@ -25,7 +25,7 @@ from odb_factory.data.order import (
 from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
-from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
+from odb_factory.data.serialize import redistribute
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import (
@@ -178,15 +178,7 @@ class EpochPlanner(ABC):
     def distribute(self, plan: Plan, held: Sequence[Sample]) -> dict[int, Sample]:
         """The samples that this rank computes, by their number in the plan. Collective, unless none moves."""
         with self._telling_others("redistributing samples"):
-            return redistribute(
-                plan,
-                self.planning_ranks,
-                self.rank,
-                held,
-                self.context.ranks.swap,
-                encode=sample_to_bytes,
-                decode=sample_from_bytes,
-            )
+            return redistribute(plan, self.planning_ranks, self.rank, held, self.context.ranks.swap)
 
     @abstractmethod
     def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: OfRanks, index: int) -> list[Task]:

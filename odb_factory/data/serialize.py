@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copyreg
 import dataclasses
@@ -11,7 +12,7 @@ import pickle
 import types
 import zlib
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ import torch
 
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.planning import Cost, Media
+from odb_factory.planning import Cost, Media, Plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
@@ -81,6 +82,40 @@ def sample_from_bytes(received: bytes) -> Sample:
     if features[:1] != _PLAIN:
         raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
     return sample
+
+
+def redistribute(
+    plan: Plan,
+    ranks: range,
+    rank: int,
+    held: Sequence[Sample],
+    swap: Callable[[Mapping[int, bytes], Sequence[int]], Mapping[int, bytes]],
+) -> dict[int, Sample]:
+    """The samples that this rank has for the plan, by their number in it.
+
+    ranks: those that the plan is for. held: the samples in this rank's buffer. swap: as `Ranks.swap`.
+    These ranks know the plan, so what travels needs no address: the samples for a rank are in the order in which it
+    takes them. All ranks call it, and nothing is sent to a rank that gets no sample.
+    """
+    here = rank - ranks.start
+    start, end = plan.starts[here : here + 2]
+    samples = dict(enumerate(held, start))
+    given = {}
+    for taker, groups in zip(ranks, plan.groups):
+        mine = [row for group in groups for row in group if taker != rank and start <= row < end]
+        if mine:
+            given[taker] = msgpack.packb([sample_to_bytes(samples[row]) for row in mine])
+    wanted = [
+        (row, ranks[bisect.bisect_right(plan.starts, row) - 1])
+        for group in plan.groups[here]
+        for row in group
+        if not start <= row < end
+    ]
+    sources = sorted({owner for _, owner in wanted})
+    if plan.moves:  # all ranks know it, and make the same calls
+        received = {owner: iter(msgpack.unpackb(text)) for owner, text in swap(given, sources).items()}
+        samples |= {row: sample_from_bytes(next(received[owner])) for row, owner in wanted}
+    return samples
 
 
 def _own(value: Any) -> Any:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from planning_strategies import costs
 from thread_ranks import Table, TableGroup
 
-from odb_factory.comm.ranks import redistribute
 from odb_factory.data.samples import Sample
-from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
+from odb_factory.data.serialize import pack, redistribute
 from odb_factory.planning import Budget, make_metadata, plan_buffers
 
 
@@ -37,7 +36,7 @@ def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
                 return found if told else dict.fromkeys(sources, msgpack.packb([]))
 
             try:
-                samples = redistribute(plan, ranks, rank, mine, swap, encode=sample_to_bytes, decode=sample_from_bytes)
+                samples = redistribute(plan, ranks, rank, mine, swap)
             except StopIteration:  # what the others give comes second
                 assert not told
                 continue
