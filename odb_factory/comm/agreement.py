@@ -104,13 +104,8 @@ def _warn_once(line: str) -> None:
 
 def encode_settings(settings: Settings, problem: ODBError | None = None) -> bytes:
     """Settings as JSON of the `repr` of each value, so that 1, 1.0 and "1" differ; a long value is shortened."""
-    must: dict[str, str] = {}
-    may: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, MayDiffer):
-            may[key] = _text(value.value)
-        else:
-            must[key] = _text(value)
+    must = {key: _text(value) for key, value in settings.items() if not isinstance(value, MayDiffer)}
+    may = {key: _text(value.value) for key, value in settings.items() if isinstance(value, MayDiffer)}
     return json.dumps({"must": must, "may": may, "problem": None if problem is None else one_line(problem)}).encode()
 
 

@@ -116,15 +116,13 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def _load_bits(saved: Any, name: str) -> np.ndarray:
     try:
-        raw = base64.b64decode(saved, validate=True)
-    except (TypeError, ValueError):
-        raw = None
-    require(raw is not None, name, saved, "not text in base64")
-    assert raw is not None
-    try:
-        return np.unpackbits(np.frombuffer(zlib.decompress(raw), dtype=np.uint8)).astype(bool)
+        raw = zlib.decompress(base64.b64decode(saved, validate=True))
     except zlib.error as error:
         raise DataError(f"`{name}` cannot be unpacked ({error})") from None
+    except (TypeError, ValueError):
+        require(False, name, saved, "not text in base64")
+        raise
+    return np.unpackbits(np.frombuffer(raw, dtype=np.uint8)).astype(bool)
 
 
 def _path(name: str, key: Any) -> str:
