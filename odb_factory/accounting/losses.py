@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -208,9 +209,7 @@ class TokenLoss:
         models = [module for module in model.modules() if _has_loss_function(module)]
         self._name = type(models[0] if models else model).__name__
         self._models: list[Any] = [module for module in models if _is_causal(module)]
-        self._row_weights: Sequence[float] = ()
-        self._segments: Sequence[int] = ()
-        self._watch: Watch | None = None
+        self._loss: Callable[..., Tensor] = weighted_token_loss
         self._calls = 0
         self.without_logits = WithoutLogits(model, needs_logits)
 
@@ -235,8 +234,8 @@ class TokenLoss:
         if row_weights is not None:
             weights = torch.from_numpy(by_position(row_weights, segments))
         models = [] if row_weights is None else self._models
-        self._row_weights = () if row_weights is None else row_weights
-        self._segments, self._watch, self._calls = segments, watch, 0
+        self._loss = partial(weighted_token_loss, row_weights=row_weights, segments=segments, watch=watch)
+        self._calls = 0
         own = [module.loss_function for module in models]
         door = self.without_logits
         with door.weighing(weights, num_supervised, watch), door.router_losses_times(routers_weigh):
@@ -268,15 +267,7 @@ class TokenLoss:
     ) -> Tensor:
         """Called by the model in place of `ForCausalLMLoss`."""
         self._calls += 1
-        return weighted_token_loss(
-            logits,
-            labels,
-            self._row_weights,
-            segments=self._segments,
-            shift_labels=shift_labels,
-            ignore_index=ignore_index,
-            watch=self._watch,
-        )
+        return self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
