@@ -110,12 +110,8 @@ class CollatedDataset(WorkerDataset):
         try:
             with self.busy.at(samples[0].id):
                 outcome = Outcome(micro_batch, *self._salvage(samples))
-        except LayoutError as error:
+        except (LayoutError, NotCollated) as error:
             outcome = Outcome(micro_batch, {}, problem=str(error))
-        except NotCollated as error:
-            rows = ", ".join(map(str, error.ids))
-            problem = f"rows {rows} cannot be collated together (each can alone): {error}"
-            outcome = Outcome(micro_batch, {}, problem=problem)
         worker = get_worker_info()
         if worker is not None and self.notes is not None:
             self.notes.tell(worker.id, micro_batch, outcome.failed_places if self.skips else ())
@@ -149,7 +145,9 @@ class CollatedDataset(WorkerDataset):
         try:
             return failed, *(self._collate(kept) if kept else (None, None))
         except Exception as error:
-            raise NotCollated([sample.id for sample in kept], one_line(error)) from error
+            ids = [sample.id for sample in kept]
+            cause = f"rows {', '.join(map(str, ids))} cannot be collated together (each can alone): {one_line(error)}"
+            raise NotCollated(ids, cause) from error
 
     def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])

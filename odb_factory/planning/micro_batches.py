@@ -215,15 +215,10 @@ def _numbered(groups: Sequence[Hashable] | np.ndarray, count: int) -> np.ndarray
 
 
 def _check(token_budget: int, ranks: int, max_patches: int | None, layout: str, loss: str, overlong: str) -> None:
-    for name, value in (("token_budget", token_budget), ("ranks", ranks), ("max_patches", max_patches)):
-        if name == "max_patches" and value is None:
-            continue
+    most_patches = MOST if max_patches is None else max_patches
+    for name, value in (("token_budget", token_budget), ("ranks", ranks), ("max_patches", most_patches)):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 1 <= value <= MOST:
             raise ValueError(f"{name} must be an integer between 1 and {MOST:,}, got {value!r}")
-    for name, chosen, choices in (
-        ("layout", layout, LAYOUTS),
-        ("loss", loss, LOSSES),
-        ("overlong", overlong, OVERLONG),
-    ):
-        if chosen not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {chosen!r}")
+    for name, value, words in (("layout", layout, LAYOUTS), ("loss", loss, LOSSES), ("overlong", overlong, OVERLONG)):
+        if value not in words:
+            raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
