@@ -219,6 +219,6 @@ def _check(token_budget: int, ranks: int, max_patches: int | None, layout: str, 
     for name, value in (("token_budget", token_budget), ("ranks", ranks), ("max_patches", most_patches)):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or not 1 <= value <= MOST:
             raise ValueError(f"{name} must be an integer between 1 and {MOST:,}, got {value!r}")
-    for name, value, words in (("layout", layout, LAYOUTS), ("loss", loss, LOSSES), ("overlong", overlong, OVERLONG)):
-        if value not in words:
-            raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+    for name, word, words in (("layout", layout, LAYOUTS), ("loss", loss, LOSSES), ("overlong", overlong, OVERLONG)):
+        if word not in words:
+            raise ValueError(f"{name} must be one of {', '.join(words)}, got {word!r}")
