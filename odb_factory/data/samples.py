@@ -42,10 +42,11 @@ ReadRows = Callable[[Iterable[int]], Iterator[Sample | Rejection]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(MicroStepTotals):
-    """One update of the weights, as every rank knows it before its first forward: the sums over its micro-steps, and
+    """One update of the weights, as every rank knows it before its first forward: the totals of its micro-steps, and
+    its place in the epoch.
 
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
-    num_micro_batches: K, the micro-batches of each rank; `active_ranks` of those of all ranks are not idle.
+    num_micro_batches: K, the micro-batches of each rank. active_ranks: those of all ranks that are not idle.
     root_units: sum over the samples of the square root of their units.
     num_stock_means: what stock divides the sum of its means over units by: their number, but for losses that it adds
         up (0: there is no stock step to compare with, as with `fill`).

@@ -1,52 +1,24 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.planning.cost import (
-    EVERY_SIZE,
-    FRAMES_PER_PATCH,
-    VIDEO,
-    Budget,
-    Collation,
-    Cost,
-    CostModel,
-    Limits,
-    Media,
-    Sizes,
-)
-from odb_factory.planning.encoder import EncoderCost, EncoderPlan, plan_encoders
-from odb_factory.planning.fill import plan_buffers
-from odb_factory.planning.keep import plan_in_groups, plan_optimizer_step
-from odb_factory.planning.plan import (
-    MAX_REDISTRIBUTED_BYTES,
-    ROW,
-    BufferMetadata,
-    MicroStepTotals,
-    Plan,
-    exceeds_limit,
-    make_metadata,
-)
-
-__all__ = [
-    "EVERY_SIZE",
-    "FRAMES_PER_PATCH",
-    "MAX_REDISTRIBUTED_BYTES",
-    "ROW",
-    "VIDEO",
-    "Budget",
-    "BufferMetadata",
-    "Collation",
-    "Cost",
-    "CostModel",
-    "EncoderCost",
-    "EncoderPlan",
-    "Limits",
-    "Media",
-    "MicroStepTotals",
-    "Plan",
-    "Sizes",
-    "exceeds_limit",
-    "make_metadata",
-    "plan_buffers",
-    "plan_encoders",
-    "plan_in_groups",
-    "plan_optimizer_step",
-]
+from odb_factory.planning.cost import EVERY_SIZE as EVERY_SIZE
+from odb_factory.planning.cost import FRAMES_PER_PATCH as FRAMES_PER_PATCH
+from odb_factory.planning.cost import VIDEO as VIDEO
+from odb_factory.planning.cost import Budget as Budget
+from odb_factory.planning.cost import Collation as Collation
+from odb_factory.planning.cost import Cost as Cost
+from odb_factory.planning.cost import CostModel as CostModel
+from odb_factory.planning.cost import Limits as Limits
+from odb_factory.planning.cost import Media as Media
+from odb_factory.planning.cost import Sizes as Sizes
+from odb_factory.planning.encoder import EncoderCost as EncoderCost
+from odb_factory.planning.encoder import EncoderPlan as EncoderPlan
+from odb_factory.planning.encoder import plan_encoders as plan_encoders
+from odb_factory.planning.fill import plan_buffers as plan_buffers
+from odb_factory.planning.keep import plan_in_groups as plan_in_groups
+from odb_factory.planning.keep import plan_optimizer_step as plan_optimizer_step
+from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES as MAX_REDISTRIBUTED_BYTES
+from odb_factory.planning.plan import ROW as ROW
+from odb_factory.planning.plan import BufferMetadata as BufferMetadata
+from odb_factory.planning.plan import MicroStepTotals as MicroStepTotals
+from odb_factory.planning.plan import Plan as Plan
+from odb_factory.planning.plan import make_metadata as make_metadata
