@@ -41,7 +41,7 @@ from odb_factory.planning import (
     plan_optimizer_step,
 )
 from odb_factory.planning.keep import GroupOutline, agreed_plans
-from odb_factory.planning.plan import pool, sum_totals
+from odb_factory.planning.plan import exceeds_limit, pool, sum_totals
 
 logger = get_logger(__name__)
 
@@ -170,7 +170,7 @@ class EpochPlanner(ABC):
         budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
         with self._telling_others("planning"):
             plan = self._make_plan(ranks, budget, index)
-        if plan.exceeds_transfer_limit and not self._has_warned:
+        if self.context.balance and not self._has_warned and exceeds_limit([rank.buffer for rank in ranks]):
             self._has_warned = True
             logger.warning(TOO_HEAVY)
         return plan

@@ -51,7 +51,7 @@ def plan_buffers(
     rank if there are so many (I5).
     """
     table, starts, owner_rank = pool(buffers)
-    balance, exceeds_transfer_limit, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
+    balance, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
     done = np.array([buffer.exhausted for buffer in buffers])
     if balance:
         done = np.array([done.all()])
@@ -74,7 +74,7 @@ def plan_buffers(
         final = bool((done & (left < accumulation)).any())
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
-    plan = to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
+    plan = to_plan(steps, table, starts, owner_rank, budget, final)
     idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)
     if final or not join or idles or budget.layout == "flat":
         return plan

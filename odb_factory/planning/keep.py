@@ -152,22 +152,20 @@ def plan_optimizer_step(
         plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
-    balance, exceeds_transfer_limit, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
+    balance, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
     groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model, least_steps)
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
-    return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
+    return to_plan(steps, table, starts, owner_rank, budget, final)
 
 
 def assign_pools(
     buffers: Sequence[BufferMetadata], owner_rank: np.ndarray, *, balance: bool
-) -> tuple[bool, bool, np.ndarray, int]:
-    """Whether samples may change rank; whether they are too heavy to; the pool of each sample [n]; ranks a pool."""
-    exceeds_transfer_limit = balance and len(buffers) > 1 and exceeds_limit(buffers)
-    balance = balance and len(buffers) > 1 and not exceeds_transfer_limit
-    if balance:
-        return True, False, np.zeros_like(owner_rank), len(buffers)
-    return False, exceeds_transfer_limit, owner_rank, 1
+) -> tuple[bool, np.ndarray, int]:
+    """Whether samples may change rank, unless they are too heavy to; the pool of each sample [n]; ranks of a pool."""
+    if balance and len(buffers) > 1 and not exceeds_limit(buffers):
+        return True, np.zeros_like(owner_rank), len(buffers)
+    return False, owner_rank, 1
 
 
 def cut(
@@ -308,6 +306,4 @@ def plan_in_groups(
         offset = starts[-1]
         groups += [[[row + offset for row in group] for group in own] for own in plan.groups]
         starts += [offset + start for start in plan.starts[1:]]
-    heavy = any(plan.exceeds_transfer_limit for plan in plans)
-    final = all(buffer.exhausted for buffer in buffers)
-    return replace(plans[0], groups=groups, starts=starts, final=final, exceeds_transfer_limit=heavy)
+    return replace(plans[0], groups=groups, starts=starts, final=all(buffer.exhausted for buffer in buffers))

@@ -125,14 +125,13 @@ class Plan:
 
     groups: of each rank the group of each micro-step, in batch order; empty where it idles. Samples are numbered
     through the buffers of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
-    final: the epoch ends with this round. exceeds_transfer_limit: samples should be balanced, but are too heavy.
+    final: the epoch ends with this round.
     """
 
     groups: list[list[list[int]]]
     starts: list[int]
     totals: list[MicroStepTotals]
     final: bool
-    exceeds_transfer_limit: bool = False
 
     def checksum(self) -> int:
         """Equal for equal plans; ranks compare it to check that all have computed the same plan."""
@@ -158,25 +157,22 @@ def pool(buffers: Sequence[BufferMetadata]) -> tuple[np.ndarray, list[int], np.n
 
 
 def exceeds_limit(buffers: Sequence[BufferMetadata]) -> bool:
-    """Whether the samples of any rank are too heavy to travel (bytes)."""
-    return max(int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers) > MAX_REDISTRIBUTED_BYTES
+    """Whether the samples of any of several ranks are too heavy to travel (bytes)."""
+    return (
+        len(buffers) > 1
+        and max(int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers) > MAX_REDISTRIBUTED_BYTES
+    )
 
 
 def to_plan(
-    steps: Steps,
-    table: np.ndarray,
-    starts: list[int],
-    owner_rank: np.ndarray,
-    budget: Budget,
-    final: bool,
-    exceeds_transfer_limit: bool,
+    steps: Steps, table: np.ndarray, starts: list[int], owner_rank: np.ndarray, budget: Budget, final: bool
 ) -> Plan:
     """The plan of these micro-steps, with the totals of each."""
     groups = [[[] if group is None else group.tolist() for group in rank] for rank in zip(*steps)] or [
         [] for _ in starts[1:]
     ]
     totals = [_totals(table, owner_rank, step, budget) for step in steps]
-    return Plan(groups, starts, totals, final, exceeds_transfer_limit)
+    return Plan(groups, starts, totals, final)
 
 
 def _totals(

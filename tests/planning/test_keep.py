@@ -24,6 +24,7 @@ from odb_factory.planning import (
     make_metadata,
     plan_optimizer_step,
 )
+from odb_factory.planning.plan import exceeds_limit
 
 worlds = st.lists(st.lists(costs(num_modalities=2), max_size=10), min_size=1, max_size=4)
 models = st.builds(CostModel, *[st.integers(0, 10**6)] * 4) | st.just(CostModel())
@@ -170,8 +171,9 @@ def test_a_costly_micro_step_is_avoided_and_a_cheap_one_taken() -> None:
 def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
     for more, exceeds in ((0, False), (1, True)):
         own = make_metadata([Cost(8)] * 4, [0] * 4, False, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4)
-        plan = plan_optimizer_step([own, make_metadata([], [], False)], Budget(16), balance=True)
-        assert plan.exceeds_transfer_limit is exceeds
+        buffers = [own, make_metadata([], [], False)]
+        plan = plan_optimizer_step(buffers, Budget(16), balance=True)
+        assert exceeds_limit(buffers) is exceeds
         assert plan.moves is not exceeds
 
 

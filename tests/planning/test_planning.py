@@ -16,6 +16,7 @@ from planning_strategies import budgets, costs, flat_budgets, shape_of, within
 
 from odb_factory import planning
 from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, make_metadata
+from odb_factory.planning.plan import exceeds_limit
 
 
 @st.composite
@@ -267,15 +268,14 @@ def test_balanced_groups_of_like_patches_meet() -> None:
 
 def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
     rows = [make_metadata([Cost(8)] * 4, [0] * 4, True, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4) for more in (0, 1)]
-    for own, exceeds_transfer_limit in ((rows[0], False), (rows[1], True)):
+    for own, exceeds in ((rows[0], False), (rows[1], True)):
         windows = [own, make_metadata([], [], True)]
         plan = planning.plan_buffers(windows, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
-        assert plan.exceeds_transfer_limit is exceeds_transfer_limit
+        assert exceeds_limit(windows) is exceeds
         moved = sum(totals.moved for totals in plan.totals)
-        assert (moved == 0) is exceeds_transfer_limit
-        assert sum(totals.moved_bytes for totals in plan.totals) == moved * MAX_REDISTRIBUTED_BYTES // 4 * (
-            not exceeds_transfer_limit
-        )
+        assert (moved == 0) is exceeds
+        moved_bytes = sum(totals.moved_bytes for totals in plan.totals)
+        assert moved_bytes == (0 if exceeds else moved * MAX_REDISTRIBUTED_BYTES // 4)
 
 
 # Any cost model
