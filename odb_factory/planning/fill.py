@@ -51,9 +51,9 @@ def plan_buffers(
     rank if there are so many (I5).
     """
     table, starts, owner_rank = pool(buffers)
-    balance, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
+    pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
     done = np.array([buffer.exhausted for buffer in buffers])
-    if balance:
+    if slots > 1:
         done = np.array([done.all()])
     count = np.bincount(pool_of, minlength=len(done))
     final, num_steps, chosen = False, 0, np.arange(len(table))
@@ -72,7 +72,7 @@ def plan_buffers(
         gone = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
         left = count - np.bincount(pool_of[gone], minlength=len(done))
         final = bool((done & (left < accumulation)).any())
-    steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
+    steps = [place(step, owner_rank, len(buffers), slots) for step in groups]
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     plan = to_plan(steps, table, starts, owner_rank, budget, final)
     idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)

@@ -152,20 +152,18 @@ def plan_optimizer_step(
         plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
-    balance, pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
+    pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
     groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model, least_steps)
-    steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
+    steps = [place(step, owner_rank, len(buffers), slots) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final)
 
 
-def assign_pools(
-    buffers: Sequence[BufferMetadata], owner_rank: np.ndarray, *, balance: bool
-) -> tuple[bool, np.ndarray, int]:
-    """Whether samples may change rank, unless they are too heavy to; the pool of each sample [n]; ranks of a pool."""
+def assign_pools(buffers: Sequence[BufferMetadata], owner_rank: np.ndarray, *, balance: bool) -> tuple[np.ndarray, int]:
+    """The pool of each sample [n], and the ranks that share a pool: all of them, unless samples stay on their rank."""
     if balance and len(buffers) > 1 and not exceeds_limit(buffers):
-        return True, np.zeros_like(owner_rank), len(buffers)
-    return False, owner_rank, 1
+        return np.zeros_like(owner_rank), len(buffers)
+    return owner_rank, 1
 
 
 def cut(

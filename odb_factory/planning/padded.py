@@ -235,11 +235,9 @@ def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ra
     return assigned
 
 
-def place(
-    groups: Sequence[PoolGroup], owner_rank: np.ndarray, num_ranks: int, *, balance: bool
-) -> list[np.ndarray | None]:
-    """The group of each rank in a micro-step: any group (`assign_to_ranks`), or, without balance, that of its pool."""
-    if balance:
+def place(groups: Sequence[PoolGroup], owner_rank: np.ndarray, num_ranks: int, slots: int) -> list[np.ndarray | None]:
+    """The group of each rank in a micro-step: where `slots` ranks share a pool any group, else that of its own pool."""
+    if slots > 1:
         return assign_to_ranks([group for _, group in groups], owner_rank, num_ranks)
     of_rank = dict(groups)
     return [of_rank.get(rank) for rank in range(num_ranks)]
