@@ -55,8 +55,6 @@ OTHER_LENGTH = (
 )
 ROOT_SCALE = 1 << 52
 """Of sums of square roots, as whole numbers."""
-OfRanks = Sequence[RankMetadata]
-"""What the ranks of a group hold, in rank order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +163,7 @@ class EpochPlanner(ABC):
         mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
         return context.ranks.gather(mine, index)
 
-    def plan(self, ranks: OfRanks, index: int) -> Plan:
+    def plan(self, ranks: list[RankMetadata], index: int) -> Plan:
         """The plan that all ranks have confirmed; sets `final`. Collective."""
         budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
         with self._telling_others("planning"):
@@ -181,11 +179,11 @@ class EpochPlanner(ABC):
             return redistribute(plan, self.planning_ranks, self.rank, held, self.context.ranks.swap)
 
     @abstractmethod
-    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: OfRanks, index: int) -> list[Task]:
+    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
         """Those of this rank."""
 
     @abstractmethod
-    def _make_plan(self, ranks: OfRanks, budget: Budget, index: int) -> Plan:
+    def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
         """A plan that the ranks have confirmed."""
 
     @abstractmethod
@@ -270,7 +268,7 @@ class EpochPlanner(ABC):
         others = [f"{remainder} {why}"] if remainder else []
         return CollectiveError(no_usable_row(rejected, others, empty))
 
-    def _sums(self, ranks: OfRanks, units: Sequence[int] | np.ndarray, **others: Any) -> Sums:
+    def _sums(self, ranks: list[RankMetadata], units: Sequence[int] | np.ndarray, **others: Any) -> Sums:
         """Of these ranks. units: of their samples that are planned. others: fields of `Sums`."""
         values, counts = np.unique(np.asarray(units, dtype=np.int64), return_counts=True)
         # Square roots of whole numbers are multiples of 2 ** -52: no order of the ranks changes their sum.
@@ -327,7 +325,7 @@ class KeepEpoch(EpochPlanner):
             self._draw()
         return held
 
-    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: OfRanks, index: int) -> list[Task]:
+    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
         stock, sums, group = self.stock, self.sums, self.context.ranks.group
         rejected = self._all_rejected(sums)
         rows, starts, _ = pool([rank.buffer for rank in ranks])
@@ -368,7 +366,7 @@ class KeepEpoch(EpochPlanner):
         row = next(self.observed, None)
         self._next = None if row is None else (next(self._positions), row)
 
-    def _make_plan(self, ranks: OfRanks, budget: Budget, index: int) -> Plan:
+    def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
         """What the group of this rank does, or the rank alone, with the totals of all ranks (I1, I6).
 
         Raises `CollectiveError` on all ranks if those of a group have computed different plans.
@@ -457,7 +455,7 @@ class FillEpoch(EpochPlanner):
             self._draw()
         return self.held
 
-    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: OfRanks, index: int) -> list[Task]:
+    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
         buffers, sums = [rank.buffer for rank in ranks], self._sums(ranks, ())
         rejected = self._all_rejected(sums)
         epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
@@ -501,7 +499,7 @@ class FillEpoch(EpochPlanner):
                 return
             self._leave_out(row, self._next_step)
 
-    def _make_plan(self, ranks: OfRanks, budget: Budget, index: int) -> Plan:
+    def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
         if (problem := self.context.compare_orders([rank.order for rank in ranks])) is not None:
             raise CollectiveError(problem)
         plan = self.context.compute(
