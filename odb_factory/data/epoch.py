@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odb_factory.comm.ranks import RankMetadata, Ranks, Sums
-from odb_factory.data.order import (
-    ShareProgress,
-    StockSteps,
-    split_by_weight,
-    stock_input_tokens,
-    stock_means,
-    sums_of_means,
-)
+from odb_factory.data.order import ShareProgress, StockSteps, split_by_weight
 from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
@@ -336,7 +329,7 @@ class KeepEpoch(EpochPlanner):
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
-        of_stock = stock_means(rows, stock, sums.means)[starts[self.planning_ranks.start - group.start] :]
+        of_stock = stock.means_of(rows, sums.means)[starts[self.planning_ranks.start - group.start] :]
         done = self.num_planned + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
@@ -345,15 +338,13 @@ class KeepEpoch(EpochPlanner):
             samples = [mine[row] for row in of_rank]
             infos = tuple(SampleInfo.of(*one) for one in zip(samples, of_stock[of_rank].tolist()))
             planned.append(Planned(samples, infos, of_step))
-        divisor, of_all = stock.mean.divisor, len(group) == self.context.ranks.world_size
+        divisor = stock.mean.divisor
         return self._optimizer_step(
             planned,
             sums,
             index,
             num_stock_means=len(sums.means) + sums.num_means if divisor is None else divisor,
-            stock_input_tokens=stock_input_tokens(
-                rows, stock, self.rank, self.context.budget.collation.in_one_row(), of_all=of_all
-            ),
+            stock_input_tokens=stock.input_tokens(rows, self.rank, group, self.context.budget.collation.in_one_row()),
             done=done,
             progress=stock.progress(index),
             remainder=stock.remainder if self.final else 0,
@@ -374,7 +365,7 @@ class KeepEpoch(EpochPlanner):
         context, stock, buffers = self.context, self.stock, [rank.buffer for rank in ranks]
         group, leads = context.ranks.group, self.rank == context.ranks.group.start
         rows, _, _ = pool(buffers)
-        means, num_means = sums_of_means(rows, stock, group)
+        means, num_means = stock.sums_of_means(rows, group)
         if stock.equal_weights:
             # Where all ranks are one group it shares no mean with another.
             is_known = len(group) == context.ranks.world_size

@@ -624,47 +624,61 @@ class StockSteps:
         done, rest = divmod((step + 1) * self.global_batch_size, of_all_ranks)
         return min(done + rest / of_all_ranks, total) / total
 
+    def sums_of_means(self, rows: np.ndarray, ranks: range) -> tuple[Counter[int], int]:
+        """Tokens of the means that other ranks than these have samples of too, by number; how many other ones have
+        tokens.
 
-def _means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What each sample counts in a mean of stock's, the number of that mean, and of its micro-batch (int64[3, n]); the
-    numbers of the means [m], the tokens of each [m], and the place in these of the mean of each sample [n]."""
-    counted = rows["units"].astype(np.int64)
-    if stock.mean.counts_first:
-        counted += rows["leading_label"]
-    batch, ranks = rows["position"].astype(np.int64) // stock.batch_size, stock.world_size
-    by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
-    means, which = np.unique(by_kind[stock.mean.over], return_inverse=True)
-    tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
-    return np.stack((counted, means[which], batch)), means, tokens, which
+        rows: of the samples that these ranks have drawn for an optimizer step, as `ROW`.
+        """
+        _, means, tokens, _ = self._means(rows)
+        first = means * self.batch_size % self.world_size  # the rank that draws its first row
+        is_shared = (first < ranks.start) | (first + self.batch_size > ranks.stop)
+        if len(ranks) == self.world_size or (self.is_split and self.mean.over in ("rank", "micro_batch")):
+            is_shared[:] = False
+        elif self.mean.over in ("step", "round"):
+            is_shared[:] = True
+        shared = Counter(dict(zip(means[is_shared].tolist(), tokens[is_shared].tolist())))
+        return shared, int(np.count_nonzero(tokens[~is_shared]))
 
+    def means_of(self, rows: np.ndarray, shared: Mapping[int, int] = MappingProxyType({})) -> np.ndarray:
+        """What stock's loss divides by, for the samples of an optimizer step (as `ROW`).
 
-def sums_of_means(rows: np.ndarray, stock: StockSteps, ranks: range) -> tuple[Counter[int], int]:
-    """Tokens of the means that other ranks than these have samples of too, by number; how many other ones have tokens.
+        shared: tokens of the means that others have samples of too, by number. Returns int64[len(rows), 4], the last
+        four fields of `SampleInfo`.
+        """
+        of_each, means, tokens, which = self._means(rows)
+        for number, one in enumerate(means.tolist() if shared else ()):
+            tokens[number] = shared.get(one, tokens[number])
+        return np.stack((tokens[which], *of_each), axis=1)
 
-    rows: of the samples that these ranks have drawn for an optimizer step, as `ROW`.
-    """
-    _, means, tokens, _ = _means(rows, stock)
-    first = means * stock.batch_size % stock.world_size  # the rank that draws its first row
-    is_shared = (first < ranks.start) | (first + stock.batch_size > ranks.stop)
-    if len(ranks) == stock.world_size or (stock.is_split and stock.mean.over in ("rank", "micro_batch")):
-        is_shared[:] = False
-    elif stock.mean.over in ("step", "round"):
-        is_shared[:] = True
-    return Counter(dict(zip(means[is_shared].tolist(), tokens[is_shared].tolist()))), int(
-        np.count_nonzero(tokens[~is_shared])
-    )
+    def _means(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What each sample counts in a mean, the number of that mean, and of its micro-batch (int64[3, n]); the numbers
+        of the means [m], the tokens of each [m], and the place in these of the mean of each sample [n]."""
+        counted = rows["units"].astype(np.int64)
+        if self.mean.counts_first:
+            counted += rows["leading_label"]
+        batch, ranks = rows["position"].astype(np.int64) // self.batch_size, self.world_size
+        by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
+        means, which = np.unique(by_kind[self.mean.over], return_inverse=True)
+        tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
+        return np.stack((counted, means[which], batch)), means, tokens, which
 
+    def input_tokens(self, rows: np.ndarray, rank: int, ranks: range, collation: Collation) -> int:
+        """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`).
 
-def stock_means(rows: np.ndarray, stock: StockSteps, shared: Mapping[int, int] = MappingProxyType({})) -> np.ndarray:
-    """What stock's loss divides by, for the samples of an optimizer step (as `ROW`).
-
-    shared: tokens of the means that others have samples of too, by number. Returns int64[len(rows), 4], the last four
-    fields of `SampleInfo`.
-    """
-    of_each, means, tokens, which = _means(rows, stock)
-    for number, one in enumerate(means.tolist() if shared else ()):
-        tokens[number] = shared.get(one, tokens[number])
-    return np.stack((tokens[which], *of_each), axis=1)
+        ranks: those that have drawn them; where these are not all, the batches whose first row this rank has drawn are
+        taken, so that the sum over the ranks is stock's.
+        """
+        slots, of_all = rows["position"] // self.batch_size, len(ranks) == self.world_size
+        mine = np.flatnonzero((slots if of_all else slots * self.batch_size) % self.world_size == rank)
+        mine = mine[np.argsort(rows["position"][mine], kind="stable")]
+        total = 0
+        for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
+            if len(batch):
+                tokens, media, audio = (rows[name][batch] for name in ("row_tokens", "has_media", "has_audio"))
+                dummy_tokens, _ = collation.dummies(int(media.sum()), int(audio.sum()))
+                total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
+        return total
 
 
 def split_by_weight(
@@ -673,37 +687,15 @@ def split_by_weight(
     """The same samples, with a modality for each weight that stock gives, so that no group mixes them.
 
     Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
-    out. shared: as in `stock_means`.
+    out. shared: as in `StockSteps.means_of`.
     """
     rows, starts, _ = pool(buffers)
     if not len(rows):
         return list(buffers)
-    divisors = stock_means(rows, stock, shared)[:, 0]
+    divisors = stock.means_of(rows, shared)[:, 0]
     kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
     if kinds.shape[1] > np.iinfo(np.uint8).max:
         raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")
     rows["modality"] = kind.reshape(-1)
     parts = [rows[start:end] for start, end in itertools.pairwise(starts)]
     return [BufferMetadata(part, buffer.exhausted) for part, buffer in zip(parts, buffers)]
-
-
-def stock_input_tokens(
-    rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation, *, of_all: bool = True
-) -> int:
-    """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`).
-
-    of_all: the samples are those of all ranks; of a group, the batches whose first row this rank has drawn are taken,
-    so that the sum over the ranks is stock's.
-    """
-    slots = rows["position"] // stock.batch_size
-    mine = np.flatnonzero((slots if of_all else slots * stock.batch_size) % stock.world_size == rank)
-    mine = mine[np.argsort(rows["position"][mine], kind="stable")]
-    total = 0
-    for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
-        if len(batch):
-            tokens = rows["row_tokens"][batch]
-            dummy_tokens, _ = collation.dummies(
-                int(rows["has_media"][batch].sum()), int(rows["has_audio"][batch].sum())
-            )
-            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
-    return total

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from odb_factory.data.order import MEAN_OF_MICRO_BATCH, StockSteps, split_by_weight, stock_means
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, StockSteps, split_by_weight
 from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
 
 STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=MEAN_OF_MICRO_BATCH)
@@ -42,7 +42,7 @@ def test_samples_of_a_micro_batch_weigh_the_same(seed: int) -> None:
     before = [buffer.rows.copy() for buffer in buffers]
     separated = split_by_weight(buffers, stock)
     rows = np.concatenate([buffer.rows for buffer in buffers])
-    divisors = stock_means(rows, stock)[:, 0]
+    divisors = stock.means_of(rows)[:, 0]
 
     assert all((buffer.rows == rows).all() for buffer, rows in zip(buffers, before)), "what is exchanged stays"
     for ours, theirs in zip(separated, buffers, strict=True):
