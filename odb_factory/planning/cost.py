@@ -46,15 +46,15 @@ class Sizes:
 
     def up(self, length: Amount) -> Amount:
         """The size of a length, or of each of an array of them. A larger length has no smaller size; 0 stays."""
-        rounded: Amount = -(-length // self.multiple) * self.multiple
-        if not self.buckets:
-            return rounded
-        sizes, last = np.array((0, *self.buckets)), self.buckets[-1]
-        beyond = -(-rounded // last) * last
-        beyond = np.where(rounded <= self.limit, np.minimum(beyond, self.limit), beyond)
-        place = np.searchsorted(sizes, rounded)
-        found: Any = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
-        up: Amount = found if isinstance(length, np.ndarray) else found.item()
+        size: Any = -(-length // self.multiple) * self.multiple
+        if self.buckets:
+            sizes, last = np.array((0, *self.buckets)), self.buckets[-1]
+            beyond = -(-size // last) * last
+            beyond = np.where(size <= self.limit, np.minimum(beyond, self.limit), beyond)
+            place = np.searchsorted(sizes, size)
+            size = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
+            size = size if isinstance(length, np.ndarray) else size.item()
+        up: Amount = size
         return up
 
 

@@ -12,17 +12,7 @@ from odb_factory.errors import CollectiveError
 from odb_factory.planning.cost import Budget, CostModel, by_number
 from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
-from odb_factory.planning.padded import (
-    Cut,
-    PoolGroup,
-    Pools,
-    cut_by_one_cap,
-    cut_by_stretches,
-    cut_by_two_caps,
-    groups_needed,
-    lower_bound,
-    place,
-)
+from odb_factory.planning.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, place
 from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, sum_totals, to_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -122,12 +112,6 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
     ]
 
 
-NUM_CANDIDATES = 4
-"""Number of K tried, from the least that the budgets allow."""
-MAX_STEPS_OF_TWO_CAPS = 4
-"""Up to this K micro-steps may have two caps; with more micro-steps that saves next to nothing."""
-
-
 def plan_optimizer_step(
     buffers: Sequence[BufferMetadata],
     budget: Budget,
@@ -193,27 +177,11 @@ def cut(
             return in_order(without_excess(put_into_bins(samples, least_steps, model)))
         return in_order(_best_bins(samples, model, least_steps))
     pools = Pools(table, index, pool_of, slots, budget, model)
-    cut = cut_by_one_cap(pools, least_steps) if least_steps else _best_cut(pools)
+    cut = cut_by_one_cap(pools, least_steps) if least_steps else best_cut(pools)
     steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
     for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
         steps[step].append((pool_of, pools.group(start, end)))
     return steps
-
-
-def _best_cut(pools: Pools) -> Cut:
-    least = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
-    best = cut_by_one_cap(pools, least)
-    if len(pools.starts) == 1:
-        best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)
-    for num_steps in range(least + 1, least + NUM_CANDIDATES):
-        if lower_bound(pools, num_steps) < best.cost:
-            best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)
-    for num_steps in range(max(least, 2), min(least + NUM_CANDIDATES, MAX_STEPS_OF_TWO_CAPS + 1)):
-        for num_first in range(1, num_steps):
-            other = cut_by_two_caps(pools, num_first, num_steps - num_first, best.cost)
-            if other is not None and other.cost < best.cost:
-                best = other
-    return best
 
 
 # ----------------------------------------------------------------------------------------------------------------------

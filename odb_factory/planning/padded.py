@@ -477,3 +477,29 @@ def _path(layers: list[list[int]], first_ends: list[int], second_slots: int, end
             groups.append((start, min(position, end)))
         position = start
     return groups[::-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which of these cuts is the cheapest.
+
+NUM_CANDIDATES = 4
+"""Number of K tried, from the least that the budgets allow."""
+MAX_STEPS_OF_TWO_CAPS = 4
+"""Up to this K micro-steps may have two caps; with more micro-steps that saves next to nothing."""
+
+
+def best_cut(pools: Pools) -> Cut:
+    """The cheapest of the cuts that are tried, from the least K that the budgets allow."""
+    least = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
+    best = cut_by_one_cap(pools, least)
+    if len(pools.starts) == 1:
+        best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)
+    for num_steps in range(least + 1, least + NUM_CANDIDATES):
+        if lower_bound(pools, num_steps) < best.cost:
+            best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)
+    for num_steps in range(max(least, 2), min(least + NUM_CANDIDATES, MAX_STEPS_OF_TWO_CAPS + 1)):
+        for num_first in range(1, num_steps):
+            other = cut_by_two_caps(pools, num_first, num_steps - num_first, best.cost)
+            if other is not None and other.cost < best.cost:
+                best = other
+    return best
