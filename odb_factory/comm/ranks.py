@@ -216,8 +216,7 @@ class Ranks:
     def gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
         """The metadata of the ranks of the group, in rank order.
 
-        Raises `CollectiveError` if a rank of the group failed or is missed; if one of another group failed, `sum_up`
-        raises it.
+        Raises `CollectiveError` if a rank of the group failed or is missed; all others learn of it in `sum_up`.
         """
         if self.world_size == 1:
             return [metadata]
@@ -228,8 +227,6 @@ class Ranks:
             for rank, message in zip(self.group, messages)
             if message.failure is not None
         ]
-        if failures and len(self.group) == self.world_size:
-            self._raise(min(failures))
         if failures:
             self.sum_up(Sums(failure=min(failures)), round_index)
         return messages

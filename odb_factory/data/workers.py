@@ -89,19 +89,13 @@ class Prefetcher:
         try:
             # A source that has not begun could not report that it leaves to the ranks that wait for its first item.
             self._items.put((next(self._source), None))
-            while self._has_room():
-                self._items.put((next(self._source), None))
+            while not self._stop.is_set():
+                if self._room.acquire(timeout=POLL_S):
+                    self._items.put((next(self._source), None))
             self._source.close()
         except BaseException as error:
             if not self._stop.is_set():  # nobody would take it, and its frames hold the workers
                 self._items.put((None, error))
-
-    def _has_room(self) -> bool:
-        """Wait for it; False if the thread is to end."""
-        while not self._stop.is_set():
-            if self._room.acquire(timeout=POLL_S):
-                return True
-        return False
 
 
 class Feed:
