@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from odb_factory.accounting.losses import MicroBatchLoss
-from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.planning import EncoderPlan, MicroStepTotals
@@ -72,16 +72,6 @@ class StepStatistics:
         self.idle_micro_batches += world_size - totals.active_ranks
         self.awaited_tokens += world_size * totals.max_rank_tokens
         self.awaited_patches += world_size * totals.max_rank_patches
-
-    def add_encoded(self, plan: EncoderPlan) -> None:
-        """Count a run of the vision tower on all ranks."""
-        self.encoder_work += int(plan.load.sum())
-        self.awaited_encoder_work += len(plan.load) * int(plan.load.max())
-
-    def add_optimizer_step(self, step: OptimizerStep) -> None:
-        """Count an optimizer step whose micro-steps have all been added."""
-        self.optimizer_steps += 1
-        self.squared_units += step.units**2
 
     def subtract_late(self, rows: Sequence[LateRow]) -> None:
         """Subtract rows that were counted and not trained on."""

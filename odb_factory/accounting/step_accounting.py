@@ -291,9 +291,11 @@ class StepAccounting:
                 step = self.optimizer_steps + 1
                 self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))
                 self._waited = 0.0
-        self.total.add(micro_batch.totals, self.loader.world_size)
+        total = self.total
+        total.add(micro_batch.totals, self.loader.world_size)
         for plan in (plan for done in parts for plan in done.encoded):
-            self.total.add_encoded(plan)
+            total.encoder_work += int(plan.load.sum())
+            total.awaited_encoder_work += len(plan.load) * int(plan.load.max())
             self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
@@ -419,7 +421,8 @@ class StepAccounting:
                 self._left_out_file.add({**row, "optimizer_step": self.optimizer_steps})
         for file in self._files:
             file.flush()
-        self.total.add_optimizer_step(step)
+        self.total.optimizer_steps += 1
+        self.total.squared_units += step.units**2
         if step.last:
             self._end_epoch(step)
 

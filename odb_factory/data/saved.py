@@ -30,6 +30,7 @@ VERSION = 9
 Positive = Annotated[int, 1]
 """`Annotated[int, n]`: an int of at least n (None: any int); a plain int: at least 0."""
 AnyInt = Annotated[int, None]
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 _EXPECTED = {
     bool: "true or false", int: "a whole number", float: "a number of at least 0", str: "text", dict: "an object",
     tuple: "a list",
@@ -107,11 +108,6 @@ def load_fields(saved: Any, name: str = "", **kinds: Any) -> dict[str, Any]:
         if key not in saved:
             raise DataError(f"`{_path(name, key)}` is missing")
     return {key: load(kind, saved[key], _path(name, key)) for key, kind in kinds.items()}
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _load_bits(saved: Any, name: str) -> np.ndarray:
