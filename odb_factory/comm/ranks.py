@@ -25,12 +25,10 @@ from odb_factory.planning.keep import GroupOutline
 # ----------------------------------------------------------------------------------------------------------------------
 # What ranks tell each other before a plan.
 
-DIFFERENT = "the ranks have computed different plans from the same metadata"
 DIFFERENT_PLANS = (
-    f"{DIFFERENT} ({{}}); give every rank the same versions of odb_factory and numpy on the same kind of processor."
+    "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
+    "odb_factory and numpy on the same kind of processor."
 )
-
-
 NO_SAMPLES = BufferMetadata(np.zeros(0, ROW), exhausted=True)
 LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
 
@@ -94,8 +92,8 @@ def decode(message: bytes) -> RankMetadata:
 class Sums:
     """What some of the ranks tell of the optimizer step that they plan. Each default adds nothing.
 
-    failure: why a rank cannot go on: (it only left the epoch, rank, reason). plans: of ranks that have made the same
-    plan, (first rank of these, checksum, a rank). outline: of the plans. orders: (order as in `RankMetadata`, from
+    failure: why the ranks cannot go on: (one only left the epoch, its rank, reason). plans: of ranks that have made the
+    same plan, (first rank of these, checksum, a rank). outline: of the plans. orders: (order as in `RankMetadata`, from
     this rank, to this one).
     exhausted, rejected, overlong: as in `RankMetadata`. roots: the square roots of the units of the samples, in units
     of 2 ** -52, which are exact. means: tokens of stock's means that several groups share, by number; num_means: the
@@ -223,7 +221,7 @@ class Ranks:
         answers = self._open(self._group).gather(encode(metadata), f"round {round_index}")
         messages = [decode(answer) for answer in answers]
         failures = [
-            (message.failure == LEFT_EPOCH, rank, message.failure)
+            (message.failure == LEFT_EPOCH, rank, f"rank {rank} stopped: {message.failure}")
             for rank, message in zip(self.group, messages)
             if message.failure is not None
         ]
@@ -237,7 +235,8 @@ class Ranks:
         phase = f"comparing the plans of round {round_index}"
         told = Sums.decode(self._open(self._group).reduce(sums.encode(), Sums.merge, phase))
         if told.failure is not None:
-            self._raise(told.failure)
+            has_left, _, reason = told.failure
+            raise CollectiveError((self._lifeline.cause() if has_left else None) or reason)
         return told
 
     def swap(self, given: Mapping[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
@@ -273,11 +272,6 @@ class Ranks:
         failed = self._failed or self._group.is_busy or self._steps.is_busy
         self._steps.close(failed=failed)
         self._group.close(failed=failed)
-
-    def _raise(self, failure: tuple[bool, int, str]) -> None:
-        has_left, rank, reason = failure
-        cause = self._lifeline.cause() if has_left else None
-        raise CollectiveError(cause or (reason if reason.startswith(DIFFERENT) else f"rank {rank} stopped: {reason}"))
 
     def _open(self, group: Group) -> Group:
         """Raises `CollectiveError` where this rank has left the training."""

@@ -34,7 +34,7 @@ T = TypeVar("T")
 # that ends it hard once its parent is gone, whatever the worker is doing.
 
 CHECK_S = 1.0
-"""How often a worker looks for its parent."""
+"""How often a worker looks for its parent, and one who waits for a plan for the process that makes it."""
 
 _watching: int | None = None
 """The process whose parent is watched: a forked child inherits the variable, not the thread."""
@@ -224,9 +224,6 @@ class WorkerInit:
 # Plans are made in a separate process: the training thread never waits for the interpreter lock of a planner.
 # Planners are pure functions of a few integers a sample: these go to the process, a plan comes back.
 
-PLANNING_CHECK_S = 1.0
-"""How often one who waits for a plan looks whether the process still lives."""
-
 
 class Compute(Protocol):
     """Computes a pure function, somewhere."""
@@ -269,13 +266,13 @@ class PlanProcess:
         try:
             self._connection.send((function, args, kwargs))
             with waiting(self._describe):
-                while not self._connection.poll(PLANNING_CHECK_S):
+                while not self._connection.poll(CHECK_S):
                     if self._exit_code(0) is not None:
                         raise EOFError
                 result, error = self._connection.recv()
         except (EOFError, OSError):
             raise DataError(
-                f"the process that plans ended by itself, exit code {self._exit_code(PLANNING_CHECK_S)}; look for the "
+                f"the process that plans ended by itself, exit code {self._exit_code(CHECK_S)}; look for the "
                 "system's out-of-memory killer, or set `collate_workers: 0`: then the training process plans, and "
                 "collates."
             ) from None
