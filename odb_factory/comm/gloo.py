@@ -77,15 +77,12 @@ def _of_accelerate() -> dist.ProcessGroup | None:
             "accelerate's mesh has a context or sequence parallel dimension, which cuts rows apart after they were "
             "grouped; odb does not support it yet: set its size to 1."
         )
-    for name in ("dp", *sizes):  # accelerate makes dp of several dimensions
-        if not name.startswith("dp"):
-            continue
-        try:
+    # accelerate makes dp of several dimensions
+    for name in ("dp", *(name for name in sizes if name.startswith("dp"))):
+        with contextlib.suppress(KeyError):
             group = mesh[name].get_group()
-        except KeyError:
-            continue
-        if dist.get_world_size(group) == mesh.size() // sizes.get("tp", 1):
-            return group
+            if dist.get_world_size(group) == mesh.size() // sizes.get("tp", 1):
+                return group
     raise ConfigError(
         f"accelerate's mesh ({', '.join(f'{name} {size}' for name, size in sizes.items())}) has no data-parallel "
         "dimension by which odb could deal out samples; give process_group=, the data-parallel ranks of this one."

@@ -264,9 +264,8 @@ class Lifeline:
             )
         if "absent" in missing and waited_s > self.silence_s:
             reason = (
-                f"rank {self.rank} has waited {waited_s:.0f} s in {phase} for rank {missing['absent']}, which has not "
-                "connected to the other ranks: its YAML may have no `odb:` block, or it may still load its data; look "
-                "for its own last message, or raise exchange_timeout_s."
+                f"rank {self.rank} has waited {waited_s:.0f} s in {phase} for {self.late(stream)}; look for its own "
+                "last message, or raise exchange_timeout_s."
             )
             self.abort(reason)
             raise CollectiveError(reason)
@@ -285,7 +284,7 @@ class Lifeline:
         if "absent" in known.missing:
             return (
                 f"rank {known.missing['absent']}, which has not connected to the other ranks (its YAML may have no "
-                "`odb:` block, or it still loads)"
+                "`odb:` block, or it still loads its data)"
             )
         if "frozen" in known.missing:
             return f"rank {known.missing['frozen']}, which gives no sign of life"

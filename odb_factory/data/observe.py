@@ -42,13 +42,10 @@ def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE)
     the largest, and of their tiles to the most.
     """
     found = {key: inputs[key] for key in GRID_KEYS if inputs.get(key) is not None}
-    is_packed = bool(found)
+    is_packed, unit = bool(found), 1
     if is_packed:
-        unit, amounts = 1, {
-            key: int(np.asarray(grid).reshape(-1, np.shape(grid)[-1]).prod(-1).sum())
-            for key, grid in found.items()
-            if len(grid)
-        }  # fmt: skip
+        grids = {key: np.asarray(grid) for key, grid in found.items() if len(grid)}
+        amounts = {key: int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for key, grid in grids.items()}
     else:
         found = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
         sizes, unit = inputs.get("image_sizes"), 3 * patch_size * patch_size

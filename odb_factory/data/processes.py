@@ -149,9 +149,8 @@ class BusyRows:
         busy = sorted((since, pid, row) for pid, row, since in lines if row >= 0)
         stopped = [pid for pid, _, _ in lines if is_stopped(pid)]
         if not busy:
-            return f"a data worker that {task}" + "".join(
-                f", of which pid {pid} is stopped by a signal" for pid in stopped
-            )
+            halted = "".join(f", of which pid {pid} is stopped by a signal" for pid in stopped)
+            return f"a data worker that {task}{halted}"
         _, pid, row = busy[0]
         who = "this process, which" if pid == os.getpid() else f"the data worker (pid {pid}) that"
         halted = ", and is stopped by a signal" if pid in stopped else ""

@@ -82,9 +82,7 @@ def load(kind: Any, saved: Any, name: str = "") -> Any:
     if origin is dict:
         return {str(key): load(arguments[1], one, _path(name, key)) for key, one in saved.items()}
     if origin is tuple:
-        kinds = arguments
-        if arguments[-1] is ...:
-            kinds = arguments[:1] * len(saved)
+        kinds = arguments[:1] * len(saved) if arguments[-1] is ... else arguments
         require(len(saved) == len(kinds), name, saved, f"not {len(kinds)} values")
         return tuple(load(one, value, f"{name}[{i}]") for i, (one, value) in enumerate(zip(kinds, saved)))
     return saved
