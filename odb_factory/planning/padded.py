@@ -198,12 +198,14 @@ class Cut:
     cost: int
 
 
-def make_cut(pools: Pools, groups: list[list[Group]]) -> Cut:
+def make_cut(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
     """Match the groups of every pool by cost: the costliest of all pools go into the first micro-step, and so on.
 
     Sorted order is the match for which the sum of the maxima is least; where costs are equal, patches decide.
-    groups: of each pool.
+    groups: of each pool; split until each of its slots has one, as far as there are samples: no rank idles without
+    need.
     """
+    groups = [split_to_fill_slots(pools, own, slots) for own in groups]
     sizes = np.array([len(own) for own in groups])
     pool = np.repeat(np.arange(len(groups)), sizes)
     starts, ends = np.array([group for own in groups for group in own], dtype=np.int64).reshape(-1, 2).T
@@ -302,7 +304,7 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
         low, high = np.where(searching & ~fits, middle + 1, low), np.where(searching & fits, middle, high)
     chosen = next_ends(pools, high[pools.pool_of][None])[0].tolist()
     groups = [walk(chosen, *bounds) for bounds in zip(pools.starts.tolist(), pools.ends.tolist())]
-    return fill_slots(pools, groups, slots)
+    return make_cut(pools, groups, slots)
 
 
 def cut_by_stretches(pools: Pools) -> Cut | None:
@@ -335,16 +337,11 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
             start = end
         finer = min(FINER_CAPS, MAX_STATES // (num_rows * len(used)))
         if spacing <= 1 or finer <= 1:
-            return fill_slots(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
+            return make_cut(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
         # Once more, with the values between those that were used and the next lower ones.
         between = spacing * np.arange(finer) // finer
         caps, spacing = np.unique(np.array(sorted(used))[:, None] - between)[::-1], 1
         caps = np.append(highest, caps[(caps > model.fixed) & (caps < highest)])
-
-
-def fill_slots(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
-    """The cut with groups split until every slot has one, as far as there are samples: no rank idles without need."""
-    return make_cut(pools, [split_to_fill_slots(pools, own, slots) for own in groups])
 
 
 def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[Group]:
@@ -430,7 +427,7 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
         _path([layer[:, 0, pool].tolist() for layer in layers], first_ends[which].tolist(), second_slots, int(end))
         for pool, end in enumerate(pools.ends)
     ]
-    return fill_slots(pools, groups, first_slots + second_slots)
+    return make_cut(pools, groups, first_slots + second_slots)
 
 
 def _reach(
