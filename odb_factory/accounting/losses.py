@@ -234,7 +234,7 @@ class TokenLoss:
         if row_weights is not None:
             weights = torch.from_numpy(by_position(row_weights, segments))
         models = [] if row_weights is None else self._models
-        self._loss = partial(weighted_token_loss, row_weights=row_weights, segments=segments, watch=watch)
+        self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments, watch=watch)
         self._calls = 0
         own = [module.loss_function for module in models]
         door = self.without_logits

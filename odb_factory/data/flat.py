@@ -160,7 +160,7 @@ def beside_rows(
     The segments returned are those of the first.
     """
     own = model_keys(batch, collation.batches)
-    unpadded = {}
+    unpadded: dict[str, dict[str, Any]] = {}
     for prefix in collation.batches:
         rows = {key: batch.get(prefix + key, batch[key]) for key in own}
         (num_rows, length), mask = batch_shape(rows), rows.get("attention_mask")
