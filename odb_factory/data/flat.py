@@ -150,7 +150,7 @@ def beside_rows(
     batch: Mapping[str, Any],
     num_samples: int,
     collation: Collation,
-    lay_flat: Callable[..., tuple[Mapping[str, Any], Segments]] | None = None,
+    lay_flat: Callable[..., tuple[Mapping[str, Any], Segments]],
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The batch, whose rows a trainer reads, with the same in one row for the model; the lengths of its segments.
 
@@ -170,7 +170,7 @@ def beside_rows(
                 f"{_shape(mask)}, and a flat micro-batch takes {collation.rows} rows a sample with a mask of tokens; "
                 "set `layout: padded`."
             )
-        flat, segments = (lay_flat or flatten)(rows, (mask != 0).sum(1).tolist())
+        flat, segments = lay_flat(rows, (mask != 0).sum(1).tolist())
         changed: dict[str, Any] = {key: flat.get(key) for key in {**rows, **flat} if flat.get(key) is not rows.get(key)}
         labels = changed.pop("labels")
         unpadded[prefix + UNPADDED] = {

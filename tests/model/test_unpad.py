@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from odb_factory.data.flat import UNPADDED, beside_rows
+from odb_factory.data.flat import UNPADDED, beside_rows, flatten
 from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, log_probs_of
 from odb_factory.model.flat_row import flat_row
@@ -100,7 +100,7 @@ def test_rows_go_flat_through_the_model(model: Any, side: str, ld_alpha: float |
     expected = gradient(model, stock)
     door = UnpadDoor(model)
     assert door.reason is None
-    laid_out, segments = beside_rows(batch, 2, Collation(rows=2, batches=("",)))
+    laid_out, segments = beside_rows(batch, 2, Collation(rows=2, batches=("",)), flatten)
     assert segments == LENGTHS
     model.gradient_checkpointing_enable({"use_reentrant": False})
     seen: list[int] = []
