@@ -74,14 +74,14 @@ def encode(message: RankMetadata) -> bytes:
 
 def decode(message: bytes) -> RankMetadata:
     """Undo `encode`."""
-    count, widths, columns, exhausted, rejected, *others, limits, failure = msgpack.unpackb(message)
+    count, widths, columns, exhausted, rejected, overlong, order, limits, failure = msgpack.unpackb(message)
     rows, start = np.zeros(count, ROW), 0
     for name, width in zip(ROW.names or (), widths):
         if width:
             rows[name] = np.frombuffer(columns, f"<u{width}", count, start)
             start += width * count
     limits = limits and Limits(*limits)
-    return RankMetadata(BufferMetadata(rows, exhausted), Counter(rejected), *others, limits, failure)
+    return RankMetadata(BufferMetadata(rows, exhausted), Counter(rejected), overlong, order, limits, failure)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

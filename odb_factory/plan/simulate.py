@@ -146,7 +146,7 @@ def fixed_batches(samples: np.ndarray, batch_size: int, ranks: int, collation: C
         for k in range(0, len(groups), ranks)
     ]
     owner = np.zeros(len(samples), dtype=np.int64)
-    return to_plan(steps, samples, [0, len(samples)], owner, Budget(NO_LIMIT, None, collation), False, False).totals
+    return to_plan(steps, samples, [0, len(samples)], owner, Budget(NO_LIMIT, None, collation), False).totals
 
 
 def length_grouped(samples: np.ndarray, batch_size: int, ranks: int, collation: Collation) -> list[MicroStepTotals]:
