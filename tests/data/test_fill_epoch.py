@@ -196,7 +196,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
             yield sample(i, 1 + i % 16)
 
     class OneRank(Ranks):
-        def gather(self, metadata: Any, round_index: int, *, of_all: bool) -> list[RankMetadata]:
+        def gather(self, metadata: Any, round_index: int) -> list[RankMetadata]:
             buffers.append(len(planner.held))
             assert drawn - emitted <= 8 + 1
             assert len(planner.held) == 8 or metadata.buffer.exhausted

@@ -597,7 +597,7 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
     said: list[str] = []
 
     class OneRank(Ranks):
-        def stop(self, reason: str = "", *, of_all: bool = True) -> None:
+        def stop(self, reason: str = "") -> None:
             said.append("leave")
 
         def abort(self, message: str) -> None:
