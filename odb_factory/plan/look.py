@@ -199,6 +199,11 @@ def _warnings(found: Look) -> list[str]:
             "error": "the training ends at the first",
         }[config.overlong]
         lines.append(f"{own.overlong} samples break the budget alone: {does} (`overlong: {config.overlong}`)")
+    if whole.patches.most and own.max_patches is None and not own.caps and "max_patches" not in found.asked.auto:
+        lines.append(
+            f"without max_patches a micro-batch may have as many vision patches as its tokens allow, up to "
+            f"{own.most_patches:,} here: set it if the vision tower needs the memory"
+        )
     if whole.cut_off:
         lines.append(
             f"{whole.cut_off} of {whole.samples} samples are cut off at cutoff_len "

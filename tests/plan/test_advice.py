@@ -98,6 +98,10 @@ def test_warnings() -> None:
         rows.append(ObservedRow(index=1, source="texts", reason=reason, message=f"row of {reason}"))
     found = a_look(asked(), BUDGETS, rows)
     warned(found, "1 of 1 samples are cut off at cutoff_len 512", "700")
+    pictures = [ObservedRow(index=0, source="texts", cost=Cost(8, 40, units=1))]
+    warned(a_look(asked(), BUDGETS, pictures), "without max_patches", "up to ")
+    capped = [dataclasses.replace(one, max_patches=64) for one in BUDGETS]
+    assert advise(a_look(asked(max_patches=64), capped, pictures)).warnings == []
     warned(found, "1 of 4 rows have no supervised token", "left out", "row of unsupervised")
     warned(found, "opened and then cut off", "the training would end", "row of media_cut")
     warned(found, "cannot be read", "the training would end", "row of unreadable")
