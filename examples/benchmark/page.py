@@ -86,7 +86,8 @@ def publish(docs: Path, folder: Path, parts: Sequence[Any]) -> None:
 def rounded(figures: Any) -> Any:
     """For publication: few digits, many rows as columns (without those not measured), no series of `NOT_PUBLISHED`."""
     if isinstance(figures, float):
-        return float(f"{figures:.{DIGITS}g}")
+        few = float(f"{figures:.{DIGITS}g}")
+        return int(few) if few.is_integer() else few
     if isinstance(figures, dict):
         return {key: rounded(value) for key, value in figures.items() if key not in NOT_PUBLISHED}
     if isinstance(figures, list):
