@@ -182,7 +182,14 @@ def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     if isinstance(trainer.train_dataset, Sized) and len(trainer.train_dataset) == 0:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
-    generating = next((kind.__name__ for kind in type(trainer).__mro__ if kind.__name__ in GENERATES), None)
+    names, oom = [kind.__name__ for kind in type(trainer).__mro__], trainer.odb.config.oom
+    if oom != "raise" and trainer.args.world_size > 1 and "SFTTrainer" in names:
+        raise ConfigError(
+            f"odb.oom: {oom!r} has a rank repeat its forwards alone, and in each of them TRL's SFTTrainer gathers "
+            "figures of all ranks, which would wait for ever; leave it out (raise), and lower token_budget if memory is "
+            "short."
+        )
+    generating = next((name for name in names if name in GENERATES), None)
     if generating is not None:
         raise ConfigError(
             f"trainer: a {generating} generates answers while it trains, so the lengths of its rows are not known when "

@@ -254,6 +254,15 @@ def test_what_cannot_work_on_several_ranks_is_refused(tmp_path, monkeypatch, giv
         check_arguments(args, CONFIG)
 
 
+def test_a_trainer_that_gathers_in_its_forwards_cannot_repeat_them_on_one_rank(
+    tiny_text, tmp_path, monkeypatch
+) -> None:
+    kind = type("SFTTrainer", (Trainer,), {})
+    trainer = make(tiny_text, tmp_path, block=BLOCK | {"oom": "split"}, trainer_class=kind)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    refuses(trainer, "^odb.oom: 'split' has a rank repeat its forwards alone")
+
+
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
     trainer = make(tiny_text, tmp_path)
     with pytest.raises(ConfigError, match="^odb.max_patches: 1 is less than the 16"):
