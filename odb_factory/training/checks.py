@@ -186,8 +186,7 @@ def check_trainer(trainer: Any) -> None:
     if oom != "raise" and trainer.args.world_size > 1 and "SFTTrainer" in names:
         raise ConfigError(
             f"odb.oom: {oom!r} has a rank repeat its forwards alone, and in each of them TRL's SFTTrainer gathers "
-            "figures of all ranks, which would wait for ever; leave it out (raise), and lower token_budget if memory is "
-            "short."
+            "figures of all ranks, which would wait for ever; leave it out (raise), or lower token_budget."
         )
     generating = next((name for name in names if name in GENERATES), None)
     if generating is not None:
