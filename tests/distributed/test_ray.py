@@ -151,7 +151,11 @@ def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
         assert not any(line.startswith("Traceback") for line in run.own_lines())
 
 
-AT_ONCE = "from odb_factory.llamafactory import hooks; hooks.RAY_LINE_AFTER_S = 2; "
+AT_ONCE = (
+    "import signal; from odb_factory.llamafactory import hooks; hooks.RAY_LINE_AFTER_S = 2; "
+    # A shell has its background jobs, and what they start, ignore it.
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
+)
 
 
 def test_workers_that_have_no_room_are_waited_for(config_of, tmp_path) -> None:
