@@ -211,6 +211,7 @@ class TokenLoss:
         self._models: list[Any] = [module for module in models if _is_causal(module)]
         self._loss: Callable[..., Tensor] = weighted_token_loss
         self._calls = 0
+        self._lacks_gradient = False
         self.without_logits = WithoutLogits(model, needs_logits)
 
     @contextlib.contextmanager
@@ -235,7 +236,7 @@ class TokenLoss:
             weights = torch.from_numpy(by_position(row_weights, segments))
         models = [] if row_weights is None else self._models
         self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments, watch=watch)
-        self._calls = 0
+        self._calls, self._lacks_gradient = 0, False
         own = [module.loss_function for module in models]
         door = self.without_logits
         with door.weighing(weights, num_supervised, watch), door.router_losses_times(routers_weigh):
@@ -267,7 +268,24 @@ class TokenLoss:
     ) -> Tensor:
         """Called by the model in place of `ForCausalLMLoss`."""
         self._calls += 1
-        return self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
+        loss = self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
+        if loss.requires_grad:
+            self._lacks_gradient = True
+            loss.register_hook(self._has_gradient)
+        return loss
+
+    def _has_gradient(self, gradient: Tensor) -> None:
+        self._lacks_gradient = False
+
+    def check_gradient(self) -> None:
+        """After the backward. Raises `ConfigError` if it did not reach the weighted loss: the model's loss was computed
+        and another one was trained on."""
+        if self._lacks_gradient:
+            raise ConfigError(
+                f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
+                f"compute_loss of the trainer returns another loss than that of {self._name}, which lacks them; make "
+                "that one a `compute_loss_func`, or set `loss_scaling: exact`."
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
 from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
-from odb_factory.training.trainer_loss import TrainerLoss, stock_mean
+from odb_factory.training.trainer_loss import TrainerLoss, overriding_compute_loss, stock_mean
 
 logger = get_logger(__name__)
 
@@ -424,6 +424,9 @@ def _why_stock(trainer: Any, stock: Any) -> str | None:
         return "its rows can only be iterated"
     if (loss := TrainerLoss.of(trainer)) is not None:
         return f"the trainer computes the loss in place of the model, by {loss.name}"
+    for kind in overriding_compute_loss(trainer):
+        if not kind.__module__.startswith("trl."):
+            return f"compute_loss of {kind.__name__} may change the loss of the model"
     if odb.observer is not None and odb.eval_rows is None:
         return f"figures of {type(trainer).__name__} depend on which rows share a batch"
     if odb.resolved is None:

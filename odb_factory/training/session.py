@@ -242,6 +242,11 @@ class Session:
                 times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
         return self._loss_of(model).weighing(row_weights, segments, num_items, num_supervised, watch, times)
 
+    def check_gradient(self) -> None:
+        """After the backward of a micro-batch. Raises `ConfigError` if it did not reach the loss that was weighed."""
+        for loss in self._token_losses.values():
+            loss.check_gradient()
+
     def _loss_of(self, model: Any) -> TokenLoss:
         why = why_logits(self.trainer)
         if self.evaluation is not None and not self.evaluation.loss_only:

@@ -342,6 +342,7 @@ class ODBTrainerMixin(Base):
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
+        training.odb.check_gradient()
         return loss
 
     def compute_loss(

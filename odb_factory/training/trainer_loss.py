@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -48,10 +49,13 @@ def stock_mean(trainer: Any, loss: TrainerLoss | None) -> StockMean:
         return StockMean("micro_batch", args.world_size, counts_first=False)
     if loss is None and not counts_tokens:
         return MEAN_OF_MICRO_BATCH
-    if loss is None and not trainer.odb.equal_weights and not counts_items(trainer.model):
+    if loss is None and not trainer.odb.equal_weights:
         # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
         # optimizer step. So stock adds these means up.
-        return StockMean("micro_batch", sums_up_to, counts_first=False)
+        if _ignores_num_items(trainer):
+            return StockMean("micro_batch", args.world_size, counts_first=False)
+        if not counts_items(trainer.model):
+            return StockMean("micro_batch", sums_up_to, counts_first=False)
     several_means = args.world_size > 1 and not args.average_tokens_across_devices
     return StockMean("rank") if several_means else MEAN_OF_STEP
 
@@ -181,12 +185,34 @@ def _is_dynamic(function: Callable[..., Any]) -> bool:
     return torch.allclose(found, wanted) and torch.allclose(slope, wanted_slope, atol=1e-7)
 
 
+def overriding_compute_loss(trainer: Any) -> list[type]:
+    """Classes with a `compute_loss` that may read the outputs of a model or change its loss, the first called first."""
+    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
+    return [kind for kind in kinds if not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY)]
+
+
 def why_logits(trainer: Any) -> str | None:
     """Why the logits of a micro-batch are needed beside the model's own loss; None if only the loss is."""
-    for kind in type(trainer).__mro__:
-        if "compute_loss" in vars(kind) and not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY):
-            return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
+    for kind in overriding_compute_loss(trainer):
+        return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
     return None
+
+
+def _ignores_num_items(trainer: Any) -> bool:
+    """Whether the loss is that of an own `compute_loss` whose code never reads the number of tokens it is given."""
+    for kind in overriding_compute_loss(trainer):
+        function = inspect.unwrap(vars(kind)["compute_loss"])
+        if not inspect.isfunction(function):
+            return False
+        parameters = inspect.signature(function).parameters
+        rest = [one.name for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
+        name = "num_items_in_batch" if "num_items_in_batch" in parameters else (*rest, "")[0]
+        loads = [one.argval for one in dis.get_instructions(function) if one.opname.startswith("LOAD_")]
+        if not any(name in one if isinstance(one, tuple) else name == one for one in loads):  # Python 3.13 has tuples
+            return True
+        if "compute_loss" not in function.__code__.co_names:  # of the next class is not called
+            return False
+    return False
 
 
 def _by_weight(

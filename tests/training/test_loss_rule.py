@@ -44,6 +44,40 @@ def test_an_override_that_divides_by_the_items_of_the_batch(tiny_text, tmp_path)
     assert compare(tmp_path, training, 1).grad_norm < TOLERANCE
 
 
+class Ignores(Trainer):
+    """Takes the model's loss as it is: stock adds up the means of its micro-batches."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_an_override_that_ignores_the_items_of_the_batch(tiny_text, tmp_path) -> None:
+    training = Training(batch=2, accumulation=2, arguments={"num_train_epochs": 1})
+    for kind in (STOCK, ODB):
+        train(training, str(tiny_text), tmp_path / kind, odb=kind == ODB, trainer_class=Ignores)
+    assert compare(tmp_path, training, 1).grad_norm < TOLERANCE
+
+
+class ReturnsAnother(Trainer):
+    """Computes the model's loss and trains on one of its own."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_lacks_the_weights_is_refused(tiny_text, tmp_path) -> None:
+    trainer = make(tiny_text, tmp_path, trainer_class=ReturnsAnother, block=BLOCK, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match="^odb.loss_scaling: 'stock' .* compute_loss of the trainer returns another"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def dft(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
     logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     supervised = labels != -100
