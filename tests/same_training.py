@@ -21,9 +21,8 @@ from distributed.ranks import Outcome, run_ranks
 from distributed.shims.training_record import TrainingRecord
 from llamafactory.hparams import get_train_args
 from llamafactory.train import callbacks, tuner
-from PIL import Image
 from safetensors.torch import load_file
-from support import read_jsonl, training_config
+from support import noise, read_jsonl, training_config
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
@@ -376,7 +375,7 @@ def write_rows(folder: Path) -> Path:
         for k in numbers
     ]
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+        noise(size).convert("RGB").save(folder / f"{name}.png")
     pictures = []
     for k, pair in enumerate(pairs[:NUM_PICTURES]):
         images = ([], ["wide.png"], ["tall.png", "wide.png"])[k % 3]
@@ -399,8 +398,8 @@ def write_rows(folder: Path) -> Path:
         sounds.append({"conversations": [asked, answer], "audios": names})
     uneven, films = [], []  # all media in the rows that the first of two ranks draws
     frames = [f"frame_{number}.png" for number in range(4)]
-    for name in frames:
-        Image.effect_noise((64, 64), 60).convert("RGB").save(folder / name)
+    for number, name in enumerate(frames):
+        noise((64, 64), seed=number).convert("RGB").save(folder / name)
     for k, talk in enumerate(talks[:24]):  # whole optimizer steps of 2 ranks
         asked, answer = talk["conversations"]
         images = [] if k % 2 else (["wide.png"], ["tall.png", "wide.png"])[k // 2 % 2]

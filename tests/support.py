@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 BIN = Path(sys.executable).parent
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as in an activated environment
@@ -47,6 +52,12 @@ def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Pa
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
+
+
+def noise(size: tuple[int, int], seed: int = 0) -> Image.Image:
+    """A grey picture of noise, width x height. The same in each run, as Pillow's own `effect_noise` is not."""
+    values = np.random.default_rng(seed).normal(128, 60, size[::-1])
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def training_config(model: Path, data_dir: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -90,6 +101,15 @@ def need(package: str) -> None:
     """Skip a test where this is not installed."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package.replace('_', '-')}")
+
+
+def free_port() -> int:
+    """A port for the processes of one run to meet at. The kernel gives those from 32,768 on to any connection."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +177,7 @@ def end_of(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**(environment or os.environ), MARK: mark},
+        env={"MASTER_PORT": str(free_port()), **(environment or os.environ), MARK: mark},
     )
     try:
         printed, _ = process.communicate(timeout=limit_s)

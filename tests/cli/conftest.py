@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support import BIN
+from support import BIN, free_port
 
 TIMEOUT_S = 180
 
@@ -23,7 +23,7 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env=os.environ | environment,
+            env={"MASTER_PORT": str(free_port()), **os.environ, **environment},
             start_new_session=True,
         )
 

@@ -7,7 +7,6 @@ puts each rank into a session of its own, so a process group would not find them
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 import uuid
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support import BIN, MARK, end_marked_processes, marked_processes, proc_words
+from support import BIN, MARK, end_marked_processes, free_port, marked_processes, proc_words
 
 TIMEOUT_S = 200
 POLL_S = 0.05
@@ -165,12 +164,6 @@ class Run:
         end_marked_processes(self.mark)
         for launcher in self.launchers:
             launcher.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def parent(pid: int) -> int:

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import forks
-from distributed.launch import free_port
+from support import free_port
 
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig

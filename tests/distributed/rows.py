@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-from support import write_dataset
+from support import noise, write_dataset
 
 WORDS = ["red", "round", "seven", "cats", "under", "a", "bridge"]
 INVALID = {"messages": [{"role": "user", "content": "nobody answers"}], "images": []}
@@ -27,7 +26,7 @@ def row(words: int, images: list[str] | None = None, videos: list[list[str]] | N
 def write_uneven_rows(folder: Path, num_rows: dict[str, int]) -> Path:
     """Rows of 3 to 100 words; in `mixed` some have one picture or two. No two rows of a dataset are alike."""
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+        noise(size).convert("RGB").save(folder / f"{name}.png")
     rows = {
         name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name == "mixed" else []) for k in range(count)]
         for name, count in num_rows.items()

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from distributed.invariants import Audits, check_audits, check_books, losses, read_audits
 from distributed.rows import INVALID, row
-from PIL import Image
 from same_training import launch
 from same_training import train as train_here
-from support import need, once, shimmed, training_config, write_dataset
+from support import need, noise, once, shimmed, training_config, write_dataset
 
 ACCUMULATION, BATCH = 2, 2
 TOKEN_BUDGET, MAX_PATCHES = 256, 140
@@ -72,9 +71,9 @@ def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 rows: 3 to 70 words, with none, one or two small pictures, a video, or both."""
     folder = tmp_path_factory.mktemp("mix")
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+        noise(size).convert("RGB").save(folder / f"{name}.png")
     for k in range(4):
-        Image.effect_noise((64, 64), 60).convert("RGB").save(folder / f"frame_{k}.png")
+        noise((64, 64), seed=k).convert("RGB").save(folder / f"frame_{k}.png")
     pictures = [[], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"]]
     video = [f"frame_{k}.png" for k in range(4)]
     rows = [row(3 + (k * 13) % 67, pictures[k % 5], [video] if k in WITH_VIDEO else []) for k in range(30)]
@@ -275,7 +274,7 @@ def test_balanced_ranks_share_unequal_shards(tiny_text, tmp_path) -> None:
 
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:
     """I2 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or not."""
-    Image.effect_noise((96, 64), 60).convert("RGB").save(tmp_path / "picture.png")
+    noise((96, 64)).convert("RGB").save(tmp_path / "picture.png")
     world = World((cycle(12, 12), cycle(0, 12)))
     rows = [row(words, ["picture.png"] * (k % 2)) for k, words in enumerate(world.shards[0])]
     write_dataset(tmp_path, {"rows": [item for one in rows for item in (one, INVALID)]})

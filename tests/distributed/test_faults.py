@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from distributed.launch import Ended, Node, Run, parent
 from distributed.rows import row
-from PIL import Image
-from support import proc_words, read_log, shimmed, training_config, write_dataset
+from support import noise, proc_words, read_log, shimmed, training_config, write_dataset
 
 LIMIT_S = 60
 """From the fault to the end of the last launcher."""
@@ -46,7 +45,7 @@ def config(tiny_text, tmp_path) -> dict[str, Any]:
 
 @pytest.fixture
 def with_an_unreadable_picture(config, tiny_vl, tmp_path) -> dict[str, Any]:
-    Image.effect_noise((90, 60), 50).convert("RGB").save(tmp_path / "good.png")
+    noise((90, 60)).convert("RGB").save(tmp_path / "good.png")
     whole = (tmp_path / "good.png").read_bytes()
     (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
     pictures = {k: ["cut_off.png" if k == BAD_ROW else "good.png"] for k in range(1, 60, 4)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from stock import load_data, load_stock
-from support import training_config, write_dataset
+from support import noise, training_config, write_dataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
@@ -146,7 +146,7 @@ def test_filler_of_a_text_only_group_is_known(vl: Setting, text: Setting) -> Non
 
 def test_images_inside_the_dataset_stay_encoded_until_collation(tiny_vl, tmp_path) -> None:
     """A parquet file with an image column, one picture turned by its EXIF data: batches still equal stock's."""
-    picture = Image.effect_noise((120, 70), 60).convert("RGB")
+    picture = noise((120, 70)).convert("RGB")
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
     picture.save(tmp_path / "turned.jpg", exif=exif)

@@ -16,7 +16,7 @@ from llamafactory.data import converter as stock_converter
 from llamafactory.train.tuner import run_exp
 from PIL import Image
 from stock import load_data
-from support import training_config
+from support import noise, training_config
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
@@ -67,7 +67,7 @@ def _openai(k: int) -> dict[str, Any]:
 def _pictures(k: int, folder: Path) -> dict[str, Any]:
     names = [f"{k}_{number}.png" for number in range(k % 3)]
     for number, name in enumerate(names):
-        Image.effect_noise((40 + 30 * k, 50 + 20 * number), 60).convert("RGB").save(folder / name)
+        noise((40 + 30 * k, 50 + 20 * number)).convert("RGB").save(folder / name)
     if k == 4:
         names = [str(folder / name) for name in names]  # named whole, outside of media_dir
     turns = [{"role": "user", "content": "<image>" * len(names) + "what?"}, {"role": "assistant", "content": f"no {k}"}]
@@ -184,8 +184,8 @@ def test_tokenized_path_stores_what_stock_stores(tiny_text, formats, tmp_path) -
 def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path, single: bool) -> None:
     """Stock's two passes encode a JPEG anew, which changes its pixels; so must we, but not before they are needed."""
     names = ["noise.jpg", "turned.jpg", "grey.png", "colours.gif", "lossy.webp"]
-    noise = Image.effect_noise((120, 70), 60)
-    colours = Image.merge("RGB", [noise, noise.rotate(180), Image.effect_noise((120, 70), 90)])
+    grey = noise((120, 70))
+    colours = Image.merge("RGB", [grey, grey.rotate(180), noise((120, 70), seed=1)])
     exif = Image.Exif()
     exif[0x0112] = 6
     for name in names:

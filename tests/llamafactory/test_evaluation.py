@@ -10,9 +10,8 @@ import pytest
 import torch
 from distributed.rows import row, write_uneven_rows
 from llamafactory.train.tuner import run_exp
-from PIL import Image
 from same_training import Cell, Config, Training, run_cells, train
-from support import training_config, write_dataset
+from support import noise, training_config, write_dataset
 from transformers import GenerationMixin, Qwen2ForCausalLM, TrainerCallback
 
 from odb_factory.errors import DataError
@@ -188,7 +187,7 @@ class Vanish(TrainerCallback):
 def test_a_row_that_cannot_be_read_ends_an_evaluation_whatever_on_error_says(tiny_vl: Path, tmp_path: Path) -> None:
     """Figures without it would not be stock's."""
     picture = tmp_path / "picture.png"
-    Image.effect_noise((64, 64), 60).convert("RGB").save(picture)
+    noise((64, 64)).convert("RGB").save(picture)
     texts, pictures = [row(9) for _ in range(4)], [row(9, [picture.name])] * 4
     config = training_config(
         tiny_vl,

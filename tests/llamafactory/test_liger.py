@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from same_training import check_same_training, report, train
-from support import shimmed, training_config, write_dataset
+from support import noise, shimmed, training_config, write_dataset
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger_kernel is not installed")
@@ -27,7 +26,7 @@ OF_LLAMAFACTORY, OF_THE_TRAINER = {"enable_liger_kernel": True}, {"use_liger_ker
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`texts` and `pictures`: as few tokens as can be, for the interpreter takes 0.1 s for each."""
     folder = tmp_path_factory.mktemp("rows")
-    Image.effect_noise((56, 56), 60).convert("RGB").save(folder / "noise.png")
+    noise((56, 56)).convert("RGB").save(folder / "noise.png")
 
     def row(number: int, images: list[str]) -> dict[str, Any]:
         question, answer = "<image>" * len(images) + "say", "so " * (1, 4, 2, 3)[number]

@@ -18,6 +18,7 @@ from llamafactory.data.mm_plugin import get_mm_plugin
 from llamafactory.hparams import ModelArguments
 from llamafactory.model.patcher import patch_processor
 from PIL import Image
+from support import noise
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
@@ -39,10 +40,6 @@ def build(name: str, **options: Any) -> tuple[Any, Any, Any]:
     return get_mm_plugin(name, **NAME[name]), tokenizer, processor
 
 
-def noise(size: tuple[int, int]) -> Image.Image:
-    return Image.effect_noise(size, 60).convert("RGB")
-
-
 @pytest.mark.parametrize(
     ("name", "options", "one_by_one"),
     [
@@ -60,7 +57,7 @@ def test_what_is_remembered_is_what_the_processor_says(
     memory = memory_of_sizes(plugin, processor)
     assert memory is not None and one_by_one in (memory.one_by_one, None)
     for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
-        real = plugin._get_mm_inputs([noise(size) for size in sizes], [], [], processor)
+        real = plugin._get_mm_inputs([noise(size).convert("RGB") for size in sizes], [], [], processor)
         found = memory.answer(sizes)
         assert found.keys() == real.keys()
         for key, value in real.items():
@@ -83,8 +80,8 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
         assert memory_of_sizes(plugin, processor) is None
         media = MediaObserver(plugin, tokenizer, processor)
     assert sum("observed through the real processor" in one for one in caplog.messages) == 2
-    blank = Image.new("RGB", (90, 91), "black")
-    assert media.count_media([blank], None, None, []) == media.count_media([noise((90, 91))], None, None, []) > Media()
+    blank, noisy = Image.new("RGB", (90, 91), "black"), noise((90, 91)).convert("RGB")
+    assert media.count_media([blank], None, None, []) == media.count_media([noisy], None, None, []) > Media()
 
 
 def test_no_more_is_remembered_than_fits(monkeypatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from llamafactory.train.tuner import run_exp
 from same_training import train
 from stock import load_stock
-from support import read_jsonl, read_log, run_llamafactory, training_config
+from support import noise, read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
 
@@ -250,10 +250,9 @@ def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
 
 
 def test_unreadable_image_stops_or_is_skipped(tiny_vl, tmp_path) -> None:
-    from PIL import Image
     from support import write_dataset
 
-    Image.effect_noise((90, 60), 50).convert("RGB").save(tmp_path / "good.png")
+    noise((90, 60)).convert("RGB").save(tmp_path / "good.png")
     whole = (tmp_path / "good.png").read_bytes()
     (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
     turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red and green"}]

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks
 from distributed.rows import row
-from PIL import Image
 from stock import load_stock
-from support import training_config, write_dataset
+from support import noise, training_config, write_dataset
 from training.reference import Cell, compare, dynamic, mean_of, token_loss, train_in_batches
 
 WORLD_SIZE, ACCUMULATION = 2, 2
@@ -31,7 +30,7 @@ def configs(tiny_text, tiny_vl, tmp_path_factory) -> dict[tuple[str, str], dict[
     """Rows of 3 to 70 words, of the pictures none, one or two; the rows of rank 1 are short and it runs dry."""
     folder = tmp_path_factory.mktemp("rows")
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+        noise(size).convert("RGB").save(folder / f"{name}.png")
     pictures = [[], [], ["wide.png"], ["tall.png"], [], [], ["wide.png", "tall.png"]]
     words = [(3 + k * 13 % 67) // (1 + 3 * (k % 2)) for k in range(20)]
     rows = [row(count, pictures[k % 7]) for k, count in enumerate(words)]
