@@ -48,14 +48,6 @@ OVERLAYS = ("gemma3", "gemma4", "paligemma")
 _FUNCTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 
 
-def register() -> None:
-    """Register the functions with transformers; safe to call twice."""
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, functools.partial(make_mask, "sdpa"))
-    AttentionInterface.register(EAGER_NAME, attend_eager)
-    AttentionMaskInterface.register(EAGER_NAME, functools.partial(make_mask, "eager"))
-
-
 def make_mask(base: str, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """No mask for a flat row; all others are those of `base`, as is one that a model lays over the causal one."""
     overlaid = kwargs.get("use_vmap", False)
@@ -322,6 +314,13 @@ def _visible(query: Tensor, window: int | None) -> Tensor:
 # Into a model and out of it
 
 
+# At import: a model that is unpickled in another process asks for them, too.
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, functools.partial(make_mask, "sdpa"))
+AttentionInterface.register(EAGER_NAME, attend_eager)
+AttentionMaskInterface.register(EAGER_NAME, functools.partial(make_mask, "eager"))
+
+
 def why_unusable(model: Any) -> str | None:
     """What of this model (a `PreTrainedModel`) `odb_varlen` cannot compute as sdpa or eager do; None: nothing."""
     config = text_config(model)
@@ -341,7 +340,6 @@ def install(model: Any) -> Callable[[], None]:
 
     Raises `ConfigError` where transformers does not do it.
     """
-    register()
     key, config = _key(model), text_config(model)
     assert key is not None, "why_unusable comes first"
     before = config._attn_implementation
@@ -352,7 +350,7 @@ def install(model: Any) -> Callable[[], None]:
             f"layout: transformers has not taken {name} for {type(model).__name__}; set `layout: padded`, or install a "
             "tested release (`odb-factory doctor` names them)."
         )
-    return lambda: model.set_attn_implementation({key: before})
+    return functools.partial(model.set_attn_implementation, {key: before})
 
 
 def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:

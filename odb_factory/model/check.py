@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -37,7 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model import attention, mixers
-from odb_factory.model.flat_row import flat_row
+from odb_factory.model.flat_row import call_all, flat_row
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.tiny_copy import WORDS, tiny_copy
 
@@ -186,17 +187,16 @@ def _flat(
             logger.info("the layout is checked on real rows alone: %s", verdict.why_unknown)
         if verdict.neighbours is not None:
             logger.info("layout: %s", verdict.neighbours)
-    undo = contextlib.ExitStack()
+    undo = []
     for one in models:
-        undo.callback(without_cache(one))
-        undo.callback(mixers.install(one))
+        undo += [without_cache(one), mixers.install(one)]
         if install:
-            undo.callback(attention.install(one))
+            undo.append(attention.install(one))
     reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
     computed = [f"attention by {kernel}"] if kernel else []
     if found := mixers.describe(models[0]):
         computed.append(f"{found} by padded groups of samples")
-    return Layout("flat", f"{reason}, {'; '.join(computed)}", with_boundaries, undo.close)
+    return Layout("flat", f"{reason}, {'; '.join(computed)}", with_boundaries, functools.partial(call_all, undo))
 
 
 def without_cache(model: Any) -> Callable[[], None]:
@@ -208,12 +208,7 @@ def without_cache(model: Any) -> Callable[[], None]:
     configs = [config for config in (model.config, attention.text_config(model)) if getattr(config, "use_cache", None)]
     for config in configs:
         config.use_cache = False
-
-    def undo() -> None:
-        for config in configs:
-            config.use_cache = True
-
-    return undo
+    return functools.partial(call_all, [functools.partial(setattr, config, "use_cache", True) for config in configs])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -166,12 +166,20 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
     vars(added)["__wrapped__"] = own
     attributes["forward"] = added
 
-    def undo() -> None:
-        if attributes.get("forward") is added:
-            del attributes["forward"]
-            attributes.update({} if before is None else {"forward": before})
+    return functools.partial(_put_back, module, added, before)
 
-    return undo
+
+def _put_back(module: nn.Module, added: Callable[..., Any], before: Callable[..., Any] | None) -> None:
+    attributes = vars(module)
+    if attributes.get("forward") is added:
+        del attributes["forward"]
+        attributes.update({} if before is None else {"forward": before})
+
+
+def call_all(undo: list[Callable[[], Any]]) -> None:
+    """The last first, each once. Unlike an `ExitStack` the list can be copied and pickled, with the model it is of."""
+    while undo:
+        undo.pop()()
 
 
 @contextlib.contextmanager

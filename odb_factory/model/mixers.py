@@ -19,7 +19,6 @@ every rank must call a mixer as often as the others, the number is fixed (`EQUAL
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections import Counter
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError
 from odb_factory.model import attention
-from odb_factory.model.flat_row import FlatRow, copy_to, replace_forward, row_in_progress
+from odb_factory.model.flat_row import FlatRow, call_all, copy_to, replace_forward, row_in_progress
 
 KNOWN = (
     "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
@@ -138,11 +137,11 @@ def describe(model: nn.Module) -> str:
 
 def install(model: nn.Module) -> Callable[[], None]:
     """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it."""
-    undo = contextlib.ExitStack()
+    undo = []
     for mixer in find(model):
         if getattr(mixer.forward, "func", None) is not _mix:  # else installed twice
-            undo.callback(replace_forward(mixer, functools.partial(_mix, mixer)))
-    return undo.close
+            undo.append(replace_forward(mixer, functools.partial(_mix, mixer)))
+    return functools.partial(call_all, undo)
 
 
 @torch.compiler.disable(recursive=False)

@@ -25,6 +25,7 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
 from odb_factory.model.flat_row import (
     FlatRow,
+    call_all,
     copy_to,
     flat_row,
     forward_replaced,
@@ -227,14 +228,8 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
     is_first = UNDO not in vars(inner)
     if is_first:
         layout = resolve_layout([inner], "flat", SimpleNamespace(device=device, bf16=False, fp16=False))
-        door = _LoopDoor(inner)
-
-        def undo() -> None:
-            del vars(inner)[UNDO]
-            door.leave()
-            layout.undo()
-
-        vars(inner)[UNDO] = undo
+        leave = replace_forward(inner, _LoopDoor(inner).forward)
+        vars(inner)[UNDO] = functools.partial(call_all, [layout.undo, leave, functools.partial(delattr, inner, UNDO)])
         logger.info("layout: %s (%s)", layout.name, layout.reason)
 
     def to_device(batch: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +249,8 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
 
 
 UNDO = "_odb_undo"
-"""The attribute of a model that is set up which puts it back."""
+"""The attribute of a model that is set up which puts it back: of data alone, so that copies of the model have their own
+and a model can be pickled."""
 
 
 class _LoopDoor:
@@ -263,9 +259,8 @@ class _LoopDoor:
     def __init__(self, model: nn.Module):
         self._model = model
         self._computed: int | None = None  # the number of the last row that the model has computed
-        self.leave = replace_forward(model, self._forward)
 
-    def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = args[1:] if args and args[0] is self._model else args  # accelerate binds the forward that it unwraps
         row, positions = row_in_progress(), kwargs.get("position_ids")
         if _is_flat(positions) and kwargs.get("attention_mask") is None:

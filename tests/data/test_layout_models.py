@@ -45,7 +45,6 @@ EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
 """Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
 ROUND_TO = 16
 
-attention.register()
 register_flash()
 Gradients = dict[str, torch.Tensor]
 

@@ -5,9 +5,13 @@ Real transformers models in float64 on real worker processes.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import json
+import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -343,6 +347,50 @@ def test_a_model_that_is_set_up_is_freed_with_its_last_user(tiny_text: Path) -> 
     del model, batch, info
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_that_is_set_up_is_set_up_by_itself(kind: str, copied: Any) -> None:
+    """As the averaged weights of a training, or what `torch.save(model)` writes."""
+    model = make_model(kind, torch.float64)
+    before = [dict(vars(part)) for part in model.modules()]
+    with make() as loader:
+        puts_back, puts_back_again = unpad(model, loader), unpad(model, loader)
+        expected, other = gradient(model, loader), copied(model)
+        unpad(other, loader)()
+        assert model.forward is not type(model).forward and set(vars(other)) == set(before[0])
+        copy_that_stays = copied(model)
+        puts_back()
+        puts_back_again()
+        assert [dict(vars(part)) for part in model.modules()] == before
+        assert torch.equal(gradient(copy_that_stays, loader), expected)
+
+
+def gradient(model: Any, loader: Any) -> torch.Tensor:
+    """Of the first optimizer step."""
+    model.train().zero_grad()
+    for batch in loader:
+        info = pop_step_info(batch)
+        (model(**batch).loss * info.loss_scale).backward()
+        if info.ends_optimizer_step:
+            break
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_a_model_that_is_set_up_runs_in_a_process_that_unpickles_it(tiny_text: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
+    ids = torch.arange(5, 15)[None]
+    with make() as loader:
+        unpad(model, loader)
+    torch.save(model.eval(), tmp_path / "model.pt")
+    code = (
+        "import sys, torch; model = torch.load(sys.argv[1], weights_only=False); "
+        "print(model(torch.arange(5, 15)[None]).logits.sum().item())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) == pytest.approx(model(ids).logits.sum().item(), rel=1e-5)
 
 
 def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
