@@ -190,7 +190,7 @@ def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path
     exif[0x0112] = 6
     for name in names:
         options = {"exif": exif} if name == "turned.jpg" else {}
-        (noise if name == "grey.png" else colours).save(tmp_path / name, **options)
+        (grey if name == "grey.png" else colours).save(tmp_path / name, **options)
     turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "noise"}]
     image = datasets.Image() if single else datasets.Sequence(datasets.Image())
     role = {"role": datasets.Value("string"), "content": datasets.Value("string")}
