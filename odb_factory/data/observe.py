@@ -188,6 +188,16 @@ class Observer(Protocol):
         """Where `dataset[index]` comes from, for messages: dataset, row, files."""
 
 
+NOT_PACKED = "it cannot be sent to another process ({}); let it hold what pickle takes"
+
+
+def _packed(features: Any) -> bytes:
+    try:
+        return pack(features)
+    except Exception as error:
+        raise ItemError(NOT_PACKED.format(one_line(error))) from error
+
+
 @dataclass(frozen=True, slots=True)
 class RawItem:
     """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
@@ -202,10 +212,7 @@ class RawItem:
 
     def __getitem__(self, id: int) -> Any:
         if self.problem is not None:
-            raise ItemError(
-                f"it cannot be sent to an observe worker ({self.problem}); let it hold what pickle takes, or set "
-                "num_workers to 0."
-            )
+            raise ItemError(NOT_PACKED.format(self.problem))
         return unpack(self.content) if self.is_packed else self.content
 
 
@@ -244,7 +251,7 @@ class ObservedDataset(WorkerDataset):
         try:
             with self.busy.at(index):
                 features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
-            sample = Sample(index, cost, pack(features), checksum(features, cost))
+            sample = Sample(index, cost, _packed(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self.where(index, source)}: {error}")
         except MediaCut as error:
@@ -288,6 +295,8 @@ GIVE_COST_FN = (
     "patches, units); in a loop of your own the collated batch then needs neither `input_ids` nor `labels`"
 )
 EXPECTED = "expected a mapping with `input_ids` of shape [length] or [1, length] (list, array or tensor)"
+LARGEST_COST = np.iinfo(np.int32).max
+"""Costs are planned as 32-bit integers."""
 UnitsFrom = Literal["labels", "cost_fn", "items"]
 
 
@@ -326,10 +335,13 @@ class ItemObserver:
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:
         cost = self._cost(item)
-        if cost.tokens < 1 or min(cost.patches, cost.units) < 0:
+        if cost.tokens == 0 and self.cost_fn is None and not self.keeps_unsupervised:
+            raise RowDropped("unsupervised", "it has no tokens, so none that carries loss.")
+        sizes = cost.tokens, cost.patches, cost.units
+        if cost.tokens < 1 or min(sizes) < 0 or max(sizes) > LARGEST_COST:
             raise ItemError(
                 f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, "
-                f"and the least are 1, 0 and 0; fix cost_fn or {PATCHES_KEY!r}"
+                f"and the least are 1, 0 and 0, the most {LARGEST_COST}; fix cost_fn or {PATCHES_KEY!r}"
             )
         features = item
         if isinstance(item, Mapping):
@@ -351,7 +363,7 @@ class ItemObserver:
         return f"row {index} of the training dataset"
 
     def _cost(self, item: Any) -> Cost:
-        given = None if self.cost_fn is None else self.cost_fn(item)
+        given = None if self.cost_fn is None else _in_python(self.cost_fn(item))
         if isinstance(given, Cost):
             return Cost(*(_in_python(getattr(given, one.name)) for one in fields(given)))
         if self.cost_fn is not None and not isinstance(given, Real):

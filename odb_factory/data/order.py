@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pickle import PicklingError
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ from odb_factory.comm.lifeline import world_size_of
 from odb_factory.data.observe import ItemError, ItemObserver, RawItem, UnitsFrom
 from odb_factory.data.processes import WorkerDataset, WorkerInit
 from odb_factory.data.samples import Rejection
-from odb_factory.data.serialize import fingerprint, pack
+from odb_factory.data.serialize import NOT_SENT, fingerprint, pack
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool
@@ -129,7 +131,7 @@ def read(source: Any, indices: Iterable[int], parts: DataLoaderParts) -> Iterato
         yield from map(source.__getitem__, indices)
         return
     options = {"sampler": list(indices), "batch_size": None, "persistent_workers": False, "prefetch_factor": 2}
-    yield from make_loader(source, parts, 1, **options)
+    yield from start(make_loader(source, parts, 1, **options), parts)
 
 
 def make_loader(source: Any, parts: DataLoaderParts, num_workers: int, **options: Any) -> DataLoader:
@@ -143,6 +145,24 @@ def make_loader(source: Any, parts: DataLoaderParts, num_workers: int, **options
             "worker_init_fn": WorkerInit(parts.worker_init_fn),
         } | options
     return DataLoader(source, num_workers=num_workers, collate_fn=_identity, generator=torch.Generator(), **options)
+
+
+def start(loader: DataLoader[Any], parts: DataLoaderParts) -> Iterator[Any]:
+    """Begin an epoch of a loader of these parts; starts its workers, unless they live on.
+
+    Raises `ConfigError` where what they need cannot be sent to them.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # torch says it before it raises
+            return iter(loader)
+    except (TypeError, AttributeError, PicklingError) as error:
+        context = loader.multiprocessing_context or torch.multiprocessing
+        if not loader.num_workers or context.get_start_method() == "fork":
+            raise
+        raise ConfigError(
+            f"dataset: {type(parts.dataset).__name__}, or its cost_fn, {NOT_SENT.format(one_line(error))}"
+        ) from None
 
 
 def _identity(item: Any) -> Any:

@@ -14,6 +14,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
@@ -26,11 +27,11 @@ from odb_factory.planning import Cost, Media, Plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
-# Built-in values, numpy arrays, tensors and registered dataclasses are written as msgpack. Anything else is pickled,
-# and then stays in this rank: what comes from another rank is never unpickled.
+# Built-in values, arrays and numbers of numpy, tensors, paths and registered dataclasses are written as msgpack.
+# Anything else is pickled, and then stays in this rank: what comes from another rank is never unpickled.
 
 _PLAIN, _PICKLED = b"\0", b"\1"
-_TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
+_TUPLE, _ARRAY, _TENSOR, _DATACLASS, _PATH = range(1, 6)
 _dataclasses: dict[str, type] = {}
 T = TypeVar("T", bound=type)
 
@@ -47,11 +48,26 @@ def pack(features: Any) -> bytes:
     Raises what pickle raises where it cannot write a value either; here, in the worker that made them, rather than in
     a queue where nobody sees it.
     """
-    values = {key: _own(value) for key, value in features.items()} if isinstance(features, Mapping) else features
+    values = dict(features) if isinstance(features, Mapping) else features
     try:
         return _PLAIN + _write(values)
     except (TypeError, ValueError, OverflowError):
-        return _PICKLED + pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
+        pickled = io.BytesIO()
+        _FeaturesPickler(pickled, pickle.HIGHEST_PROTOCOL).dump(values)
+        return _PICKLED + pickled.getvalue()
+
+
+class _FeaturesPickler(pickle.Pickler):
+    """Without what a tensor is a view of, which it would take along."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            not isinstance(obj, torch.Tensor)
+            or obj.layout is not torch.strided
+            or obj.untyped_storage().nbytes() <= obj.nbytes
+        ):
+            return NotImplemented
+        return obj.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(packed: bytes) -> Any:
@@ -118,19 +134,17 @@ def redistribute(
     return samples
 
 
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        return value.clone()  # a view would take along all it is a view of
-    return value
-
-
 def _extended(value: Any) -> msgpack.ExtType:
     """What msgpack has no type for. Raises TypeError for what only pickle can write."""
     kind = type(value)
     if kind is tuple:
         return msgpack.ExtType(_TUPLE, _write(list(value)))
-    if kind is np.ndarray and not value.dtype.hasobject and value.dtype.names is None:
+    if kind is np.ndarray and value.dtype.kind not in "OV":
         return msgpack.ExtType(_ARRAY, _write([value.dtype.str, list(value.shape), value.tobytes()]))
+    if isinstance(value, np.bool_ | np.number):
+        return msgpack.ExtType(_ARRAY, _write([value.dtype.str, None, value.tobytes()]))
+    if isinstance(value, Path):
+        return msgpack.ExtType(_PATH, _write(str(value)))
     if (
         kind is torch.Tensor
         and value.layout is torch.strided
@@ -151,11 +165,14 @@ def _restored(code: int, data: bytes) -> Any:
         return tuple(content)
     if code == _ARRAY:
         dtype, shape, values = content
-        return np.frombuffer(bytearray(values), dtype=dtype).reshape(shape)
+        array = np.frombuffer(bytearray(values), dtype=dtype)
+        return array[0] if shape is None else array.reshape(shape)
     if code == _TENSOR:
         name, shape, values = content
         flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
         return flat.view(getattr(torch, name)).reshape(shape)
+    if code == _PATH:
+        return Path(content)
     if code == _DATACLASS and content[0] in _dataclasses:
         return _dataclasses[content[0]](*content[1])
     raise DataError(f"features of an unknown kind ({code}); look for other versions of odb_factory among the ranks")

@@ -13,10 +13,8 @@ import functools
 import itertools
 import queue
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -25,10 +23,9 @@ from torch.utils.data import DataLoader
 from odb_factory.comm.standing import waiting
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, make_loader, read
+from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, make_loader, read, start
 from odb_factory.data.processes import BusyRows, PlanProcess, worker_seed
 from odb_factory.data.samples import ReadRows, Rejection, Sample, Task, no_usable_row
-from odb_factory.data.serialize import NOT_SENT
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -267,17 +264,7 @@ class LoaderWorkers:
         generator = self._parts.generator
         seed = torch.initial_seed() if generator is None else generator.initial_seed()
         loader.generator.manual_seed(worker_seed(seed, self._rank, stage, epoch))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Got pickle error")  # torch says it before it raises
-                return iter(loader)
-        except (TypeError, AttributeError, PicklingError) as error:
-            context = loader.multiprocessing_context or torch.multiprocessing
-            if not loader.num_workers or context.get_start_method() == "fork":
-                raise
-            raise ConfigError(
-                f"dataset: {type(self._parts.dataset).__name__}, or its observer, {NOT_SENT.format(one_line(error))}"
-            ) from None
+        return start(loader, self._parts)
 
 
 def take(batches: Iterator[Any], task: str, busy: BusyRows) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -80,9 +82,22 @@ def test_a_packed_sample_is_a_fraction_of_its_lists() -> None:
     assert len(pack(features)) < 0.3 * (pointers + objects)
 
 
-def test_a_view_leaves_behind_what_it_is_a_view_of() -> None:
-    whole = torch.zeros(1000)
-    assert len(pack({"x": whole[:10]})) < len(pack({"x": whole})) / 4
+class Pair(NamedTuple):
+    series: Any
+    target: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, lambda x: {"x": [x], "odd": range(3)}, lambda x: Pair(x, 1)])
+def test_a_view_leaves_behind_what_it_is_a_view_of(wrap: Callable[[Any], Any]) -> None:
+    """Also in what only pickle can write."""
+    whole = torch.arange(1000.0)
+    assert len(pack(wrap(whole[:10]))) < len(pack({"x": whole})) / 4
+    assert str(unpack(pack(wrap(whole[10:20])))) == str(wrap(whole[10:20]))
+
+
+def test_a_tensor_without_a_storage_is_pickled() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(unpack(pack({"x": sparse}))["x"].to_dense(), torch.eye(3))
 
 
 def test_unpacking_gives_a_fresh_dict_every_time() -> None:
@@ -130,6 +145,12 @@ def test_tensors_and_arrays_travel(value: Any) -> None:
     assert arrived.tolist() == value.tolist()
     if isinstance(arrived, torch.Tensor):
         arrived.clone().zero_()
+
+
+@pytest.mark.parametrize("value", [np.int64(-3), np.float32(0.5), np.float64(2.5), np.bool_(True), Path("a", "b.png")])
+def test_numbers_of_numpy_and_paths_travel(value: Any) -> None:
+    arrived = unpack(travelled({"x": value}).features)["x"]
+    assert type(arrived) is type(value) and arrived == value
 
 
 def test_what_arrives_may_be_changed() -> None:

@@ -69,7 +69,7 @@ def test_an_item_that_cannot_be_sent_to_a_worker_is_named() -> None:
     with ODBDataLoader(Unsendable(), 3, **options) as loader, pytest.raises(DataError) as caught:
         list(loader)
     message = str(caught.value)
-    assert "row 4 " in message and "cannot be sent to an observe worker" in message and "\n" not in message
+    assert "row 4 " in message and "cannot be sent to another process" in message and "\n" not in message
     with ODBDataLoader(Unsendable(), 3, on_error="skip", **options) as loader:
         list(loader)
         assert loader.stats()["odb/left_out"] == 1

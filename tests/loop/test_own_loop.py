@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -467,11 +469,52 @@ def test_a_stream_that_does_not_tell_whether_it_is_split_is_refused() -> None:
         next(iter(loader))
 
 
-@pytest.mark.parametrize("cost", [-3, 0, Cost(5, -1), Cost(5, 1, -1)])
+@pytest.mark.parametrize("cost", [-3, 0, Cost(5, -1), Cost(5, 1, -1), 2**40, Cost(5, units=2**31)])
 def test_a_cost_that_cannot_be_is_refused(cost: Any) -> None:
     """It would become a budget that holds anything, or a loss weight below 0."""
     with pytest.raises(ConfigError, match="its cost is"):
         make(cost_fn=lambda _: cost, loss_scaling="approx")
+
+
+@pytest.mark.parametrize("of_tensor", [torch.tensor, np.int64])
+def test_a_cost_may_be_a_number_of_torch_or_numpy(of_tensor: Callable[[int], Any]) -> None:
+    with make(cost_fn=lambda row: of_tensor(len(row["input_ids"]))) as loader:
+        assert rows_of(loader) == EVERY_ROW
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_item_that_nobody_can_pickle_is_named(num_workers: int) -> None:
+    """Without workers, too: samples wait as bytes."""
+
+    class Odd(Rows):
+        def __getitem__(self, k: int) -> Any:
+            return item(k) | ({"made_by": lambda: None} if k == 7 else {})
+
+    with make(Odd(), num_workers=num_workers) as loader, pytest.raises(DataError) as caught:
+        rows_of(loader)
+    assert "row 7 " in str(caught.value) and "let it hold what pickle takes" in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["dataset", "cost_fn"])
+def test_what_a_spawned_worker_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
+    parts = {"dataset": Rows(make=lambda k: item(k))} if part == "dataset" else {"cost_fn": lambda row: 5}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ConfigError, match="cannot be sent to a worker process") as error:
+            make(**parts, num_workers=1, multiprocessing_context="spawn")
+    assert "\n" not in str(error.value)
+
+
+def test_a_row_without_tokens_is_left_out_as_one_without_labels() -> None:
+    """In stock it is a row of padding, which weighs nothing."""
+
+    class Odd(Rows):
+        def __getitem__(self, k: int) -> Any:
+            return {"input_ids": [], "labels": []} if k == 7 else item(k)
+
+    with make(Odd()) as loader:
+        assert rows_of(loader) == EVERY_ROW - Counter([7])
+        assert loader.stats()["odb/left_out"] == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
