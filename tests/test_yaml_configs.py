@@ -20,7 +20,7 @@ CONFIGS = sorted(ROOT.glob("yaml_configs/**/*.yaml"))
 FULL = ("ultrachat", "llava_150k", "sharegpt4o", "mm_mix")
 PAPER = {f"{data}_{size}_{how}" for data in FULL[:3] for size in ("2b", "8b") for how in ("full", "lora")}
 PAPER |= {"mm_mix_2b_full"}
-NAMES = {"tiny_cpu", *FULL, "mm_mix_lora", "two_nodes", *PAPER}
+NAMES = {"tiny_cpu", *FULL, "mm_mix_lora", "qwen2_5_vl_qlora", "two_nodes", *PAPER}
 
 # Read as `llamafactory-cli train FILE key=value ...` reads it. Two keys depend on the machine and are
 # overridden, nothing else: `use_cpu` (bf16 is checked against the device that trains) and `deepspeed`
