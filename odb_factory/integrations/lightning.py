@@ -57,10 +57,15 @@ class OptimizerSteps:
     def __init__(self, loader: ODBDataLoader[Any] | ODBHandle):
         self._loader = loader
         self._state: dict[str, Any] | None = None
+        self._is_unused = False
 
     def __iter__(self) -> Iterator[OptimizerStep]:
         if self._state is None:
             self._state = self._loader.state_dict()
+        elif self._is_unused:
+            # Lightning has fetched from an iterator that it has dropped, as where it reloads its dataloaders.
+            self._loader.load_state_dict(self._state)
+        self._is_unused = True
         micro_batches = []
         for batch in self._loader:
             info = pop_step_info(batch)
@@ -71,7 +76,7 @@ class OptimizerSteps:
 
     def trained_on(self, step: OptimizerStep) -> None:
         """Lightning fetches a batch before it hands over the previous one, so what was yielded is one step ahead."""
-        self._state = step._state
+        self._state, self._is_unused = step._state, False
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last optimizer step trained on. Collective, as Lightning's saving is."""

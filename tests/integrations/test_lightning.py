@@ -199,6 +199,35 @@ def test_a_step_that_takes_a_number_under_any_name(alone: tuple[Path, Any, list[
     assert sorted(set(module.numbers)) == list(range(STEPS // EPOCHS))
 
 
+def test_dataloaders_that_lightning_reloads_skip_no_epoch(tiny_text: Path) -> None:
+    """It takes two iterators of each, and trains on those of the second."""
+    epochs: dict[int, list[int]] = {}
+
+    class Steps(OptimizerSteps):
+        def trained_on(self, step: Any) -> None:
+            super().trained_on(step)
+            for _, info in step.micro_batches:
+                epochs.setdefault(info.epoch, []).extend(info.ids)
+
+    class Data(lightning.LightningDataModule):
+        def train_dataloader(self) -> Steps:
+            return Steps(loader)
+
+    with ODBDataLoader(Rows(), batch_size=16, token_budget=96, shuffle=True, collate_fn=pad) as loader:
+        lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=3,
+            reload_dataloaders_every_n_epochs=1,
+            callbacks=[OnlineBatching()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Module(str(tiny_text)), datamodule=Data())
+    assert list(epochs) == [0, 1, 2]
+    assert all(sorted(rows) == list(range(NUM_ROWS)) for rows in epochs.values()), "I2"
+
+
 def test_two_ranks_are_one(alone: tuple[Path, Any, list[float]], tiny_text: Path, tmp_path: Path) -> None:
     folder, module, losses = alone
     ranks = run_ranks(
