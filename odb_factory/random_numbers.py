@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Sampler
 
 
 def random_states(device: torch.device | None = None) -> tuple[Any, ...]:
@@ -34,18 +35,56 @@ def kept_random_numbers(
     device: torch.device | None = None,
     *,
     states: tuple[Any, ...] | None = None,
-    generator: torch.Generator | None = None,
 ) -> Iterator[None]:
-    """Afterwards the generators, and `generator` if given, are as before, whatever was drawn within.
+    """Afterwards the generators are as before, whatever was drawn within.
 
     states: what the generators are set to within (None: they stay as they are).
     """
-    before, own = random_states(device), None if generator is None else generator.get_state()
+    before = random_states(device)
     if states is not None:
         set_random_states(states, device)
     try:
         yield
     finally:
         set_random_states(before, device)
-        if generator is not None and own is not None:
-            generator.set_state(own)
+
+
+CHANGED_IN_PLACE: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
+    (
+        np.random.Generator,
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+)
+"""Attributes of samplers, how their state is read, and how it is set."""
+
+
+class SamplerState:
+    """The attributes of a sampler, of samplers in it, and the generators among them, as they are now.
+
+    Torch's samplers have their randomness in a generator; custom ones may have Python's or numpy's, or count epochs.
+    """
+
+    def __init__(self, sampler: Any):
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._generators: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
+        self._note(getattr(sampler, "__dict__", {}))
+
+    def _note(self, attributes: dict[str, Any]) -> None:
+        self._attributes.append((attributes, dict(attributes)))
+        for value in attributes.values():
+            self._generators += [
+                (put, value, get(value)) for kind, get, put in CHANGED_IN_PLACE if isinstance(value, kind)
+            ]
+            if isinstance(value, Sampler):
+                self._note(vars(value))
+
+    def restore(self) -> None:
+        for attributes, before in self._attributes:
+            attributes.clear()
+            attributes.update(before)
+        for put, value, state in self._generators:
+            put(value, state)

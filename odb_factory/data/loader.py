@@ -363,7 +363,7 @@ class ODBLoader:
             self.restart(epoch if isinstance(epoch, int) and epoch >= 0 else 0)
             return
         self.leave()
-        self._progress.load(states, self._fingerprint)
+        self._progress.load(states, self._order_of)
         self.epoch = self._progress.now.epoch
 
     def restart(self, epoch: int) -> None:
@@ -371,6 +371,7 @@ class ODBLoader:
         self.leave()
         self._progress.open(epoch, is_loaded=True)
         self.epoch = epoch
+        self._order.pass_over(epoch)
         logger.warning("resume: ignore_data: epoch %d is restarted, whatever was done of it", epoch)
 
     def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
@@ -382,6 +383,7 @@ class ODBLoader:
         self.leave()
         skipped = self._progress.skip(optimizer_steps, epochs)
         self.epoch = self._progress.now.epoch
+        self._order.pass_over(self.epoch)
         return skipped
 
     def estimate_optimizer_steps(self) -> int:
@@ -600,6 +602,11 @@ class ODBLoader:
                 f"one whose order depends on its seed and epoch alone, or {RESTART}"
             )
         return self._order.common(place, optimizer_step)
+
+    def _order_of(self, epoch: int) -> int:
+        """The fingerprint of the order of an epoch that a resume goes to."""
+        self._order.pass_over(epoch)
+        return self._fingerprint(epoch)
 
     def _fingerprint(self, epoch: int) -> int:
         """That of the order of an epoch; a sampler can draw another order while a pass is under way."""

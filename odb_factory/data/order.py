@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pickle import PicklingError
@@ -29,7 +29,7 @@ from odb_factory.data.serialize import NOT_SENT, fingerprint, pack
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool
-from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.random_numbers import SamplerState, kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A DataLoader taken apart: what it reads, in which order, and with how many workers.
@@ -386,6 +386,7 @@ class ShardSampler(Sampler[int]):
         self.fingerprint = 0
         self.first: list[int] = []
         self._checksums: dict[int, int] = {}
+        self._num_drawn = 0
 
     def peek(self) -> int:
         """The fingerprint of the order that comes next, which stays the next."""
@@ -400,12 +401,24 @@ class ShardSampler(Sampler[int]):
             order = list(map(_index, self.sampler))
         yield from order
 
-    def _kept(self) -> AbstractContextManager[None]:
+    def pass_over(self, epoch: int) -> None:
+        """Draw the orders of the epochs before: without `set_epoch` a sampler goes by how many it has drawn."""
+        with kept_random_numbers():
+            while self._num_drawn < epoch and not hasattr(self.sampler, "set_epoch"):
+                deque(self.sampler, maxlen=0)
+                self._num_drawn += 1
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
         """An order that is drawn within leaves the orders to come unchanged."""
-        return kept_random_numbers(generator=getattr(self.sampler, "generator", None))
+        state = SamplerState(self.sampler)
+        with kept_random_numbers():
+            yield
+        state.restore()
 
     def __iter__(self) -> Iterator[int]:
         self._checksums = {}
+        self._num_drawn += 1
         order = self._open()
         if self.start.block:
             order = itertools.chain.from_iterable(self._blocks(order, self.start.block))
@@ -545,6 +558,9 @@ class StreamReader(WorkerDataset, IterableDataset):
 
     def peek(self) -> int:
         return self.fingerprint
+
+    def pass_over(self, epoch: int) -> None:
+        """Nothing: a stream is iterated when its items are wanted."""
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

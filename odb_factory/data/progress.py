@@ -402,7 +402,10 @@ class Progress:
         differs = [
             f"{key} was {then[key]!r}, is {now[key]!r}" for key in now if then[key] != now[key] and key != "order"
         ]
-        differs = [*changed.values(), *differs] or ["rows come in another order: another shuffling or other data sets"]
+        differs = [*changed.values(), *differs] or [
+            "rows come in another order: another shuffling, other data sets, or a sampler whose order does not depend "
+            "on its seed and epoch alone"
+        ]
         raise DataError(
             f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is left "
             f"of the epoch cannot be told; bring them back, or {RESTART}"

@@ -54,7 +54,7 @@ def shards_parameters(trainer: Any) -> bool:
 
 def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
     """Raise `DataError` before a forward for which the other ranks would wait. ids: rows of the batch."""
-    family = trainer.model.config.model_type
+    family = getattr(getattr(trainer.model, "config", None), "model_type", type(trainer.model).__name__)
     if has_both(batch) and shards_parameters(trainer) and not takes_both(family):
         rows = f"row {ids[0]}" if len(ids) == 1 else f"the micro-batch of rows {', '.join(map(str, ids))}"
         raise DataError(TWICE.format(rows, family))

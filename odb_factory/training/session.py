@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
+import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset, RandomSampler
@@ -50,6 +51,7 @@ from odb_factory.model.check import (
 from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation, Limits
+from odb_factory.random_numbers import SamplerState
 from odb_factory.training import checkpoint
 from odb_factory.training.arguments import RunArguments
 from odb_factory.training.auto_budget import choose_budgets, rehearse
@@ -273,6 +275,7 @@ class Training:
     memory: MemoryWatch
     trainer_loss: TrainerLoss | None = None
     _parts: DataLoaderParts
+    _sampler_at_begin: SamplerState
 
     def __init__(self, odb: Session, checkpoint: Checkpoint | None):
         self.odb, self.trainer, self.checkpoint = odb, odb.trainer, checkpoint
@@ -304,8 +307,7 @@ class Training:
         stock: the Trainer's train dataloader.
         """
         odb, args, dataset = self.odb, self.trainer.args, self.trainer.train_dataset
-        seeds = (odb.config.seed, args.data_seed, args.seed)
-        self._seed = next(seed for seed in seeds if seed is not None)  # of the order of samples
+        self._seed = self._seed_of_order()
         self._parts = dismantle(stock, self._seed, stream=dataset)
         if odb.observer is None:
             self._parts = with_all_columns(self._parts, dataset, odb.cost_fn)
@@ -313,11 +315,22 @@ class Training:
             with contextlib.suppress(AttributeError):  # of a config of another kind
                 self._operations = Operations.of(self.trainer.model, device_of(args))
         config, self.lacks_budgets = first_config(odb.config, self.checkpoint)
+        self._sampler_at_begin = SamplerState(self._parts.sampler)
         models, is_stream = models_of(self.trainer), isinstance(dataset, IterableDataset)
         layout = resolve_layout(models, odb.config.layout, args, refused=odb.not_flat, is_stream=is_stream)
         self._make_run(layout, config)
         self.is_unchecked = layout.name == "flat"
         logger.info("layout: %s (%s)", layout.name, layout.reason)
+
+    def _seed_of_order(self) -> int:
+        """Of the order of samples: where none is given that which torch was seeded with last, as accelerate's sampler
+        takes it, unless that is another on each rank. Collective."""
+        args = self.trainer.args
+        given = args.data_seed if self.odb.config.seed is None else self.odb.config.seed
+        if given is not None:
+            return given
+        found = self.odb.gather(torch.initial_seed())
+        return found[0] if len(set(found)) == 1 else args.seed
 
     def settle(self) -> None:
         """Settle the run to train with: replaces the one that has begun if the flat layout fails its check, or once
@@ -362,6 +375,7 @@ class Training:
     def _replace_run(self, layout: Layout, config: ResolvedConfig) -> None:
         before = self.run
         before.close()
+        self._sampler_at_begin.restore()
         self._make_run(layout, config)
         self.run.schedule.take_over(before.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
         if not self.lacks_budgets:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import random
 import tracemalloc
 import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+from transformers import set_seed
 
 from odb_factory.data.order import FINGERPRINTED, ShardSampler, ShareProgress, Start, dismantle
 
@@ -66,17 +70,42 @@ def _checksums(order: range, block: int) -> list[int]:
     return [zlib.crc32(repr((checksums[0], (one,))).encode()) for one in checksums[1:]]
 
 
-def test_looking_at_an_order_leaves_the_next_as_it_is() -> None:
-    """Of a sampler with a generator of its own, and of one that draws from torch's."""
-    for generator in (torch.Generator().manual_seed(3), None):
-        torch.manual_seed(5)
-        plain = list(RandomSampler(range(100), generator=generator))
-        if generator is not None:
-            generator.manual_seed(3)
-        torch.manual_seed(5)
-        sampler = ShardSampler(RandomSampler(range(100), generator=generator), 0, 1)
+class Custom(Sampler):
+    """What it shuffles by is an attribute, as is the number of orders that it has drawn."""
+
+    def __init__(self, numbers: Any, inner: Any = range(100)):
+        self.numbers, self.inner, self.drawn = numbers, inner, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.drawn += 1
+        rows = list(self.inner)
+        self.numbers.shuffle(rows)
+        return iter(rows[self.drawn :] + rows[: self.drawn])
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "torch's numbers": lambda: RandomSampler(range(100)),
+    "a generator": lambda: RandomSampler(range(100), generator=torch.Generator().manual_seed(3)),
+    "Python's": lambda: Custom(random.Random(3)),
+    "Python's global": lambda: Custom(random),
+    "numpy's": lambda: Custom(np.random.default_rng(3)),
+    "numpy's old": lambda: Custom(np.random.RandomState(3)),
+    "nested": lambda: Custom(random.Random(3), Custom(np.random.default_rng(3))),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_looking_at_an_order_leaves_the_next_as_it_is(name: str) -> None:
+    set_seed(5)
+    plain = SAMPLERS[name]()
+    orders = [list(plain), list(plain)]
+    assert orders[0] != orders[1]
+    set_seed(5)
+    sampler = ShardSampler(SAMPLERS[name](), 0, 1)
+    for order in orders:
         fingerprint = sampler.peek()
-        assert list(sampler) == plain and sampler.fingerprint == fingerprint
+        list(sampler.whole())
+        assert list(sampler) == order and sampler.fingerprint == fingerprint
 
 
 @pytest.mark.parametrize(("rows", "drawn", "replacement"), [(10_000, None, False), (7, 30, False), (50, 120, True)])

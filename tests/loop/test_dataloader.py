@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from distributed.ranks import run_ranks
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler, get_worker_info
 from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
@@ -315,6 +315,26 @@ def test_a_sampler_needs_no_length() -> None:
     with make(sampler=Endless(), batch_size=4) as loader:
         loader.load_state_dict(state)
         assert before + rows_of(loader) == Counter(range(40)) and loader.num_optimizer_steps is None
+
+
+@pytest.mark.parametrize("step", [6, 8])
+def test_a_sampler_that_goes_by_the_orders_it_has_drawn_is_resumed_in_a_later_epoch(step: int) -> None:
+    """I2, and the same samples; at the end of the second epoch of four optimizer steps, too."""
+
+    def weighted() -> ODBDataLoader:
+        generator = torch.Generator().manual_seed(3)
+        return make(sampler=WeightedRandomSampler([1.0] * NUM_ROWS, NUM_ROWS, generator=generator))
+
+    with weighted() as loader:
+        epochs = [rows_of(loader) for _ in range(3)]
+    with weighted() as loader:
+        assert rows_of(loader) == epochs[0]
+        before, state = stopped(loader, step)
+    with weighted() as loader:
+        loader.load_state_dict(state)
+        if step == 6:
+            assert before + rows_of(loader) == epochs[1]
+        assert rows_of(loader) == epochs[2]
 
 
 def test_an_order_that_its_owner_changes_between_epochs_is_that_of_torch() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from training.toy_training import BLOCK, FILL, Rates, audit, ids, losses, make, train
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer, set_seed
 
 from odb_factory import ConfigError, ODBTrainer, ODBTrainerMixin, enable_odb
 
@@ -78,6 +78,55 @@ def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> N
 
     train(tiny_text, tmp_path, trainer_class=Mine, block=BLOCK)
     assert ids(tmp_path) == Counter(range(10, 20))
+
+
+class Weighted(Trainer):
+    """A sampler whose orders go by those that it has drawn before; takes a number of each row from the batch."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return WeightedRandomSampler([1.0] * NUM_ROWS, NUM_ROWS, generator=generator)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert len(inputs.pop("of_row")) == len(inputs["input_ids"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def pad_with_numbers(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """With them a batch cannot be laid flat."""
+    return pad(items) | {"of_row": torch.tensor([len(item["input_ids"]) for item in items])}
+
+
+def test_the_order_is_drawn_once_where_the_layout_is_not_right(tiny_text, tmp_path) -> None:
+    options = {"trainer_class": Weighted, "collate": pad_with_numbers, "num_train_epochs": 2}
+    stock, ours = (train(tiny_text, tmp_path, block=block, **options) for block in (None, BLOCK))
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
+
+
+def test_a_seed_that_a_script_sets_after_it_has_made_the_trainer(tiny_text, tmp_path) -> None:
+    """Accelerate's sampler takes it."""
+    trainers = [make(tiny_text, tmp_path, block=block) for block in (None, BLOCK)]
+    for trainer in trainers:
+        set_seed(7)
+        trainer.train()
+    assert losses(trainers[1]) == pytest.approx(losses(trainers[0]), rel=1e-5)
+
+
+class Own(torch.nn.Module):
+    """Around a model, without a config."""
+
+    def __init__(self, path: Any):
+        super().__init__()
+        self.language_model = AutoModelForCausalLM.from_pretrained(path)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.language_model(input_ids=input_ids, labels=labels)
+
+
+def test_a_module_without_a_config(tiny_text, tmp_path) -> None:
+    options = {"gradient_accumulation_steps": 2}
+    stock, ours = (train(Own(tiny_text), tmp_path, block=block, **options) for block in (None, BLOCK))
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
 
 
 def test_a_dataloader_in_the_place_of_odbs_is_refused(tiny_text, tmp_path) -> None:
