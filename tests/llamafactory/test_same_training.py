@@ -54,6 +54,7 @@ UNEVEN |= {"eval_steps": 2}
 """All images on the first of two ranks, as long as samples do not travel; evaluated before the last optimizer step."""
 SHARED = {"token_budget": 500, "max_patches": 120, "balance": False, "balance_encoder": True}
 FROZEN = {"freeze_vision_tower": True}
+COMPILED = {"torch_compile": True}
 NO_EVAL = {"eval_strategy": "no"}
 SAVED = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True, "num_train_epochs": 3}
 ASFT = {"use_asft_loss": True} | NO_EVAL
@@ -90,6 +91,8 @@ CELLS: dict[str, Cell] = {
     "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | REHEARSED),
     "sft, images, saved": Cell("sft", ALBUMS | SAVED, "tied_vl", OF_IMAGES),
     "sft, images, padded": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | PADDED),
+    "sft, compiled": Cell("sft", COMPILED, block=TIGHT),
+    "sft, images, compiled": Cell("sft", ALBUMS | COMPILED, "tied_vl", OF_IMAGES),
     "sft, images, qlora": Cell("sft", ALBUMS | QLORA, "tied_vl", OF_IMAGES | REHEARSED),
     "sft, images and videos": Cell(
         "sft",
@@ -210,11 +213,15 @@ class Set:
         self.cells = tuple(name for name in cells if not (engine.startswith("fsdp") and CELLS[name].stage == "rm"))
 
 
+ON_TWO_COMPILED = ("sft, compiled", "sft, images, compiled")
 MORE_ON_ONE = tuple(name for name in CELLS if name not in ON_ONE and not name.startswith("encoder"))
-MORE_ON_TWO = tuple(name for name in CELLS if name not in (*ON_TWO, "sft, Qwen2-Audio") and not CELLS[name].stock)
+MORE_ON_TWO = tuple(
+    name for name in CELLS if name not in (*ON_TWO, *ON_TWO_COMPILED, "sft, Qwen2-Audio") and not CELLS[name].stock
+)
 SETS = {"1_rank": Set(1, ON_ONE), "2_ranks": Set(2, ON_TWO)}
 GRID = (
     {"1_rank_more": Set(1, MORE_ON_ONE), "2_ranks_more": Set(2, MORE_ON_TWO)}
+    | {"2_ranks_compiled": Set(2, ON_TWO_COMPILED)}
     | {"4_ranks": Set(4, ("sft", "sft, images", "sft, 1 x 1 rows", "dpo", "kto"))}
     | {
         f"{engine}_encoder": Set(2, tuple(f"encoder{one}" for one in (", lora", ", videos", ", merger")), engine)
