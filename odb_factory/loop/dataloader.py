@@ -372,7 +372,8 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at 1).
     Its dataset, order, collator and workers are kept, and so is the number of samples in an optimizer step: its batch
     size x gradient_accumulation_steps x ranks. options: those of `ODBDataLoader`, and the keys of `ODBConfig`.
-    Raises `ConfigError` if its order cannot be found out, or if it was applied before.
+    Raises `ConfigError` if its order cannot be found out, if its class has an `__iter__` of its own, or if it was
+    applied before.
 
     Example::
 
@@ -398,10 +399,15 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
             "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
             "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
         )
+    stock = type(loader)
+    if stock.__iter__ is not DataLoader.__iter__ and not stock.__module__.startswith("torchdata."):
+        raise ConfigError(
+            f"apply_odb: {stock.__name__} has an `__iter__` of its own, and what that does to batches would be left "
+            "out; do it in collate_fn or in the loop, and give a torch DataLoader."
+        )
     check_source(loader.dataset, loader.sampler)
     # accelerate asks for a batch before it hands over the last
     iteration = Iteration(loader, is_fetched_ahead=loader is not dataloader, **options)
-    stock = type(loader)
     # The state of a torchdata loader would be that of fixed batches.
     kinds = (Online, Stateful, stock) if hasattr(stock, "state_dict") else (Online, stock)
     loader.__class__ = type(stock.__name__, kinds, {"__module__": stock.__module__})

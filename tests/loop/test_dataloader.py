@@ -158,6 +158,15 @@ def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
     assert [len(batch["input_ids"]) for batch in stock] == [4] * (NUM_ROWS // 4)
 
 
+def test_an_iter_of_its_own_is_not_left_out_in_silence() -> None:
+    class Weighted(DataLoader):
+        def __iter__(self) -> Any:
+            return ({**batch, "weight": 1.0} for batch in super().__iter__())
+
+    with pytest.raises(ConfigError, match="Weighted has an `__iter__` of its own"):
+        apply_odb(Weighted(Rows(), batch_size=4, collate_fn=pad), token_budget=BUDGET)
+
+
 def test_apply_inside_what_accelerate_prepared() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
