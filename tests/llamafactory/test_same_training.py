@@ -150,6 +150,9 @@ CELLS["encoder, dpo, lora"] = Cell(
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "qlora": QLORA,
+    "dora": LORA | {"use_dora": True},
+    "lora+": LORA | {"loraplus_lr_ratio": 16.0},
+    "oft": {"finetuning_type": "oft"},
     "freeze": FREEZE,
     "train_on_prompt": {"train_on_prompt": True},  # stock counts labels that nothing predicts
     "drop_last": {"dataloader_drop_last": True, "per_device_train_batch_size": 4},
