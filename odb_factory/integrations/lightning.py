@@ -142,6 +142,7 @@ class OnlineBatching(Callback):
         """All micro-batches forward, all but the last backward: Lightning does that, and the ranks meet there."""
         trainer, module = self._trainer, self._module
         assert trainer is not None and module is not None
+        _check_accumulation(trainer)  # a callback may have set it since
         (optimizer,) = trainer.optimizers
         self._zero_grad(trainer.current_epoch, batch_idx, optimizer)
         total = torch.zeros((), device=module.device)
@@ -174,12 +175,17 @@ def _leave_gradients(epoch: int, batch_idx: int, optimizer: Any) -> None:
     """Lightning would clear them between forward and backward, and most of the optimizer step is in them by then."""
 
 
-def _check(trainer: Trainer, module: LightningModule) -> None:
+def _check_accumulation(trainer: Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would put that many optimizer steps of odb "
-            "into one; leave it out of the Trainer, and give it to ODBDataLoader as gradient_accumulation_steps."
+            "into one; leave it out of the Trainer (and GradientAccumulationScheduler out of its callbacks), and give "
+            "it to ODBDataLoader as gradient_accumulation_steps."
         )
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    _check_accumulation(trainer)
     if not module.automatic_optimization:
         raise ConfigError(
             "automatic_optimization: False leaves backward and optimizer to the module; set it to True, or leave the "

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from odb_factory import ConfigError, ODBDataLoader, unpad
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
+from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
 
 from odb_factory.integrations.lightning import OnlineBatching, OptimizerSteps  # noqa: E402
@@ -266,6 +267,8 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
     ("settings", "words"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2"),
+        # sets it when the training begins
+        ({"callback": GradientAccumulationScheduler({0: 2})}, "accumulate_grad_batches: 2"),
         ({"strategy": ModelParallelStrategy()}, "strategy: ModelParallelStrategy"),
         ({"automatic": False}, "automatic_optimization: False"),
         ({"loader": [pad([item(3)])]}, "train_dataloaders: a list"),
@@ -274,10 +277,11 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
 def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: str, tiny_text: Path) -> None:
     module = Module(str(tiny_text))
     module.automatic_optimization = settings.pop("automatic", True)
+    callbacks = [OnlineBatching(), *([settings.pop("callback")] if "callback" in settings else [])]
     with ODBDataLoader(Rows(), batch_size=2, token_budget=96, collate_fn=pad) as loader:
         data = settings.pop("loader", OptimizerSteps(loader))
         trainer = lightning.Trainer(
-            accelerator="cpu", callbacks=[OnlineBatching()], logger=False, max_epochs=1,
+            accelerator="cpu", callbacks=callbacks, logger=False, max_epochs=1,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **settings,
         )  # fmt: skip
         with pytest.raises(ConfigError, match=words) as raised:
