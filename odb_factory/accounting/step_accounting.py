@@ -127,7 +127,8 @@ class BatchChecks:
             raise DataError(
                 f"rows {ids}: the collator left {measured.units} units of "
                 f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
-                "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
+                "keeps labels as they are (and `ignore_pad_token_for_loss: true`), leave `labels` out of the rows if "
+                "it makes them, or set `loss_scaling: approx`."
             )
         self._check_rows(micro_batch, measured)
         self._check_budget(micro_batch, measured)

@@ -353,6 +353,9 @@ class ItemObserver:
         elif cost.units == 0 and self.units_from == "labels":
             labels = self._labels(features)
             cost = replace(cost, units=cost.tokens) if labels is None else _with_units(cost, labels)
+        elif self.units_from == "labels" and isinstance(features, Mapping) and features.get("labels") is not None:
+            is_leading = cost.leading_label or has_leading_label(features["labels"])
+            cost = replace(cost, leading_label=is_leading)
         return features, cost
 
     @property

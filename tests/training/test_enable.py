@@ -13,7 +13,7 @@ from toy import NUM_ROWS, Rows, Stream, item, pad
 from training.toy_training import BLOCK, FILL, Rates, audit, ids, losses, make, train
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 
-from odb_factory import ConfigError, ODBTrainer, ODBTrainerMixin, enable_odb
+from odb_factory import ConfigError, Cost, ODBTrainer, ODBTrainerMixin, enable_odb
 
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
@@ -78,6 +78,15 @@ def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> N
 
     train(tiny_text, tmp_path, trainer_class=Mine, block=BLOCK)
     assert ids(tmp_path) == Counter(range(10, 20))
+
+
+def test_a_cost_that_names_the_units(tiny_text, tmp_path) -> None:
+    """Stock's mean counts the first label of a row, which no token predicts, too."""
+    stock = train(tiny_text, tmp_path)
+    ours = make(tiny_text, tmp_path)
+    enable_odb(ours, cost_fn=lambda row: Cost(len(row["input_ids"]), units=len(row["labels"]) - 1), **BLOCK)
+    ours.train()
+    assert losses(ours) == pytest.approx(losses(stock), rel=1e-5)
 
 
 class Weighted(Trainer):
