@@ -225,11 +225,7 @@ SETS = {"1_rank": Set(1, ON_ONE), "2_ranks": Set(2, ON_TWO)}
 GRID = (
     {"1_rank_more": Set(1, MORE_ON_ONE), "2_ranks_more": Set(2, MORE_ON_TWO)}
     | {"2_ranks_compiled": Set(2, ON_TWO_COMPILED)}
-    | {
-        f"{engine}_qlora": Set(2, ("sft, qlora", "sft, images, qlora"), engine)
-        for engine in EVIDENCE
-        if engine != "zero3"  # with which LLaMA-Factory does not take it
-    }
+    | {f"{engine}_qlora": Set(2, ("sft, qlora", "sft, images, qlora"), engine) for engine in EVIDENCE}
     | {"4_ranks": Set(4, ("sft", "sft, images", "sft, 1 x 1 rows", "dpo", "kto"))}
     | {
         f"{engine}_encoder": Set(2, tuple(f"encoder{one}" for one in (", lora", ", videos", ", merger")), engine)
