@@ -405,6 +405,7 @@ class ItemObserver:
         mask, labels = batch.get("attention_mask"), batch.get("labels")
         tokens = _length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum())
         cost = self._with_media(tokens, batch)
+        _check_one_a_token(batch)
         return cost if labels is None else _with_units(cost, labels)
 
     def _alone(self, item: Any) -> Mapping[str, Any]:
@@ -418,19 +419,21 @@ class ItemObserver:
         if inputs.get("labels") is None or inputs.get("input_ids") is None:
             inputs = self._alone(features)
         labels, ids = np.asarray(inputs.get("labels")), np.asarray(inputs.get("input_ids"))
-        return labels.dtype.kind == "i" and labels.ndim == ids.ndim > 0
+        return labels.dtype.kind == "i" and labels.shape == ids.shape != ()
 
     def _labels(self, features: Any) -> Any:
         """The labels of an item, or of the batch that it makes alone; None if there are none and none are needed."""
-        labels = features.get("labels") if isinstance(features, Mapping) else None
-        if labels is None:
-            labels = self._alone(features).get("labels")
+        inputs = features if isinstance(features, Mapping) else {}
+        if inputs.get("labels") is None:
+            inputs = self._alone(features)
+        labels = inputs.get("labels")
         if labels is None and self.needs_units:
             raise ItemError(
                 f"loss_scaling {self.loss_scaling!r} weighs by units (supervised tokens), and neither the item nor its "
                 "collated batch has `labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
                 "odb_factory.Cost(tokens, patches, units), or choose loss_scaling 'approx' or 'none'"
             )
+        _check_one_a_token(inputs)
         return labels
 
 
@@ -439,6 +442,19 @@ def _in_python(value: Any) -> Any:
     if isinstance(value, Media):
         return Media(*map(_in_python, value))
     return value.item() if isinstance(value, np.generic | Tensor) else value
+
+
+def _check_one_a_token(inputs: Mapping[str, Any]) -> None:
+    """Raise `ItemError` for labels that are not those of a causal language model."""
+    labels, ids = inputs.get("labels"), inputs.get("input_ids")
+    if labels is None or ids is None:
+        return
+    num_labels, num_ids = (len(one) if is_ints(one) else _numel(one) for one in (labels, ids))
+    if num_labels != num_ids:
+        raise ItemError(
+            f"{num_labels} labels for {num_ids} `input_ids`, and a causal language model has one for each; for "
+            "another loss (of an encoder-decoder model) give cost_fn=... returning odb_factory.Cost(tokens, units=...)"
+        )
 
 
 def _with_units(cost: Cost, labels: Any) -> Cost:

@@ -187,6 +187,7 @@ def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, .
         ([{"input_ids": [[1], [2]]}] * 9, None, r"row 0 .*`input_ids`.*found shape \[2, 1\]"),
         ([{"x": x} for x in SERIES], lambda item: item["x"].shape, "cost_fn returned torch.Size"),
         ([{"x": x} for x in SERIES], lambda item: 0, "its cost is 0 tokens"),
+        ([{"input_ids": [1, 2, 3], "labels": [4, 5]}] * 9, None, "2 labels for 3 `input_ids`.*give cost_fn"),
         ([{"input_ids": [1, 2]}] * 9, None, "neither the item nor its collated batch has `labels`.*cost_fn"),
     ],
 )
@@ -225,6 +226,19 @@ def test_a_language_model_with_a_cost_function_keeps_its_units() -> None:
         rows, STEP, token_budget=64, collate_fn=collate, cost_fn=lambda item: len(item["input_ids"])
     ) as loader:
         assert sum(pop_step_info(batch).units for batch in loader) == sum(3 + k for k in range(16))
+
+
+def test_labels_of_another_length_are_not_counted_as_tokens() -> None:
+    """As those of an encoder-decoder model: there the only label of a row carries loss."""
+    items = [{"input_ids": [1] * (2 + k), "labels": [1] * (1 + k % 3)} for k in range(16)]
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        return {key: pad_sequence([torch.tensor(item[key]) for item in items], batch_first=True) for key in items[0]}
+
+    with ODBDataLoader(
+        items, STEP, token_budget=64, collate_fn=collate, cost_fn=lambda item: len(item["input_ids"])
+    ) as loader:
+        assert sum(pop_step_info(batch).units for batch in loader) == 16
 
 
 def test_an_item_to_which_cost_fn_gives_no_unit_is_left_out() -> None:
