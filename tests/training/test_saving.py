@@ -103,7 +103,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     workers = [str(child.pid) for child in multiprocessing.active_children()]
     if workers:  # to torch a signal from their own parent is another
-        subprocess.run(["kill", "-TERM", *workers], check=True)
+        subprocess.run(["kill", "-TERM", *workers], check=False)  # one may have ended by now, with nothing left to read
         time.sleep(0.2)  # until torch has heard of those that it ends
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
