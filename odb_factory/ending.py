@@ -13,7 +13,10 @@ from pathlib import Path
 from odb_factory.comm.lifeline import known_failure, latest_wait
 from odb_factory.errors import CollectiveError, DataError, ODBError, one_line
 
-WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited)")
+WORKER_DIED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is killed by signal: ([^.]*)|exited unexpectedly(?: with exit code (\d+))?)"
+)
 SIGNS_OF_A_COLLECTIVE = (
     "gloo",
     "NCCL",
@@ -67,13 +70,18 @@ def why_worker_failed(error: BaseException) -> str | None:
     text = str(error)
     died = WORKER_DIED.search(text)
     if died is not None:
-        pids, signal = died.groups()
+        pids, signal, code = died.groups()
         if signal == "Bus error" or "shared memory" in text:
             return f"a data worker (pid {pids}) crashed: {_full_shared_memory()}"
         if signal not in (None, "Killed"):
             return (
                 f"a data worker (pid {pids}) crashed ({signal}) in a library that reads or collates rows; set "
                 "dataloader_num_workers and collate_workers to 0 to see where."
+            )
+        if code is not None:
+            return (
+                f"a data worker (pid {pids}) ended itself (exit code {code}); look for what calls exit in "
+                "dataset, collator or a library, or set dataloader_num_workers and collate_workers to 0 to see where."
             )
         return f"a DataLoader worker (pid {pids}) was killed: {LESS_MEMORY}"
     if isinstance(error, MemoryError):

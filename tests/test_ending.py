@@ -22,6 +22,10 @@ CASES: dict[str, tuple[BaseException, tuple[str, ...]]] = {
         RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
         ("worker (pid 12, 13) was killed", "out-of-memory killer"),
     ),
+    "a worker that called exit": (
+        RuntimeError("DataLoader worker (pid 9) exited unexpectedly with exit code 3. Details are lost due to ..."),
+        ("worker (pid 9) ended itself (exit code 3)", "calls exit", "collate_workers to 0"),
+    ),
     "worker crashed": (
         RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. "),
         ("(pid 5) crashed (Segmentation fault)", "collate_workers to 0"),
