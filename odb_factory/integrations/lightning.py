@@ -39,6 +39,14 @@ class OptimizerStep:
         """Of all ranks."""
         return self.micro_batches[0][1].optimizer_step_samples
 
+    def _not_a_batch(self, *_: object) -> Any:
+        raise ConfigError(
+            "the batch is a whole optimizer step of odb: give the Trainer the callback OnlineBatching, which calls "
+            "training_step for each of its micro-batches, and give other dataloaders to validation and tests."
+        )
+
+    keys = __getitem__ = _not_a_batch
+
 
 class OptimizerSteps:
     """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply_odb` returns).

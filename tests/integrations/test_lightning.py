@@ -268,7 +268,8 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2"),
         # sets it when the training begins
-        ({"callback": GradientAccumulationScheduler({0: 2})}, "accumulate_grad_batches: 2"),
+        ({"callbacks": [OnlineBatching(), GradientAccumulationScheduler({0: 2})]}, "accumulate_grad_batches: 2"),
+        ({"callbacks": []}, "give the Trainer the callback OnlineBatching"),
         ({"strategy": ModelParallelStrategy()}, "strategy: ModelParallelStrategy"),
         ({"automatic": False}, "automatic_optimization: False"),
         ({"loader": [pad([item(3)])]}, "train_dataloaders: a list"),
@@ -277,7 +278,7 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
 def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: str, tiny_text: Path) -> None:
     module = Module(str(tiny_text))
     module.automatic_optimization = settings.pop("automatic", True)
-    callbacks = [OnlineBatching(), *([settings.pop("callback")] if "callback" in settings else [])]
+    callbacks = settings.pop("callbacks", [OnlineBatching()])
     with ODBDataLoader(Rows(), batch_size=2, token_budget=96, collate_fn=pad) as loader:
         data = settings.pop("loader", OptimizerSteps(loader))
         trainer = lightning.Trainer(
