@@ -175,7 +175,7 @@ CELLS |= {f"sft, {name}": Cell("sft", changes, block=TIGHT) for name, changes in
 CELLS |= {
     f"{name}, {tuning}": Cell(CELLS[name].stage, CELLS[name].changes | changes, CELLS[name].model, CELLS[name].block)
     for name in ("sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
-    for tuning, changes in (("lora", LORA), ("freeze", FREEZE))
+    for tuning, changes in (("lora", LORA), ("qlora", QLORA), ("freeze", FREEZE))
     if f"{name}, {tuning}" not in CELLS
 }
 
@@ -190,6 +190,7 @@ TUNED = ("sft", "sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
 ON_ENGINES = {
     "full": (*TUNED, "sft, padded", "pt, padded", "sft, Qwen3.5", "orpo", "dft", "eaft", "asft, images"),
     "lora": tuple(f"{name}, lora" for name in TUNED),
+    "qlora": ("sft, qlora", "sft, images, qlora"),
     "freeze": tuple(f"{name}, freeze" for name in TUNED),
 }
 OF_FSDP = {
@@ -225,7 +226,6 @@ SETS = {"1_rank": Set(1, ON_ONE), "2_ranks": Set(2, ON_TWO)}
 GRID = (
     {"1_rank_more": Set(1, MORE_ON_ONE), "2_ranks_more": Set(2, MORE_ON_TWO)}
     | {"2_ranks_compiled": Set(2, ON_TWO_COMPILED)}
-    | {f"{engine}_qlora": Set(2, ("sft, qlora", "sft, images, qlora"), engine) for engine in EVIDENCE}
     | {"4_ranks": Set(4, ("sft", "sft, images", "sft, 1 x 1 rows", "dpo", "kto"))}
     | {
         f"{engine}_encoder": Set(2, tuple(f"encoder{one}" for one in (", lora", ", videos", ", merger")), engine)
