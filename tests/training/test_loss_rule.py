@@ -37,13 +37,6 @@ class Overrides(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_an_override_that_divides_by_the_items_of_the_batch(tiny_text, tmp_path) -> None:
-    training = Training(batch=2, accumulation=2, arguments={"num_train_epochs": 1})
-    for kind in (STOCK, ODB):
-        train(training, str(tiny_text), tmp_path / kind, odb=kind == ODB, trainer_class=Overrides)
-    assert compare(tmp_path, training, 1).grad_norm < TOLERANCE
-
-
 class Ignores(Trainer):
     """Takes the model's loss as it is: stock adds up the means of its micro-batches."""
 
@@ -52,10 +45,11 @@ class Ignores(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_an_override_that_ignores_the_items_of_the_batch(tiny_text, tmp_path) -> None:
+@pytest.mark.parametrize("trainer_class", [Overrides, Ignores])
+def test_an_override_divides_by_the_items_of_the_batch_or_ignores_them(tiny_text, tmp_path, trainer_class) -> None:
     training = Training(batch=2, accumulation=2, arguments={"num_train_epochs": 1})
     for kind in (STOCK, ODB):
-        train(training, str(tiny_text), tmp_path / kind, odb=kind == ODB, trainer_class=Ignores)
+        train(training, str(tiny_text), tmp_path / kind, odb=kind == ODB, trainer_class=trainer_class)
     assert compare(tmp_path, training, 1).grad_norm < TOLERANCE
 
 
