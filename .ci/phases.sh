@@ -2,7 +2,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export HF_HUB_OFFLINE=1
-unset PYTHONDONTWRITEBYTECODE # with it every process would compile anew what it imports, for eight seconds
+unset PYTHONDONTWRITEBYTECODE # with it every process would compile anew what it imports
 work=$(mktemp -d)
 times=()
 
