@@ -19,8 +19,9 @@ from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.model.chunked import Watch, without_autocast
-from odb_factory.model.flat_row import copy_to
-from odb_factory.model.head import WithoutLogits
+from odb_factory.model.flat_row import copy_to, forward_replaced
+from odb_factory.model.head import WithoutLogits, has_routers
+from odb_factory.model.own_loss import model_with_labels, own_loss
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The weight of every unit within its optimizer step, and the loss that is made of them (I8, I9).
@@ -194,7 +195,8 @@ class TokenLoss:
     model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. The loss is computed
     without logits (`odb_factory.model.head`) if the model allows it. Otherwise causal models call
     `self.loss_function(logits, labels, ...)`, which is this object within `weighing`. One object serves a whole run.
-    loss_scaling: for error messages. needs_logits: why the logits are needed, if they are.
+    loss_scaling: for error messages. needs_logits: why the logits are needed, if they are. is_measured: the loss of the
+    model is known to be the cross entropy of its logits, whatever code computes it.
 
     Example::
 
@@ -204,7 +206,9 @@ class TokenLoss:
         (output.loss * loss.scale).backward()
     """
 
-    def __init__(self, model: nn.Module, loss_scaling: str, needs_logits: str | None = None):
+    def __init__(
+        self, model: nn.Module, loss_scaling: str, needs_logits: str | None = None, *, is_measured: bool = False
+    ):
         self._loss_scaling = loss_scaling
         models = [module for module in model.modules() if _has_loss_function(module)]
         self._name = type(models[0] if models else model).__name__
@@ -213,6 +217,9 @@ class TokenLoss:
         self._calls = 0
         self._lacks_gradient = False
         self.without_logits = WithoutLogits(model, needs_logits)
+        inner = model_with_labels(model)
+        calls_function = inner in self._models and (own_loss(inner).why_another is None or has_routers(inner))
+        self._computes_itself: Any = inner if is_measured and not calls_function else None
 
     @contextlib.contextmanager
     def weighing(
@@ -239,7 +246,11 @@ class TokenLoss:
         self._calls, self._lacks_gradient = 0, False
         own = [module.loss_function for module in models]
         door = self.without_logits
-        with door.weighing(weights, num_supervised, watch), door.router_losses_times(routers_weigh):
+        replaces = row_weights is not None and self._computes_itself is not None and door.reason is not None
+        from_logits = (
+            forward_replaced(self._computes_itself, self._from_logits) if replaces else contextlib.nullcontext()
+        )
+        with door.weighing(weights, num_supervised, watch), door.router_losses_times(routers_weigh), from_logits:
             try:
                 for module in models:
                     module.loss_function = self
@@ -273,6 +284,11 @@ class TokenLoss:
             self._lacks_gradient = True
             loss.register_hook(self._has_gradient)
         return loss
+
+    def _from_logits(self, own: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        """In the place of a forward that computes a loss of its own."""
+        output = own(*args, **kwargs)
+        return output if labels is None else type(output)(**{**output, "loss": self(output["logits"], labels)})
 
     def _has_gradient(self, gradient: Tensor) -> None:
         self._lacks_gradient = False

@@ -343,7 +343,7 @@ class KeepEpoch(EpochPlanner):
             planned,
             sums,
             index,
-            num_stock_means=len(sums.means) + sums.num_means if divisor is None else divisor,
+            num_stock_means=(len(sums.means) + sums.num_means if divisor is None else divisor) / stock.mean.factor,
             stock_input_tokens=stock.input_tokens(rows, self.rank, group, self.context.budget.collation.in_one_row()),
             done=done,
             progress=stock.progress(index),

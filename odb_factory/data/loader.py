@@ -249,7 +249,8 @@ class ODBLoader:
             # A sampler that is already a rank's part would be split again; the first and the last row show it.
             self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
         # Rows that fail change the divisor, unless stock's is fixed or samples cannot be weighed.
-        self._reweighs = config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights)
+        is_fixed = rule.stock_mean.divisor is not None or rule.stock_mean.factor != 1 or rule.equal_weights
+        self._reweighs = config.loss_scaling != "stock" or not is_fixed
         self.epoch = 0
         self.under_way: Pass | None = None
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)

@@ -592,6 +592,9 @@ def _raising(error: Exception) -> Iterator[Any]:
 # The optimizer steps of stock training: which samples they are made of, and what they weigh there.
 
 
+Counts = Literal["tokens", "labels", "samples"]
+
+
 @dataclass(frozen=True, slots=True)
 class StockMean:
     """What stock makes the loss of an optimizer step of: means over tokens.
@@ -599,16 +602,27 @@ class StockMean:
     over: each is the mean over the tokens of the whole "step", of a "rank", of a "round" (the micro-batches of all
         ranks at the same time) or of a "micro_batch".
     divisor: the loss is the sum of these means divided by it; None: divided by their number.
-    counts_first: the mean counts the first label of a sample too, which no token predicts.
+    counts: what a mean divides by: "tokens" that are predicted, "labels" (the first label of a sample too, which no
+        token predicts) or "samples" (it is the mean of their own means).
+    factor: the loss is multiplied by it.
     """
 
     over: Literal["step", "rank", "round", "micro_batch"] = "step"
-    divisor: int | None = None
-    counts_first: bool = True
+    divisor: float | None = None
+    counts: Counts = "tokens"
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        over, factor = self.over.replace("_", "-"), "" if self.factor == 1 else f", times {self.factor:g}"
+        name = f"the mean over the {self.counts} of the {over}"
+        if self.over in ("step", "round"):
+            return name + factor
+        kind = "mean" if self.divisor is None else "sum"
+        return f"the {kind} of means over the {self.counts} of each {over}{factor}"
 
 
 MEAN_OF_STEP = StockMean()
-MEAN_OF_MICRO_BATCH = StockMean("micro_batch", counts_first=False)
+MEAN_OF_MICRO_BATCH = StockMean("micro_batch")
 """Of a model that takes the mean itself."""
 
 
@@ -685,14 +699,17 @@ class StockSteps:
         of_each, means, tokens, which = self._means(rows)
         for number, one in enumerate(means.tolist() if shared else ()):
             tokens[number] = shared.get(one, tokens[number])
-        return np.stack((tokens[which], *of_each), axis=1)
+        divisors = tokens[which] * (rows["units"] if self.mean.counts == "samples" else 1)
+        return np.stack((divisors, *of_each), axis=1)
 
     def _means(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """What each sample counts in a mean, the number of that mean, and of its micro-batch (int64[3, n]); the numbers
         of the means [m], the tokens of each [m], and the place in these of the mean of each sample [n]."""
         counted = rows["units"].astype(np.int64)
-        if self.mean.counts_first:
+        if self.mean.counts == "labels":
             counted += rows["leading_label"]
+        elif self.mean.counts == "samples":
+            counted[:] = 1
         batch, ranks = rows["position"].astype(np.int64) // self.batch_size, self.world_size
         by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
         means, which = np.unique(by_kind[self.mean.over], return_inverse=True)

@@ -48,8 +48,8 @@ class OptimizerStep(MicroStepTotals):
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
     num_micro_batches: K, the micro-batches of each rank. active_ranks: those of all ranks that are not idle.
     root_units: sum over the samples of the square root of their units.
-    num_stock_means: what stock divides the sum of its means over units by: their number, but for losses that it adds
-        up (0: there is no stock step to compare with, as with `fill`).
+    num_stock_means: what stock divides the sum of its means by: their number, or what `StockMean` has in its place (0:
+        there is no stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
     done: samples of the epoch planned or rejected, on all ranks, once this step is taken.
     progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.
@@ -65,7 +65,7 @@ class OptimizerStep(MicroStepTotals):
     index: int
     num_micro_batches: int
     root_units: float
-    num_stock_means: int
+    num_stock_means: float
     stock_input_tokens: int | None
     done: int
     progress: float | None

@@ -297,7 +297,7 @@ class BatchGenerator(TrainerCallback):
             cost_fn=_cost_of,
             collation=Collation(batches=("",)),
             audit_dir=args.output_dir if self._config.audit else None,
-            stock_mean=StockMean("micro_batch"),
+            stock_mean=StockMean("micro_batch", counts="labels"),
             config=dataclasses.replace(self._config, layout=layout.name, audit=False, seed=args.seed),
         )
         iteration.set_epoch(self._epoch)

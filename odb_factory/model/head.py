@@ -262,9 +262,14 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
             return f"its output embedding has weights of {linear.weight.dtype}"
     if _labels_reach_the_decoder(model):
         return "this release of transformers makes its attention mask from labels"
-    if getattr(model.config.get_text_config(), "output_router_logits", False) and not _router_coefficients(model):
+    if has_routers(model) and not _router_coefficients(model):
         return "it adds a loss for its routers by a coefficient that is not known"
     return None
+
+
+def has_routers(model: Any) -> bool:
+    """Whether the model adds losses of its routers."""
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
 def _linears(head: nn.Module) -> list[nn.Linear]:

@@ -26,7 +26,6 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
@@ -46,7 +45,8 @@ from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
 from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
-from odb_factory.training.trainer_loss import TrainerLoss, overriding_compute_loss, stock_mean
+from odb_factory.training.stock import measure_evaluation, short_rows
+from odb_factory.training.trainer_loss import overriding_compute_loss
 
 logger = get_logger(__name__)
 
@@ -54,19 +54,6 @@ ROWS_PLANNED = 256
 """Rows of a rank whose micro-batches are planned together."""
 PLANNED_HERE = 2048
 """Rows of all ranks that are planned in some milliseconds: no process is started for them."""
-
-
-def mean_of_round(trainer: Any) -> StockMean:
-    """What the loss of a round is made of: the sum of means over tokens, divided by `divisor`."""
-    of_training, world_size = stock_mean(trainer, None), trainer.args.world_size
-    counts_tokens = trainer.model_accepts_loss_kwargs and not trainer.odb.equal_weights
-    # Whether this release's Trainer divides by the number of tokens in an evaluation, as it does in training.
-    counts_here = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
-    if counts_tokens and not counts_here:
-        return StockMean("micro_batch", world_size, counts_first=False)
-    if of_training.over == "step":
-        return StockMean("round", 1, of_training.counts_first)
-    return StockMean("micro_batch", of_training.divisor or world_size, of_training.counts_first)
 
 
 def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedConfig:
@@ -98,7 +85,8 @@ class Evaluation:
     """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
 
     stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it. items:
-        observe its items. loss_only: no predictions are kept.
+        observe its items. mean: what stock's loss of a round is made of, the sum of means divided by its `divisor`.
+        loss_only: no predictions are kept.
     computing: the micro-batch in forward, where its loss is weighed.
     """
 
@@ -109,6 +97,7 @@ class Evaluation:
         parts: DataLoaderParts,
         config: ResolvedConfig,
         items: Observer,
+        mean: StockMean,
         *,
         loss_only: bool,
     ):
@@ -119,7 +108,7 @@ class Evaluation:
         self._can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
         generates = not loss_only and getattr(trainer.args, "predict_with_generate", False)
         self._generation = Generation.of(trainer) if generates else None
-        self.loader = loader = self._find_loader(parts, config, items)
+        self.loader = loader = self._find_loader(parts, config, items, mean)
         in_round = parts.batch_size * loader.world_size
         self._rounds, rest = divmod(len(parts.sampler), in_round)
         self._rest = 0 if parts.drop_last else rest
@@ -136,7 +125,9 @@ class Evaluation:
         self._predicted: list[tuple[int, Any, Any]] = []
         self._num_micro_batches = 0
 
-    def _find_loader(self, parts: DataLoaderParts, config: ResolvedConfig, observer: Observer) -> ODBLoader:
+    def _find_loader(
+        self, parts: DataLoaderParts, config: ResolvedConfig, observer: Observer, mean: StockMean
+    ) -> ODBLoader:
         """Of full rounds: what an evaluation of the training has kept, or a new one."""
         odb, training = self._trainer.odb, self._trainer.odb.training
         settled = None if training is None or training.is_unchecked else training  # its layout is that to train with
@@ -163,7 +154,7 @@ class Evaluation:
                     batch_size=parts.batch_size,
                     accumulation=-(-ROWS_PLANNED // parts.batch_size),
                     drop_last=True,
-                    stock_mean=mean_of_round(self._trainer),
+                    stock_mean=mean,
                     equal_weights=odb.equal_weights,
                 ),
             )
@@ -371,12 +362,28 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         items = odb.observer_of_items(parts, config)
         items.keeps_unsupervised = True
         problem = why_not_observed(parts, items) if odb.eval_rows is None else ""
-        if not problem:
+        if problem:
+            why = f"row 0: {problem}"  # what has no labels is predicted, in stock
+        elif (mean := _mean_of_round(trainer, parts, items)) is None:
+            why = "how prediction_step makes its loss fits no rule"
+        else:
             loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-            return Evaluation(trainer, stock, parts, config, items, loss_only=bool(loss_only))
-        why = f"row 0: {problem}"  # what has no labels is predicted, in stock
+            return Evaluation(trainer, stock, parts, config, items, mean, loss_only=bool(loss_only))
     logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
     return None
+
+
+def _mean_of_round(trainer: Any, parts: DataLoaderParts, items: Observer) -> StockMean | None:
+    """Measured once for a trainer. Collective."""
+    odb, world_size = trainer.odb, trainer.args.world_size
+    if odb.equal_weights or odb.cost_fn is not None:
+        return StockMean("micro_batch", world_size)
+    if odb.eval_mean is None:
+        dataset, observer = (parts.dataset, items) if odb.eval_rows is None else odb.eval_rows(parts.dataset)
+        rows = short_rows(dataset, observer, trainer.args.process_index)
+        odb.eval_mean = measure_evaluation(trainer, rows, parts.collate_fn, odb.gather)
+    mean: StockMean | None = odb.eval_mean
+    return mean
 
 
 class Generation(NamedTuple):
@@ -422,8 +429,8 @@ def _why_stock(trainer: Any, stock: Any) -> str | None:
     odb, args = trainer.odb, trainer.args
     if isinstance(stock.dataset, IterableDataset):
         return "its rows can only be iterated"
-    if (loss := TrainerLoss.of(trainer)) is not None:
-        return f"the trainer computes the loss in place of the model, by {loss.name}"
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return "the trainer computes the loss in place of the model (compute_loss_func or label_smoothing_factor)"
     for kind in overriding_compute_loss(trainer):
         if not kind.__module__.startswith("trl."):
             return f"compute_loss of {kind.__name__} may change the loss of the model"

@@ -77,7 +77,8 @@ class PairMetrics(PreferenceMetrics):
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
-        of_step = step.num_stock_means if self.trainer.odb.config.loss_scaling == "stock" else step.units
+        is_stock = self.trainer.odb.config.loss_scaling == "stock"
+        of_step = int(step.num_stock_means) if is_stock else step.units
         if computing.micro_batch.begins_optimizer_step:
             self.counts["pairs"] += of_step
         for key, value in metrics.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,11 @@ import datasets
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
+from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from odb_factory.accounting.losses import DataSets, LossBySet, TokenLoss
+from odb_factory.accounting.losses import DataSets, LossBySet, TokenLoss, in_float32
 from odb_factory.accounting.statistics import Computing, StepStatistics
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import gather_once
@@ -27,7 +29,7 @@ from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.flat import UNPADDED
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
-from odb_factory.data.order import DataLoaderParts, dismantle
+from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
@@ -61,7 +63,8 @@ from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.run import ODBRun, Operations, device_of
 from odb_factory.training.shared_encoder import SharedEncoder
-from odb_factory.training.trainer_loss import TrainerLoss, routers_weigh, stock_mean, why_logits
+from odb_factory.training.stock import Rows, SampleModel, StockLoss, assumed, cut, measure, number_like, short_rows
+from odb_factory.training.trainer_loss import routers_weigh, why_logits
 
 logger = get_logger(__name__)
 
@@ -126,7 +129,8 @@ class Session:
     before_step: called with the model and all micro-batches of an optimizer step before the first is trained on, which
         are in memory together then; None: they come one by one.
     training: the `train()` in progress. evaluation: by budget, while one runs, in a training or not. eval_limits: to
-        which this rank has lowered the budgets of evaluations.
+        which this rank has lowered the budgets of evaluations. eval_mean: what stock's loss of an evaluation is made
+        of, once it is measured.
     """
 
     trainer: Any
@@ -149,6 +153,7 @@ class Session:
     training: Training | None = None
     evaluation: Evaluation | None = None
     eval_limits: Limits | None = None
+    eval_mean: StockMean | None = None
     _token_losses: dict[str | None, TokenLoss] = field(default_factory=dict)
     _resolved: ResolvedConfig | None = None
 
@@ -171,7 +176,7 @@ class Session:
 
     # For a training and for evaluations
 
-    def observer_of_items(self, parts: DataLoaderParts, config: ResolvedConfig) -> ItemObserver:
+    def observer_of_items(self, parts: DataLoaderParts, config: ODBConfig | ResolvedConfig) -> ItemObserver:
         """Of a dataset that yields processed samples."""
         collate, scaling = Picklable(parts.collate_fn, "collate_fn"), config.loss_scaling
         return ItemObserver(collate, cost_fn=self.cost_fn, patch_size=self.patch_size, loss_scaling=scaling)
@@ -208,6 +213,18 @@ class Session:
             return computing.num_items
         return None if self.training is None else self.training.trial_units
 
+    @property
+    def stock_number(self) -> Any:
+        """Stock's own number of items of the optimizer step, if it makes the micro-batch in forward weigh as in stock;
+        else None: the micro-batch is weighed here."""
+        computing, training = self.computing, self.training
+        if computing is None or training is None or self.evaluation is not None or self.config.loss_scaling != "stock":
+            return None
+        samples, stock = computing.micro_batch.samples, training.stock
+        if not samples or not stock.takes_stock_number or computing.loss.row_weights is not None:
+            return None
+        return number_like(stock.number, samples[0].stock_units, self.trainer.args.device)
+
     @contextlib.contextmanager
     def in_forward(self, measured: Measured) -> Iterator[None]:
         """Within it the models compute this micro-batch."""
@@ -223,18 +240,17 @@ class Session:
         rest = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
         return rest, self.training.flat(FlatRows(**inputs[UNPADDED]))
 
-    def weighing(self, model: Any, labels: Any, num_items: int) -> contextlib.AbstractContextManager[None]:
-        """Within it the loss of the current micro-batch is the weighted mean over its tokens, also in a
-        trial, which needs the same memory. model: as trained. labels: of the batch, if it has some."""
+    def weighing(self, model: Any, num_items: int) -> contextlib.AbstractContextManager[None]:
+        """Within it the loss of the model in the current micro-batch is the weighted sum over its tokens, also in a
+        trial, which needs the same memory. model: as trained. num_items: what a sum of equal weights is divided by."""
         computing, training = self.computing, self.training
+        if self.equal_weights or (training is not None and training.stock.is_trainers):
+            return contextlib.nullcontext()  # the trainer's own loss
         row_weights = None if computing is None else computing.loss.row_weights
         measured = None if computing is None else computing.measured
         segments, num_supervised = ((), None) if measured is None else (measured.segments, measured.num_supervised)
-        if training is not None and training.trainer_loss is not None:
-            return training.trainer_loss.weighing(model, labels, row_weights, segments, num_items, num_supervised)
-        is_right = self.equal_weights if computing is None else row_weights is None and num_supervised is None
-        if is_right:  # the trainer's own loss
-            return contextlib.nullcontext()
+        if computing is not None and row_weights is None and num_supervised is None:
+            return contextlib.nullcontext()  # the model's own mean
         watch, times = None, 1.0
         if computing is not None and training is not None and self.evaluation is None:
             by_set, step = training.run.accounting.by_set, computing.micro_batch.step
@@ -242,7 +258,53 @@ class Session:
                 watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
             if self.config.loss_scaling == "stock":
                 times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
+                times *= computing.num_items / num_items
         return self._loss_of(model).weighing(row_weights, segments, num_items, num_supervised, watch, times)
+
+    @property
+    def is_measured_with_args(self) -> bool:
+        """Whether the weights of samples are those of losses that stock may have multiplied by the number of ranks."""
+        is_stock = self.config.loss_scaling == "stock" and self.evaluation is None
+        return is_stock and self.training is not None and self.training.stock.is_trainers
+
+    @property
+    def is_computed_by_sample(self) -> bool:
+        """Whether the trainer's code computes the loss of the micro-batch in forward once a sample."""
+        computing, training = self.computing, self.training
+        if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
+            return False
+        stock = training.stock
+        return stock.is_trainers and (not stock.adds_up or computing.loss.row_weights is not None)
+
+    def loss_by_sample(self, compute_loss: Callable[..., Tensor], model: Any, inputs: Mapping[str, Any]) -> Any:
+        """The weighted sum of the losses of the samples of the micro-batch in forward, each computed from its own
+        logits, and the output of the model. compute_loss: of the trainer."""
+        computing, training = self.computing, self.training
+        assert computing is not None and training is not None
+        stock, micro_batch, measured = training.stock, computing.micro_batch, computing.measured
+        output = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        rows, length = inputs["labels"].shape
+        logits = output["logits"] if isinstance(output, dict) else output[0]
+        if not isinstance(logits, Tensor) or logits.shape[:2] != (rows, length):
+            raise ConfigError(
+                f"compute_loss of {type(self.trainer).__name__}: odb calls it once a sample, and "
+                f"{type(unwrapped(self.trainer.model)).__name__} returns no logits of its rows; train without odb."
+            )
+        if measured.segments:
+            ends = list(itertools.accumulate(measured.segments))
+            places = [(0, end - size, end) for end, size in zip(ends, measured.segments)]
+        else:
+            starts = [length - size if stock.pads_left else 0 for size in micro_batch.lengths]
+            places = [(row, start, start + size) for row, (start, size) in enumerate(zip(starts, micro_batch.lengths))]
+        weights = computing.loss.row_weights or [1 / computing.num_items] * len(micro_batch.samples)
+        total = logits.new_zeros((), dtype=torch.float32)
+        for weight, units, place in zip(weights, micro_batch.units, places):
+            number = number_like(stock.number, units, logits.device)
+            row, start, end = place
+            alone = SampleModel(self.trainer.model, logits[row : row + 1, start:end])
+            loss = compute_loss(alone, cut(inputs, *place), num_items_in_batch=number)
+            total = total + in_float32(loss) * (weight * units)
+        return total, output
 
     def check_gradient(self) -> None:
         """After the backward of a micro-batch. Raises `ConfigError` if it did not reach the loss that was weighed."""
@@ -254,7 +316,8 @@ class Session:
         if self.evaluation is not None and not self.evaluation.loss_only:
             why = why or "the predictions of an evaluation are made of them"
         if why not in self._token_losses:
-            self._token_losses[why] = TokenLoss(model, self.config.loss_scaling, why)
+            is_measured = self.training is not None and self.training.is_measured
+            self._token_losses[why] = TokenLoss(model, self.config.loss_scaling, why, is_measured=is_measured)
         return self._token_losses[why]
 
 
@@ -267,13 +330,14 @@ class Training:
         stand-ins until `auto` budgets are chosen. trial_units: units of a micro-batch that is only tried (`auto`).
     eval_loaders: that are kept, each with the dataset of its evaluations.
     From `begin` on (`has_begun`), when the Trainer asks for its dataloader:
-    run: its loader, length and figures. memory: names micro-batches that do not fit. trainer_loss: computed by the
-        trainer in place of the model's own.
+    run: its loader, length and figures. memory: names micro-batches that do not fit. stock: how stock makes the loss;
+        is_measured: by a measurement.
     """
 
     _run: ODBRun | None = None
     memory: MemoryWatch
-    trainer_loss: TrainerLoss | None = None
+    stock = StockLoss()
+    is_measured = False
     _parts: DataLoaderParts
     _sampler_at_begin: SamplerState
 
@@ -316,11 +380,35 @@ class Training:
                 self._operations = Operations.of(self.trainer.model, device_of(args))
         config, self.lacks_budgets = first_config(odb.config, self.checkpoint)
         self._sampler_at_begin = SamplerState(self._parts.sampler)
+        self.stock = self._ask_stock()
         models, is_stream = models_of(self.trainer), isinstance(dataset, IterableDataset)
         layout = resolve_layout(models, odb.config.layout, args, refused=odb.not_flat, is_stream=is_stream)
         self._make_run(layout, config)
         self.is_unchecked = layout.name == "flat"
         logger.info("layout: %s (%s)", layout.name, layout.reason)
+
+    def _ask_stock(self) -> StockLoss:
+        """How stock makes the loss of an optimizer step. Collective."""
+        odb, trainer = self.odb, self.trainer
+        if odb.equal_weights:
+            return assumed(trainer)
+        with self.arguments.shown():
+            try:
+                stock = measure(trainer, self._rows_to_measure(), self._parts.collate_fn, odb.gather)
+            except ConfigError as error:
+                if odb.config.loss_scaling == "stock":
+                    raise
+                logger.warning("%s", error)
+                return assumed(trainer)
+        self.is_measured = True
+        return stock
+
+    def _rows_to_measure(self) -> Rows:
+        """None of a stream, of which each row can be read once."""
+        if self._parts.sampler is None:
+            return Rows([], [])
+        observer = self.odb.observer or self.odb.observer_of_items(self._parts, self.odb.config)
+        return short_rows(self._parts.dataset, observer, self.trainer.args.process_index)
 
     def _seed_of_order(self) -> int:
         """Of the order of samples: where none is given that which torch was seeded with last, as accelerate's sampler
@@ -388,7 +476,6 @@ class Training:
         with self.arguments.shown():
             # 1. the loader, from the parts of the Trainer's dataloader
             parts = self._parts
-            self.trainer_loss = TrainerLoss.of(trainer)
             loader = odb.make_loader(
                 parts,
                 config,
@@ -398,7 +485,7 @@ class Training:
                     batch_size=parts.batch_size,
                     accumulation=args.gradient_accumulation_steps,
                     drop_last=parts.drop_last,
-                    stock_mean=stock_mean(trainer, self.trainer_loss),
+                    stock_mean=self.stock.mean,
                     equal_weights=odb.equal_weights,
                 ),
                 seed=self._seed,
@@ -409,7 +496,7 @@ class Training:
             # 2. the run
             is_shuffled = getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler))
             run = self._run = ODBRun(loader, args, is_shuffled=is_shuffled)
-            if odb.data_sets is not None and not odb.equal_weights and self.trainer_loss is None:
+            if odb.data_sets is not None and not odb.equal_weights and not self.stock.is_trainers:
                 run.accounting.by_set = LossBySet(odb.data_sets)
         if odb.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}

@@ -2,8 +2,8 @@
 
 The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so that all it
 counts, schedules, logs and saves is right by itself; `training_step` runs the micro-batches. Only methods with the same
-meaning in transformers 4.55 to 5.x are overridden, and all but the dataloader call `super()`. What they rely on inside
-the Trainer is probed before training (`probes.py`).
+meaning in transformers 4.55 to 5.x are overridden, and all but the dataloader call `super()`. How stock weighs samples
+is measured before training (`stock.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.tower import check_batch, one_pass
 from odb_factory.planning import Collation
-from odb_factory.training import probes
 from odb_factory.training.arguments import RunArguments, replaced
 from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint, load_sharded_optimizer
 from odb_factory.training.checks import (
@@ -216,7 +215,6 @@ class ODBTrainerMixin(Base):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         lifeline_of(odb.process_group, odb.config.exchange_timeout_s).renew()
         check_trainer(self)
-        probes.check_gradient(self)
         log_what_differs(self)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), odb.gather)
@@ -339,7 +337,8 @@ class ODBTrainerMixin(Base):
         training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         with training.odb.in_forward(measured), shared:
-            loss = super().training_step(model, box.pop())
+            number = training.odb.stock_number
+            loss = super().training_step(model, box.pop(), *(() if number is None else (number,)))
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
         training.odb.check_gradient()
@@ -348,24 +347,39 @@ class ODBTrainerMixin(Base):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        odb = self.odb
-        if num_items_in_batch is not None:  # in an evaluation
-            kwargs["num_items_in_batch"] = num_items_in_batch
+        odb, stock = self.odb, super().compute_loss
+        given = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         if odb is None:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+            return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
         inputs, unpadded = odb.unpadded(inputs)
-        # The units of this micro-batch alone: a loss that divides by it returns a mean, like one that ignores it.
         num_items, computing, scale = odb.num_items, odb.computing, 0.0
         if num_items is None:
             if isinstance(inputs, StepInputs):
                 raise ConfigError(not_reached(self, "training_step"))
             with unpadded:
-                return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
-        # Not multiplied by the number of ranks: our weights include it.
-        of_rank = replaced(self.args, average_tokens_across_devices=False)
-        with unpadded, of_rank, odb.weighing(model, inputs.get("labels"), num_items):
-            result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+                return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+        # A custom loss may read the accumulation.
+        shown = contextlib.nullcontext() if odb.training is None else odb.training.arguments.shown()
+        if computing is not None and odb.stock_number is not None:
+            # 1. Stock's own number of items, handed to `training_step`: nothing is weighed here.
+            with unpadded, shown, odb.weighing(model, computing.micro_batch.samples[0].stock_units):
+                computing.is_weighed = True
+                return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+        # Our weights include the number of ranks; those of code of the trainer were measured as stock multiplies.
+        keeps_args = odb.is_measured_with_args
+        args = contextlib.nullcontext() if keeps_args else replaced(self.args, average_tokens_across_devices=False)
+        with unpadded, shown, args:
+            if odb.is_computed_by_sample:
+                # 2. Code of the trainer, once a sample.
+                once: Any = functools.partial(stock, **kwargs)
+                result: Any = odb.loss_by_sample(once, model, inputs)
+                result = result if return_outputs else result[0]
+            else:
+                # 3. A mean over the units of this micro-batch: a loss that divides by their number returns a mean, like
+                # one that ignores it.
+                kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
+                with odb.weighing(model, num_items):
+                    result = stock(model, inputs, return_outputs=return_outputs, **kwargs)
         if computing is not None:  # else a trial
             scale, computing.is_weighed = computing.loss.scale, True
         if return_outputs:

@@ -1,0 +1,736 @@
+"""How stock weighs the samples of an optimizer step: measured before training, with the trainer that will train.
+
+1. The trainer's own `get_batch_samples` and `training_step` run on a few rows. A hook on the model's output embedding
+   hands on logits that are leaves, so the gradient of what reaches `accelerator.backward` ends at the logits and no
+   parameter sees it. A second leaf behind the model shows whether the model or the trainer's code computes the loss.
+2. The loss of each sample alone, on its own logits, has a gradient, too. Stock's gradient must be that one times a
+   weight, and the weights of all samples must be those of one rule (`candidates`).
+
+So a release, a custom loss or a trainer that weighs in another way needs no branch here. What fits no rule is refused.
+
+Names of shapes: rows, length: of a padded micro-batch; V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from odb_factory.data.observe import IGNORE_INDEX
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, Counts, StockMean
+from odb_factory.errors import ConfigError, one_line
+from odb_factory.log import get_logger
+from odb_factory.model.check import unwrapped
+from odb_factory.model.own_loss import model_with_labels
+from odb_factory.random_numbers import kept_random_numbers
+
+logger = get_logger(__name__)
+
+ROWS, ROWS_OF_MICRO_BATCH = 6, 2
+ROWS_READ, FEW_TOKENS = 16, 12
+"""Rows of a rank to choose from; those with fewer tokens than this show less."""
+SUPERVISED = (2, 5, 3, 7, 4, 9)
+"""Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
+TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
+"""Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
+GREW_FROM_PADDING = "a label is predicted from padding"
+
+
+@dataclass(frozen=True, slots=True)
+class StockLoss:
+    """How stock makes the loss of an optimizer step.
+
+    mean: the rule of the weights. is_trainers: code of the trainer computes it from logits (`compute_loss_func`, a
+    `compute_loss` of its own, the label smoother), else the model's own forward. adds_up: called for the samples of a
+    micro-batch, padded or flat, it returns the mean over their tokens of what it returns for each of them; otherwise it
+    is called once a sample. pads_left: rows are padded on the left. number: an example of what stock's
+    `get_batch_samples` returns as the number of items.
+    """
+
+    mean: StockMean = MEAN_OF_STEP
+    is_trainers: bool = False
+    adds_up: bool = True
+    pads_left: bool = False
+    number: Any = field(default=None, compare=False)
+
+    @property
+    def takes_stock_number(self) -> bool:
+        """Whether stock's own number of items makes any cut of the optimizer step stock's."""
+        return self.mean.over == "step" and self.mean.counts != "samples" and self.adds_up
+
+
+def assumed(trainer: Any) -> StockLoss:
+    """Of a loss that is no sum over the tokens of logits, such as that of pairs."""
+    return StockLoss(MEAN_OF_STEP if trainer.model_accepts_loss_kwargs else MEAN_OF_MICRO_BATCH)
+
+
+class Rows(NamedTuple):
+    """A few short processed rows of this rank, to measure with, and the units of each."""
+
+    features: list[Any]
+    units: list[int]
+
+
+def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
+    """observer: dataset item -> features, cost."""
+    rows: list[tuple[int, int, Any]] = []
+    with kept_random_numbers():
+        for number in range(min(ROWS_READ, len(dataset))):
+            try:
+                features, cost = observer(dataset[(rank * ROWS_READ + number) % len(dataset)])
+            except Exception:  # reported when the row is trained on
+                continue
+            rows.append((cost.tokens + cost.patches, cost.units, features))
+    rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
+    kept = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
+    return Rows([features for *_, features in kept], [units for _, units, _ in kept])
+
+
+class Row(NamedTuple):
+    """A sample of the measurement: its micro-batch, its tokens with a loss, whether its first token has a label."""
+
+    micro_batch: int
+    units: int
+    has_first: bool
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rules, and what a sample weighs by each of them.
+
+
+def candidates(world_size: int) -> Iterator[StockMean]:
+    """The rules that exist, the usual ones first.
+
+    Some trainers multiply by the number of ranks, over which the engine takes the mean, and some do not, so each rule
+    comes with factors.
+    """
+    for factor in dict.fromkeys((1.0, float(world_size), 1 / world_size)):
+        kinds: tuple[Counts, ...] = ("tokens", "labels", "samples")
+        for counts in kinds[:2]:
+            yield StockMean("step", counts=counts, factor=factor)
+            if world_size > 1:
+                yield StockMean("rank", counts=counts, factor=factor)
+        for counts, divisor in itertools.product(kinds, (None, world_size)):
+            yield StockMean("micro_batch", divisor, counts, factor)
+
+
+def weights_by(mean: StockMean, table: Sequence[Sequence[Row]]) -> list[list[float]]:
+    """What the mean loss of each sample weighs on its own rank. table: the samples of each rank."""
+    keys = [[("step",), (rank,), (rank, row.micro_batch)] for rank, rows in enumerate(table) for row in rows]
+    place = {"step": 0, "rank": 1, "micro_batch": 2}[mean.over]
+    every = [row for rows in table for row in rows]
+    own = [1 if mean.counts == "samples" else row.units for row in every]
+    amounts = [n + (mean.counts == "labels" and row.has_first) for n, row in zip(own, every)]
+    totals: dict[Any, int] = {}
+    for key, amount in zip(keys, amounts):
+        totals[key[place]] = totals.get(key[place], 0) + amount
+    divisor = mean.divisor or len(totals)
+    shares = iter(n / totals[key[place]] / divisor * mean.factor * len(table) for key, n in zip(keys, own))
+    return [[next(shares) for _ in rows] for rows in table]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The measurement.
+
+
+def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
+    """The rule by which `trainer` weighs the samples of an optimizer step.
+
+    rows: of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the JSON of all
+    ranks. Collective.
+    Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits.
+    """
+    model: Any = model_with_labels(trainer.model)
+    has_logits = model is not None and model.get_output_embeddings() is not None
+    attempts = [("rows", True), ("rows", False)] * bool(rows.features) + [("made up", True)]
+    why = ""
+    for source, reveals in attempts if all(gather(has_logits)) else ():
+        measurement = _Measurement(trainer, model)
+        try:
+            is_real = source == "rows"
+            batches = measurement.collated(rows.features, collate, reveals) if is_real else measurement.made_up()
+            problem = ""
+        except Exception as error:
+            batches, problem = [], f"its rows cannot be collated: {one_line(error)}"
+        if any(problems := gather(problem)):
+            why = next(filter(None, problems))
+            continue
+        answers = gather(measurement.run(batches))
+        why = next((answer["problem"] for answer in answers if answer["problem"]), "")
+        if why == GREW_FROM_PADDING and reveals:
+            continue  # the labels that were changed may be what is predicted from padding
+        if why:
+            break
+        stock, why = _rule_of(answers, trainer.args.world_size, knows_first=reveals)
+        if stock is not None:
+            logger.debug("stock takes %s (measured)", stock.mean)
+            return replace(stock, number=measurement.number)
+        if not why.startswith("these rows"):
+            break
+    if not has_logits or "cannot be collated" in why:  # another model than a causal one
+        stock, why = _by_values(trainer, rows, collate, gather)
+        if stock is not None:
+            return stock
+    raise ConfigError(
+        f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
+        "odb would train another loss; train without odb."
+    )
+
+
+def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) -> tuple[StockLoss | None, str]:
+    """As `measure`, from the values of losses alone: of stock's micro-batches, and of each sample. Collective."""
+    measurement = _Measurement(trainer, None)
+    answer: dict[str, Any] = {"problem": "", "rows": [], "alone": [], "stock": [], "together": 0.0}
+    is_tried = bool(rows.features) and measurement.is_computed
+    if not all(gather(is_tried)):
+        return assumed(trainer), ""
+    with kept_random_numbers(trainer.args.device):
+        try:
+            answer |= measurement.values(rows, collate)
+        except Exception as error:
+            answer["problem"] = one_line(error)
+    answers = gather(answer)
+    if problem := next((one["problem"] for one in answers if one["problem"]), ""):
+        return None, problem
+    table = [[Row(*row) for row in one["rows"]] for one in answers]
+
+    def is_near(value: float, wanted: float) -> bool:
+        return abs(value - wanted) <= VALUE_TOLERANCE * abs(wanted)
+
+    for one, own in zip(answers, table):
+        pair = list(zip(own, one["alone"]))[:ROWS_OF_MICRO_BATCH]
+        if not is_near(
+            one["together"], sum(row.units * loss for row, loss in pair) / sum(row.units for row, _ in pair)
+        ):
+            return None, "the loss of a micro-batch is not the mean of the losses of its samples"
+    for mean in candidates(trainer.args.world_size):
+        fits: list[bool] = []
+        for one, own, weights in zip(answers, table, weights_by(mean, table)):
+            sums = [0.0] * len(one["stock"])
+            for row, weight, loss in zip(own, weights, one["alone"]):
+                sums[row.micro_batch] += weight * loss
+            fits += map(is_near, one["stock"], sums)
+        if all(fits):
+            return StockLoss(mean, number=measurement.number), ""
+    return None, "the values of its losses are those of no rule"
+
+
+def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
+    """The rule that the answers of all ranks fit, or why there is none."""
+    table = [[Row(*row) for row in answer["rows"]] for answer in answers]
+    measured = [weight for answer in answers for weight in answer["weights"]]
+    off: dict[StockMean, float] = {}
+    for mean in candidates(world_size):
+        weights = itertools.chain(*weights_by(mean, table))
+        off[mean] = max(abs(a - b) / b for a, b in zip(measured, weights))
+    rules = [mean for mean in off if off[mean] < TOLERANCE]
+    if not knows_first:  # then no row shows whether first labels count
+        rules = [mean for mean in rules if mean.counts != "labels"]
+    if not rules:
+        nearest = min(off, key=off.__getitem__)
+        return None, f"the nearest is {nearest}, {off[nearest]:.1%} off"
+    if len(rules) > 1:
+        return None, f"these rows cannot tell {' from '.join(map(str, rules))}"
+    flags = {key: [answer[key] for answer in answers] for key in ("is_trainers", "adds_up", "pads_left")}
+    return StockLoss(rules[0], any(flags["is_trainers"]), all(flags["adds_up"]), any(flags["pads_left"])), ""
+
+
+class _Measurement:
+    """One run of stock on a few rows. model: the transformers model that takes labels, inside `trainer.model`."""
+
+    def __init__(self, trainer: Any, model: Any):
+        self._trainer, self._model, self._probe = trainer, model, _probe_of(trainer)
+        device = trainer.args.device
+        self.number: Any = None
+        self.is_computed = all(
+            one.device.type == device.type and not _is_sharded(one) for one in trainer.model.parameters()
+        )
+
+    # 1. The micro-batches
+
+    def collated(self, rows: list[Any], collate: Callable[[list[Any]], Any], reveals: bool) -> list[Any]:
+        """Micro-batches of two rows. reveals: labels are changed so that rows differ and some first labels count."""
+        batches = []
+        for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
+            own = copy.deepcopy(rows[start : start + ROWS_OF_MICRO_BATCH])
+            batch = dict(collate(own))
+            spans = _spans(batch, own)
+            if reveals and "shift_labels" not in batch:
+                batch["labels"] = _revealing(batch, spans, self._supervised(start))
+            batches.append((batch, spans))
+        return batches
+
+    def made_up(self) -> list[Any]:
+        """Micro-batches of random tokens, for data that cannot be read before training begins."""
+        most = self._model.config.get_text_config().vocab_size - 1
+        generator = torch.Generator().manual_seed(0)
+        batches = []
+        for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
+            lengths = [12 + 3 * (start + row) for row in range(ROWS_OF_MICRO_BATCH)]
+            spans = [(0, length) for length in lengths]
+            mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
+            ids = torch.randint(min(3, most), most + 1, mask.shape, generator=generator) * mask
+            batch = {"input_ids": ids, "attention_mask": mask}
+            batch["labels"] = _revealing(batch, spans, self._supervised(start))
+            batches.append((batch, spans))
+        return batches
+
+    def _supervised(self, start: int) -> list[int]:
+        """Tokens with a loss of the rows of a micro-batch. Ranks have other numbers of them, too."""
+        more = self._trainer.args.process_index % 5
+        return [SUPERVISED[start] + more, *SUPERVISED[start + 1 : start + ROWS_OF_MICRO_BATCH]]
+
+    # 2. Stock, and each sample alone
+
+    def run(self, batches: Sequence[Any]) -> dict[str, Any]:
+        """What this rank has measured: the weight of each sample (JSON types)."""
+        answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
+        with kept_random_numbers(self._trainer.args.device), _grad_mode_kept():
+            try:
+                watched = self._stock(batches)
+                answer |= self._compare(batches, watched)
+            except _Unmeasured as error:
+                answer["problem"] = str(error)
+            except Exception as error:  # any code may stand there
+                answer["problem"] = one_line(error)
+        return answer
+
+    def evaluate(self, batch: Any, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """The samples of a batch, their mean losses, and what `prediction_step` makes of them (JSON types)."""
+        model, probe, targets = self._model, self._probe, _targets(batch)
+        head: Any = model.get_output_embeddings()
+        seen: list[Any] = []
+        hook = model.register_forward_hook(lambda _, __, output: seen.append(output["logits"].float()))
+        was_training, inputs = probe.model.training, {key: copy.copy(value) for key, value in batch.items()}
+        try:
+            with _without_layers(model, head, targets):
+                loss, *_ = probe.prediction_step(model.eval(), inputs, True)
+        finally:
+            hook.remove()
+            probe.model.train(was_training)
+        rows, means = [], []
+        for row, (start, end) in enumerate(spans):
+            own = targets[row, start : end - 1].to(seen[0].device)
+            rows.append(Row(0, int((own != IGNORE_INDEX).sum()), bool(batch["labels"][row, start] != IGNORE_INDEX)))
+            means.append(float(cross_entropy(seen[0][row, start : end - 1], own, ignore_index=IGNORE_INDEX)))
+        return {"rows": rows, "means": means, "loss": float(loss)}
+
+    def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        """The losses of stock's micro-batches, of each sample alone, and of the first micro-batch as odb computes it
+        (JSON types). The real model computes, without dropout."""
+        probe, losses = self._probe, []
+        probe.accelerator.backward = lambda loss, **_: losses.append(float(loss))
+        starts = range(0, ROWS, ROWS_OF_MICRO_BATCH)
+
+        def batch(start: int, count: int) -> Any:
+            return collate(copy.deepcopy(rows.features[start : start + count]))
+
+        def loss(inputs: Any, units: int) -> float:
+            number = number_like(self.number, units, probe.args.device)
+            with torch.no_grad(), probe.compute_loss_context_manager():
+                return float(probe.compute_loss(probe.model, probe._prepare_inputs(inputs), num_items_in_batch=number))
+
+        was_training = probe.model.training
+        vars(probe.model.eval())["train"] = lambda mode=True: probe.model  # `training_step` calls it
+        try:
+            probe.current_gradient_accumulation_steps = len(starts)
+            batches = iter([batch(start, ROWS_OF_MICRO_BATCH) for start in starts])
+            samples, self.number = probe.get_batch_samples(batches, len(starts), probe.args.device)
+            with torch.no_grad():
+                for inputs in samples:
+                    probe.training_step(probe.model, inputs, self.number)
+            alone = [loss(batch(number, 1), units) for number, units in enumerate(rows.units)]
+            together = loss(batch(0, ROWS_OF_MICRO_BATCH), sum(rows.units[:ROWS_OF_MICRO_BATCH]))
+        finally:
+            del vars(probe.model)["train"]
+            probe.model.train(was_training)
+        own = [Row(number // ROWS_OF_MICRO_BATCH, units, False) for number, units in enumerate(rows.units)]
+        return {"rows": own, "alone": alone, "stock": losses, "together": together}
+
+    def _stock(self, batches: Sequence[Any]) -> list[_Watched]:
+        probe, watched = self._probe, [_Watched(_targets(batch), spans) for batch, spans in batches]
+        probe.current_gradient_accumulation_steps = len(batches)
+        copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
+        samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
+        for one, inputs in zip(watched, samples):
+            with one.watching(self._model, self.is_computed):
+                probe.training_step(probe.model, inputs, self.number)
+            if one.leaf is None:
+                raise _Unmeasured(f"{type(self._model).__name__} computes its loss without its output embedding")
+        return watched
+
+    def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
+        is_trainers = any(one.is_trainers for one in watched)
+        rows, weights, alone = [], [], []
+        for number, ((batch, spans), one) in enumerate(zip(batches, watched)):
+            stock, scale = one.gradient(is_trainers), one.gradient(is_trainers).norm()
+            for row, (start, end) in enumerate(spans):
+                targets = one.targets[row, start : end - 1]
+                units = max(int((targets != IGNORE_INDEX).sum()), 1)
+                outside = stock[row].clone()
+                outside[start:end] = 0
+                if outside.norm() > TOLERANCE * scale:
+                    raise _Unmeasured(GREW_FROM_PADDING)
+                theirs = stock[row, start:end]
+                if is_trainers:
+                    logits = one.of_model[row : row + 1, start:end].detach().requires_grad_()
+                    self._loss(logits, cut(batch, row, start, end), units).backward()
+                    assert logits.grad is not None
+                    own = logits.grad[0]
+                    alone.append((logits.detach(), cut(batch, row, start, end), units, own))
+                else:
+                    own = one.of_samples[row][start:end]
+                if not float(own.norm()) or not float(theirs.norm()):
+                    raise _Unmeasured("a sample has no gradient")
+                weight = float((own * theirs).sum() / own.square().sum())
+                if float((theirs - weight * own).norm()) > TOLERANCE * float(theirs.norm()):
+                    raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
+                rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
+                weights.append(weight)
+        pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
+        adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone)
+        return {
+            "rows": rows, "weights": weights, "is_trainers": is_trainers, "adds_up": adds_up, "pads_left": pads_left
+        }  # fmt: skip
+
+    def _adds_up(self, batch: Any, watched: _Watched, alone: Sequence[Any]) -> bool:
+        """Whether a flat row, and a padded micro-batch, have the mean over tokens of the losses of their samples."""
+        first = alone[:ROWS_OF_MICRO_BATCH]
+        total = sum(units for *_, units, _ in first)
+        wanted = [own * units / total for *_, units, own in first]
+        labels = torch.cat([one["labels"] for _, one, *_ in first], 1)
+        for start in itertools.accumulate(len(own) for own in wanted[:-1]):
+            labels[:, start] = IGNORE_INDEX
+        ids = torch.cat([one["input_ids"] for _, one, *_ in first], 1)
+        flat = torch.cat([logits for logits, *_ in first], 1).requires_grad_()
+        padded = watched.of_model.detach().requires_grad_()
+        parts = [(flat, {"input_ids": ids, "labels": labels}), (padded, batch)]
+        try:
+            for logits, inputs in parts:
+                self._loss(logits, inputs, total).backward()
+        except Exception:
+            return False
+        assert flat.grad is not None and padded.grad is not None
+        of_rows = [padded.grad[row, start:end] for row, (start, end) in enumerate(watched.spans)]
+        return all(
+            float((a - b).norm()) < TOLERANCE * float(b.norm())
+            for a, b in zip([*flat.grad[0].split([len(own) for own in wanted]), *of_rows], wanted * 2)
+        )
+
+    def _loss(self, logits: Tensor, inputs: Mapping[str, Any], units: int) -> Tensor:
+        probe = self._probe
+        inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        with probe.compute_loss_context_manager():
+            number = number_like(self.number, units, logits.device)
+            loss: Tensor = probe.compute_loss(
+                SampleModel(probe.model, logits), probe._prepare_inputs(inputs), num_items_in_batch=number
+            )
+        return loss
+
+
+class _Unmeasured(Exception):
+    """Why stock's weights cannot be measured."""
+
+
+class _Watched:
+    """One micro-batch of stock: the leaves of its logits.
+
+    targets: labels of the next token [rows, length]; spans: of each row, the places of its sample. leaf: behind the
+    output embedding. of_model: behind the model, a leaf as well. of_samples: the gradients at `leaf` of the mean cross
+    entropy of each sample.
+    """
+
+    leaf: Tensor | None = None
+    of_model: Tensor
+    of_samples: list[Tensor]
+
+    def __init__(self, targets: Tensor, spans: Sequence[tuple[int, int]]):
+        self.targets, self.spans = targets, spans
+
+    @property
+    def is_trainers(self) -> bool:
+        return self.of_model.grad is not None and bool(self.of_model.grad.any())
+
+    def gradient(self, is_trainers: bool) -> Tensor:
+        """Stock's, [rows, length, V]."""
+        assert self.leaf is not None
+        grad = self.of_model.grad if is_trainers else self.leaf.grad
+        if is_trainers and self.leaf.grad is not None and self.leaf.grad.any():
+            if not self._is_plain:
+                raise _Unmeasured("the trainer adds a loss to the model's, whose logits have a factor or a cap")
+            grad = self.leaf.grad + (0 if grad is None else grad)
+        if grad is None:
+            raise _Unmeasured("a micro-batch has no gradient")
+        return grad
+
+    @contextlib.contextmanager
+    def watching(self, model: Any, is_computed: bool) -> Iterator[None]:
+        """While stock computes this micro-batch. is_computed: the model computes; else its layers return zeros."""
+        head = model.get_output_embeddings()
+        hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            head.register_forward_hook(self._at_head),
+            model.register_forward_hook(self._at_end),
+        ]
+        try:
+            with contextlib.nullcontext() if is_computed else _without_layers(model, head, self.targets):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> Any:
+        self._is_trained = torch.is_grad_enabled()  # else a reference of the trainer
+        torch.set_grad_enabled(False)  # the layers need no graph
+        if "skip_logits" in signature(module.forward).parameters:  # Liger's kernel makes no logits
+            kwargs = {**kwargs, "skip_logits": False}
+        return args, kwargs
+
+    def _at_head(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
+        if not self._is_trained:
+            return None
+        logits = output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
+        if logits.shape[:2] != self.targets.shape:
+            raise _Unmeasured(f"its logits are {list(logits.shape[:2])} and its labels {list(self.targets.shape)}")
+        # Token losses from small to large, so that a loss that bends or clamps them shows its gradient.
+        self.targets = self.targets.to(logits.device)
+        places = torch.arange(self.targets.numel(), device=logits.device).view(self.targets.shape)
+        bonus = (places * 7 % 11).to(logits.dtype)
+        logits.scatter_add_(2, self.targets.clamp_min(0)[..., None], bonus[..., None])
+        torch.set_grad_enabled(True)
+        self.leaf = logits.requires_grad_()
+        return self.leaf
+
+    def _at_end(self, module: Any, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(self._is_trained)
+        if not self._is_trained or self.leaf is None:
+            return output
+        leaf, is_tuple = self.leaf, isinstance(output, tuple)
+        items: Any = enumerate(output) if is_tuple else [("logits", output.get("logits"))]
+        key, logits = next(((key, value) for key, value in items if _is_like(value, leaf)), (None, None))
+        if logits is None:
+            raise _Unmeasured(f"{type(module).__name__} returns no logits of its positions")
+        self._is_plain = logits is leaf
+        self.of_samples = []
+        for row, (start, end) in enumerate(self.spans):
+            targets = self.targets[row, start : end - 1]
+            loss = cross_entropy(logits[row, start : end - 1].to(leaf.dtype), targets, ignore_index=IGNORE_INDEX)
+            (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+            self.of_samples.append(gradient[row])
+        self.of_model = logits.detach().requires_grad_()
+        if is_tuple:
+            return tuple(self.of_model if number == key else value for number, value in enumerate(output))
+        output[key] = self.of_model
+        return output
+
+
+def _is_like(value: Any, logits: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == logits.shape
+
+
+def _probe_of(trainer: Any) -> Any:
+    """A shallow copy of the trainer without odb, whose backward goes through accelerate and ends at the logits."""
+    probe = copy.copy(trainer)
+    probe.odb = None
+    for name, value in vars(trainer).items():
+        if isinstance(value, dict | list):  # figures that a trainer collects
+            with contextlib.suppress(Exception):
+                setattr(probe, name, copy.deepcopy(value))
+    probe.state, accelerator = copy.copy(trainer.state), copy.copy(trainer.accelerator)
+    probe.accelerator, accelerator.scaler = accelerator, None
+
+    def backward(loss: Tensor, **kwargs: Any) -> None:
+        if kwargs.get("scale_wrt_gas", True):
+            raise _Unmeasured("DeepSpeed's engine would divide the loss by the accumulation once more")
+        loss.backward()
+
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_engine_wrapped = SimpleNamespace(backward=backward)
+    return probe
+
+
+@contextlib.contextmanager
+def _grad_mode_kept() -> Iterator[None]:
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(before)
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor"
+
+
+class _HiddenStates:
+    """The output of a body: hidden states, and nothing else."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+@contextlib.contextmanager
+def _without_layers(model: Any, head: nn.Module, targets: Tensor) -> Iterator[None]:
+    """Meanwhile the parts of `model` return zeros and its output embedding random logits: their weights are sharded, or
+    not on the device yet."""
+    config = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+
+    def hidden(*args: Any, **kwargs: Any) -> _HiddenStates:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return _HiddenStates(torch.zeros(*targets.shape, config.hidden_size, device=device))
+
+    def logits(states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.randn(*targets.shape, config.vocab_size, generator=generator).to(states.device)
+
+    parts = {part: hidden for part in model.children() if part is not head and head not in part.modules()}
+    before = {part: vars(part).get("forward") for part in (*parts, head)}
+    try:
+        for part, forward in {**parts, head: logits}.items():
+            part.forward = forward
+        yield
+    finally:
+        for part, own in before.items():
+            del part.forward
+            if own is not None:
+                part.forward = own
+
+
+def _targets(batch: Mapping[str, Any]) -> Tensor:
+    """The label of the next token, [rows, length]."""
+    if isinstance(batch.get("shift_labels"), Tensor):
+        return batch["shift_labels"]
+    return pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+
+
+def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int]]:
+    """The places of each row's sample: from its first to its last token that is attended to or has a label."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        mask = torch.ones_like(ids)
+        for number, row in enumerate(rows):
+            length = len(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else ids.shape[1]
+            mask[number, length:] = 0
+    is_own = (mask != 0) | (batch["labels"] != IGNORE_INDEX)
+    ends = [one.nonzero()[:, 0].tolist() for one in is_own]
+    return [(places[0], places[-1] + 1) for places in ends]
+
+
+def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], supervised: Sequence[int]) -> Tensor:
+    """Labels by which rules differ. supervised: tokens of each row with a loss; every other row has a first label."""
+    ids = batch["input_ids"]
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    for row, ((start, end), most) in enumerate(zip(spans, supervised)):
+        count = min(most, end - start - 1)
+        labels[row, end - count : end] = ids[row, end - count : end]
+        if row % 2 == 0:
+            labels[row, start] = ids[row, start]
+    return labels
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation: `prediction_step` on one micro-batch of each rank.
+
+
+def measure_evaluation(
+    trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable
+) -> StockMean | None:
+    """What stock's loss of a batch of an evaluation is the mean of: the batches of all ranks at the same time ("round")
+    or its own ("micro_batch"). None: something else. Collective.
+
+    rows, collate, gather: of `measure`.
+    """
+    model: Any = model_with_labels(trainer.model)
+    answer: dict[str, Any] = {"rows": [], "means": [], "loss": None}
+    if model is not None and model.get_output_embeddings() is not None and rows.features:
+        measurement = _Measurement(trainer, model)
+        with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
+            (batch, spans), *_ = measurement.collated(rows.features, collate, reveals=True)
+            answer |= measurement.evaluate(batch, spans)
+    answers = gather(answer)
+    if any(one["loss"] is None for one in answers):
+        return None
+    ranks, table = len(answers), [[Row(*row) for row in one["rows"]] for one in answers]
+    for over, counts, factor in itertools.product(
+        ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
+    ):
+        sums = [
+            (sum(row.units * mean for row, mean in zip(rows, one["means"])), sum(row.units for row in rows),
+             sum(row.has_first for row in rows) * (counts == "labels"))
+            for rows, one in zip(table, answers)
+        ]  # fmt: skip
+        of_all = sum(units + first for _, units, first in sums)
+        expected = [
+            factor * (ranks * total / of_all if over == "round" else total / (units + first))
+            for total, units, first in sums
+        ]
+        if all(abs(one["loss"] - wanted) < TOLERANCE * abs(wanted) for one, wanted in zip(answers, expected)):
+            return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loss of one sample, by code of the trainer: in the measurement, and in training where it does not add up.
+
+
+class SampleModel(nn.Module):
+    """In the place of the model in a `compute_loss`: its output has the logits of one sample, [1, length, V].
+
+    Everything else is asked of the model.
+    """
+
+    def __init__(self, model: Any, logits: Tensor):
+        super().__init__()
+        vars(self).update(_model=unwrapped(model), _logits=logits)
+
+    def forward(self, labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> CausalLMOutputWithPast:
+        loss = None
+        if labels is not None:
+            targets = labels[0, 1:]
+            count = (targets != IGNORE_INDEX).sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+            loss = cross_entropy(self._logits[0, :-1], targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
+        return CausalLMOutputWithPast(loss=loss, logits=self._logits)
+
+    def _get_name(self) -> str:
+        return type(self._model).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_model"], name)
+
+
+def number_like(stock: Any, number: int, device: torch.device) -> Any:
+    """A number of items of the kind that stock's `get_batch_samples` returns: a tensor, an int or None."""
+    if isinstance(stock, Tensor):
+        return torch.full((), number, dtype=stock.dtype, device=device)
+    return None if stock is None else type(stock)(number)
+
+
+def cut(inputs: Mapping[str, Any], row: int, start: int, end: int) -> dict[str, Any]:
+    """The inputs of one sample: places `start` to `end` of a row of what is [rows, length, ...], its row of what is
+    [rows, ...], all of everything else."""
+    rows, length = inputs["labels"].shape
+
+    def part(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.shape[:2] == (rows, length):
+            return value[row : row + 1, start:end]
+        return value[row : row + 1] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+
+    return {key: part(value) for key, value in inputs.items()}

@@ -1,0 +1,326 @@
+"""I9, I13: whatever loss a Trainer computes, odb trains it as stock does, on whatever releases are installed.
+
+transformers' own Trainer runs beside odb, on a tiny model: losses of every step and the weights at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.ranks import run_ranks
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from odb_factory import ConfigError, enable_odb
+
+pytestmark = pytest.mark.stock
+
+BUDGET, CLOSE = 256, 1e-5
+CONFIG = {
+    "vocab_size": 500,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows and collators.
+
+
+def make_rows(lengths: list[int], *, masks_first: bool = False) -> list[dict[str, list[int]]]:
+    rows = []
+    for number, length in enumerate(lengths):
+        ids = [20 + (number * 31 + place * 7) % 400 for place in range(length)]
+        rows.append({"input_ids": ids, "labels": [-100] * masks_first + ids[masks_first:]})
+    return rows
+
+
+LONG = [5 + number * 7 % 80 for number in range(24)]
+SHORT = [2 + number % 5 for number in range(24)]
+
+
+def collate(rows: list[dict[str, list[int]]], side: str = "right") -> dict[str, Tensor]:
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        rest = [fill] * (length - len(values))
+        return values + rest if side == "right" else rest + values
+
+    return {
+        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
+        "labels": torch.tensor([padded(row["labels"], -100) for row in rows]),
+        "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
+    }
+
+
+def collate_with_names(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+    """A value for each row, which a loss reads."""
+    return collate(rows) | {"scale": torch.tensor([1.0 + len(row["labels"]) % 3 for row in rows])}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Losses.
+
+
+def of_tokens(outputs: Any, labels: Tensor) -> Tensor:
+    return cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+
+
+def counts(labels: Tensor) -> Tensor:
+    return (labels[:, 1:] != -100).sum(1)
+
+
+def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return of_tokens(outputs, labels).sum() / num_items_in_batch
+
+
+def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sample_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return (of_tokens(outputs, labels).sum(1) / counts(labels)).mean()
+
+
+def focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    losses = of_tokens(outputs, labels)[labels[:, 1:] != -100]
+    return (((1 - (-losses).exp()) ** 2) * losses).mean()
+
+
+def root_of_length(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return (of_tokens(outputs, labels).sum(1) / counts(labels).sqrt()).sum() / num_items_in_batch
+
+
+def with_z_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    z = outputs.logits[:, :-1].logsumexp(-1).square() * (labels[:, 1:] != -100)
+    return divided(outputs, labels, num_items_in_batch) + 1e-3 * z.sum() / num_items_in_batch
+
+
+def in_batch_negatives(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    means = outputs.logits.mean(1)
+    return cross_entropy(means @ means.T, torch.arange(len(means)))
+
+
+def no_scalar(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return of_tokens(outputs, labels).sum(1)
+
+
+def raises(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    if labels.shape[0] == 1:
+        raise ValueError("one sample is too few")
+    return token_mean(outputs, labels)
+
+
+class SampleMeans(Trainer):
+    """Divides by the accumulation itself."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = sample_mean(outputs, labels) / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class Divides(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = divided(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class Scales(Trainer):
+    """Reads a value of each row."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels, scale = inputs.pop("labels"), inputs.pop("scale")
+        outputs = model(**inputs)
+        loss = (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Stores(Trainer):
+    """Stores the number of items and does not divide by it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.items = num_items_in_batch
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class MeanOfMicroBatch(Stores):
+    """Tells transformers (since 5.19) that its loss is the mean of a micro-batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.loss_is_scaled_for_ga = False
+
+
+class OwnLoss(Qwen3ForCausalLM):
+    """Takes any argument and returns the mean of its micro-batch."""
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, labels: Any = None, **_: Any
+    ) -> CausalLMOutputWithPast:
+        body = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
+        logits = self.lm_head(body.last_hidden_state.view(*input_ids.shape, self.config.hidden_size))
+        loss = None if labels is None else token_mean(CausalLMOutputWithPast(logits=logits), labels)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Trainings.
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: list[int] = field(default_factory=lambda: LONG)
+    masks_first: bool = True
+    model: type = Qwen3ForCausalLM
+    trainer: type = Trainer
+    loss: Callable[..., Tensor] | None = None
+    collate: Callable[..., Any] = collate
+    arguments: dict[str, Any] = field(default_factory=dict)
+    close: float = CLOSE
+
+
+CASES = {
+    "plain": Case(),
+    "first labels": Case(masks_first=False),
+    "short rows": Case(SHORT, masks_first=False),
+    "short rows in bf16": Case(SHORT, masks_first=False, arguments={"bf16": True}, close=2e-3),
+    "left padding": Case(collate=functools.partial(collate, side="left")),
+    "tokens of a rank": Case(masks_first=False, arguments={"average_tokens_across_devices": False}),
+    "no accumulation": Case(arguments={"gradient_accumulation_steps": 1}),
+    "label smoothing": Case(masks_first=False, arguments={"label_smoothing_factor": 0.1}),
+    "divided": Case(masks_first=False, loss=divided),
+    "mean over tokens": Case(loss=token_mean),
+    "mean over samples": Case(loss=sample_mean),
+    "focal": Case(loss=focal),
+    "by the root of the length": Case(loss=root_of_length),
+    "z-loss": Case(loss=with_z_loss),
+    "a compute_loss of means": Case(trainer=SampleMeans),
+    "a compute_loss that divides": Case(masks_first=False, trainer=Divides),
+    "a compute_loss that reads a value of each row": Case(trainer=Scales, collate=collate_with_names),
+    "a compute_loss that stores the number": Case(trainer=Stores),
+    "loss_is_scaled_for_ga": Case(trainer=MeanOfMicroBatch),
+    "a model with a loss of its own": Case(model=OwnLoss),
+}
+REFUSED = {
+    "in-batch negatives": Case(loss=in_batch_negatives),
+    "no scalar": Case(loss=no_scalar),
+    "one sample raises": Case(loss=raises),
+    "a label is predicted from padding": Case(masks_first=False, collate=functools.partial(collate, side="left")),
+}
+
+
+def train(case: Case, folder: Path, block: dict[str, Any] | None) -> tuple[list[float], Tensor]:
+    """The loss of every optimizer step, and all weights at the end."""
+    torch.manual_seed(3)
+    model = case.model(Qwen3Config(**CONFIG))
+    arguments = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "logging_steps": 1,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "seed": 1,
+        "data_seed": 5,
+        "remove_unused_columns": False,
+    }
+    trainer = case.trainer(
+        model,
+        TrainingArguments(str(folder), **arguments | case.arguments),
+        data_collator=case.collate,
+        train_dataset=make_rows(case.lengths, masks_first=case.masks_first),
+    )
+    trainer.compute_loss_func = case.loss
+    if block is not None:
+        enable_odb(trainer, token_budget=BUDGET, **block)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], torch.cat(
+        [parameter.detach().flatten().float() for parameter in model.parameters()]
+    )
+
+
+def distance(stock: tuple[list[float], Tensor], ours: tuple[list[float], Tensor]) -> float:
+    """The largest relative difference of a loss, or of the norm of all weights."""
+    assert len(stock[0]) == len(ours[0])
+    losses = max(abs(a - b) / abs(a) for a, b in zip(stock[0], ours[0]))
+    return max(losses, float((stock[1] - ours[1]).norm() / stock[1].norm()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_odb_trains_the_loss_of_stock(name: str, tmp_path: Path) -> None:
+    stock = train(CASES[name], tmp_path, None)
+    for layout in ("auto", "padded"):
+        assert distance(stock, train(CASES[name], tmp_path, {"layout": layout})) < CASES[name].close, layout
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_that_fits_no_rule_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fits no rule") as refused:
+        train(REFUSED[name], tmp_path, {})
+    assert "\n" not in str(refused.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two ranks.
+
+ON_TWO_RANKS = [name for name in CASES if name not in ("short rows in bf16", "no accumulation", "left padding")]
+
+
+def train_on_a_rank(rank: int, names: list[str], output: str) -> dict[str, float]:
+    """Distances from stock, by case; called in each rank."""
+    found = {}
+    for name in names:
+        stock = train(CASES[name], Path(output), None)
+        found[name] = max(
+            distance(stock, train(CASES[name], Path(output), {"layout": layout})) for layout in ("auto", "padded")
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def distances(tmp_path_factory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = run_ranks(
+        "training.test_stock_losses:train_on_a_rank",
+        folder,
+        world_size=2,
+        limit_s=240,
+        names=ON_TWO_RANKS,
+        output=str(folder),
+    )
+    results = [rank.value for rank in ranks]
+    return {name: max(result[name] for result in results) for name in ON_TWO_RANKS}
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks_train_the_loss_of_stock(name: str, distances: dict[str, float]) -> None:
+    assert distances[name] < CASES[name].close
