@@ -29,9 +29,23 @@ finish() {
 }
 trap finish EXIT
 
-fresh() { # name, requirements...: a new virtual environment
+fresh() { # name, requirements...: a new virtual environment with the newest pip
     python3 -m venv "$work/$1"
+    install "$1" --upgrade pip
     install "$@"
+}
+
+wheel() { # builds sdist and wheel; $wheel is its path
+    fresh build build twine
+    "$work/build/bin/python" -m build -o "$work/dist" . >"$work/build.log" 2>&1 || { tail -n 40 "$work/build.log"; exit 1; }
+    "$work/build/bin/twine" check --strict "$work/dist/"*
+    wheel=$(ls "$work/dist/"*.whl)
+    rm -rf "$work/build"
+}
+
+newest_with_tests() { # name of an environment: the newest releases, with the trl, peft and datasets of LLaMA-Factory 0.9.5
+    install "$1" -e ".[test-core]" torchvision torchaudio deepspeed "datasets==4.0.0" "trl==0.24.0" "peft==0.18.1" omegaconf
+    install "$1" --no-deps "llamafactory==0.9.5"
 }
 
 install() { # name, requirements...: into a virtual environment; pip's output is shown if it fails

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -25,19 +26,61 @@ hypothesis.settings.load_profile("odb")
 gc.disable()
 
 
+HERE = Path(__file__).parent
+INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory", "run_report", "test_yaml_configs.py"}
+"""Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings. Others are unit tests."""
+OTHER_THAN_FOLDER = {
+    "data/test_exhaustive.py",
+    "data/test_loader.py",
+    "data/test_resume.py",
+    "llamafactory/test_batches.py",
+    "llamafactory/test_block.py",
+    "llamafactory/test_families.py",
+    "llamafactory/test_releases.py",
+    "loop/test_one_rank_waits.py",
+    "loop/test_own_loop_ranks.py",
+    "loop/test_replicas.py",
+    "plan/test_stages.py",
+    "run_report/test_figures.py",
+    "training/test_auto_budget.py",
+    "training/test_exact_gradient.py",
+    "training/test_exact_gradient_llamafactory.py",
+    "training/test_oom.py",
+    "training/test_resume.py",
+    "training/test_same_training.py",
+    "training/test_saving.py",
+    "training/test_trl.py",
+    "training/test_without_logits.py",
+}
+"""Unit tests in folders of integration tests, and the reverse."""
 SLOW = {"distributed", "examples", "training", "llamafactory", "integrations", "run_report", "cli", "loop"}
 """Folders whose files take long."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without `-m`: the unit tests, or all but the nightly ones of the paths that are named."""
+    if not config.option.markexpr:
+        are_named = config.args_source == pytest.Config.ArgsSource.ARGS
+        config.option.markexpr = "not nightly" if are_named else "not integration and not nightly"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Tests of named paths run in this process, where a debugger works; all others in two to four."""
+    are_named = config.args_source == pytest.Config.ArgsSource.ARGS
+    return 0 if are_named else min(max(os.cpu_count() or 2, 2), 4)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order in which xdist hands out files: short ones last, so that its workers end at the same time; the others
-    by their names, so that those of tests/distributed, which mostly wait, run beside some that do not."""
-
-    def key(item: pytest.Item) -> tuple[Any, ...]:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return folder not in SLOW, item.path.name, item.path
-
-    items.sort(key=key)
+    """Mark integration tests by their paths, and set the order in which xdist hands out files: short ones last, so that
+    its workers end at the same time; the others by their names, so that those of tests/distributed, which mostly wait,
+    run beside some that do not."""
+    for item in items:
+        path = item.path.relative_to(HERE)
+        is_integration = (path.parts[0] in INTEGRATION) != (path.as_posix() in OTHER_THAN_FOLDER)
+        if is_integration and item.get_closest_marker("nightly") is None:
+            item.add_marker("integration")
+    items.sort(key=lambda item: (item.path.relative_to(HERE).parts[0] not in SLOW, item.path.name, item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -86,7 +86,7 @@ def installed(folder: Path, *options: str) -> Path:
     return python
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_mypy_strict_finds_what_is_misspelt_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)

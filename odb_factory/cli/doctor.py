@@ -33,21 +33,19 @@ PROBE_TIMEOUT_S = 300
 ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 OTHER_PACKAGE = "online-dynamic-batching"
-TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  # pyproject.toml says why below 2.13
+TORCH_SET = 'pip install --upgrade "torch<2.13" torchvision torchaudio'  # the extra `llamafactory` says why below 2.13
 SUPPORTED = {
     "python": ">=3.11",
     "odb_factory": "",
     "llamafactory": activation.SUPPORTED,
     "transformers": ">=4.55",
-    "torch": ">=2.5,<2.13",
+    "torch": ">=2.6",
     "accelerate": "",
     "datasets": "",
 }
 """What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
-_FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
-DEEPSPEED = "deepspeed>=0.10.0,<=0.18.4"
-"""requirements/deepspeed.txt of 0.9.5, which is not installed; the metadata of earlier releases have theirs."""
-OPTIONAL = {"deepspeed": f'only ZeRO needs it: pip install "{DEEPSPEED}"'}
+_FIXES = {"python": "make an environment with a Python of 3.11 or newer"}
+OPTIONAL = {"deepspeed": "only ZeRO needs it: pip install deepspeed"}
 _COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 
@@ -168,8 +166,6 @@ def pins_of_llamafactory() -> dict[str, SpecifierSet]:
     """
     asked = [Requirement(text) for text in metadata.requires("llamafactory") or ()]
     asked = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "deepspeed"})]
-    if not any(one.name == "deepspeed" for one in asked):
-        asked.append(Requirement(DEEPSPEED))
     found: dict[str, SpecifierSet] = {}
     for one in asked:
         if one.specifier:

@@ -17,8 +17,10 @@ from odb_factory.version import __version__
 
 SAMPLES = 2000
 PAGE = "odb_report.html"
-REPORT_NEEDS = ("jinja2", "matplotlib", "pydantic")
-NEED_LLAMAFACTORY = ("demo", "plan", "train")
+EXTRAS = {"llamafactory": ("llamafactory",), "tools": ("jinja2", "matplotlib", "pydantic", "rich")}
+"""Packages of the extras that commands need."""
+NEEDS = {"demo": EXTRAS, "doctor": ("tools",), "plan": EXTRAS, "report": ("tools",), "train": ("llamafactory",)}
+"""Extras by command."""
 CHILD = Path(__file__).with_name("train_child.py")
 QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 """Environment of `plan`, which trains nothing; tokenizers would warn because its workers are forked."""
@@ -38,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whatever follows the command's name is the command's to read.
     arguments, rest = parser.parse_known_args(argv)
     try:
-        if arguments.command in NEED_LLAMAFACTORY and not {"-h", "--help"}.intersection(rest):
-            _check_llamafactory()
+        if not {"-h", "--help"}.intersection(rest):
+            _check_extras(arguments.command)
         return COMMANDS[arguments.command][0](rest)
     except ODBError as error:
         print(f"odb-factory {arguments.command}: {error}", file=sys.stderr)
@@ -155,13 +157,9 @@ def report(argv: Sequence[str]) -> int:
     if given.json is not None and not prints_figures and given.json.resolve() == page.resolve():
         raise ODBError(f"{page}: the page (--html) and its figures (--json) cannot be one file; give --json another.")
 
-    try:
-        from odb_factory.report.figures import report_of, to_json
-        from odb_factory.report.page import make_page
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith(REPORT_NEEDS):  # pydantic_core, too
-            raise
-        raise ODBError(f"this command needs {', '.join(REPORT_NEEDS)}: pip install {' '.join(REPORT_NEEDS)}") from None
+    from odb_factory.report.figures import report_of, to_json
+    from odb_factory.report.page import make_page
+
     figures = report_of([folder for folder in (given.output_dir, given.other_dir) if folder is not None])
     _write(page, make_page(figures, datetime.datetime.now()), "--html")
     if prints_figures:
@@ -216,13 +214,12 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def _check_llamafactory() -> None:
-    if find_spec("llamafactory") is None:
-        from odb_factory.llamafactory.activation import SUPPORTED
-
-        raise ODBError(
-            f'this command runs LLaMA-Factory, which is not installed: pip install "llamafactory{SUPPORTED}"'
-        )
+def _check_extras(command: str) -> None:
+    for extra in NEEDS[command]:
+        missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
+        if missing:
+            what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+            raise ODBError(f'{what}, which the extra `{extra}` brings: pip install "odb_factory[{extra}]"')
 
 
 def _activated(command: str, fix: str) -> bool:

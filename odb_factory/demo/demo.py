@@ -112,7 +112,7 @@ def sft_config(model: Path, data: Path, output: Path, *, dataset: str, template:
         "num_train_epochs": 1,
         "learning_rate": 6e-3,
         "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.05,
+        "warmup_steps": 1,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",

@@ -113,7 +113,7 @@ def test_what_each_rank_encodes_is_planned(plan, tiny_vl, mix, tmp_path, capsys)
     assert plan(config)["own"]["encoder_patches"] is None
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["auto", "padded"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_mm_mix_grid(plan, tiny_vl, mix, tmp_path, num_ranks, layout) -> None:

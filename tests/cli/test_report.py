@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from run_report.browser import open_page
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
-from odb_factory.cli.main import REPORT_NEEDS, main
+from odb_factory.cli.main import main
 from odb_factory.report import page
 from odb_factory.report.page import prose
 from odb_factory.report.words import number, seconds_text
@@ -210,17 +209,6 @@ def test_prose_keeps_numbers_whole_and_code_as_code() -> None:
     assert prose("to 2.3e-07 in 2 min 04 s of `plan <x>`, 'a'") == (
         'to <span class="n">2.3e-07</span> in <span class="n">2 min 04 s</span> of <code>plan &lt;x&gt;</code>, '
         "&#39;a&#39;"
-    )
-
-
-@pytest.mark.parametrize("name", REPORT_NEEDS)
-def test_a_missing_library_is_one_line(tmp_path: Path, capsys, monkeypatch, name: str) -> None:
-    for module in [module for module in sys.modules if module.startswith("odb_factory.report")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)
-    assert run(write_odb(tmp_path / "run")) == 1
-    assert capsys.readouterr().err == (
-        "odb-factory report: this command needs jinja2, matplotlib, pydantic: pip install jinja2 matplotlib pydantic\n"
     )
 
 

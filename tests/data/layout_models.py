@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -322,7 +323,11 @@ def text_model(family: str, attention: str) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     config._experts_implementation = "eager"
-    return prepared(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), attention)
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except ValueError as error:  # the newest transformers refuses sdpa for Gemma 2
+        pytest.skip(str(error).partition(".")[0])
+    return prepared(model, attention)
 
 
 def vision_model(family: str, attention: str) -> Any:

@@ -117,7 +117,7 @@ def explore(
 ALONE = [(*mode, False) for mode in MODES]
 """(accumulation, join, balance)."""
 SMALL = [
-    pytest.param(((1, 5), (2, 3), (3, 2)), ALONE, BUDGET, 5_000, id="own samples", marks=pytest.mark.full_grid),
+    pytest.param(((1, 5), (2, 3), (3, 2)), ALONE, BUDGET, 5_000, id="own samples", marks=pytest.mark.nightly),
     pytest.param(((2, 3), (3, 2)), [(1, True, True), (2, True, True)], BUDGET, 1_500, id="balanced"),
     pytest.param(((1, 4), (2, 2)), [*ALONE, (1, True, True)], FLAT, 1_000, id="flat"),
 ]
@@ -195,7 +195,7 @@ def no_warnings() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("sizes", "most", "budget", "least"),
     [
-        pytest.param(((1, 4), (2, 4), (3, 3)), 5, BUDGET, 5_000, id="padded", marks=pytest.mark.full_grid),
+        pytest.param(((1, 4), (2, 4), (3, 3)), 5, BUDGET, 5_000, id="padded", marks=pytest.mark.nightly),
         pytest.param(((1, 4), (2, 3), (3, 3)), 4, FLAT, 1_000, id="flat"),
     ],
 )
@@ -211,7 +211,7 @@ def test_every_small_kept_world_keeps_its_promises(
     assert count > least
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("budget", [BUDGET, FLAT], ids=["padded", "flat"])
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
@@ -223,7 +223,7 @@ def test_the_full_grid_of_kept_worlds(num_ranks: int, budget: Budget, capsys: py
         print(f"\n{count:,} kept worlds of {num_ranks} ranks")
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("accumulation", "join", "balance"), [*ALONE, (1, True, True), (2, True, True)])
 @pytest.mark.parametrize("buffer_size", range(1, MAX_SAMPLES + 1))

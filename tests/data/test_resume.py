@@ -41,7 +41,7 @@ from odb_factory.planning import Cost
 
 EIGHT = KEEP | {"global_batch_size": 8}
 """N whatever the ranks."""
-SLOW = pytest.mark.full_grid
+SLOW = pytest.mark.nightly
 MODES = [
     pytest.param({"world_size": 1}, marks=SLOW),
     {"world_size": 1, "accumulation": 2, "buffer_size": 5},

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from PIL import Image, ImageChops, ImageFont  # noqa: E402
+from support import need  # noqa: E402
 
 from odb_factory.demo import mm_mix  # noqa: E402
 from odb_factory.demo.mm_mix import build_builtin_mix, draw_text  # noqa: E402
@@ -105,6 +106,8 @@ def test_facts_of_a_known_picture() -> None:
 
 
 def test_validation_shares_no_topic_and_no_picture_with_training(mix: Path) -> None:
+    need("gradio")  # without its pictures there are too few for both
+
     def named(name: str, pattern: str) -> set[str]:
         return {found for row in load(mix, name) for found in re.findall(pattern, content(row))}
 

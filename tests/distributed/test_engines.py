@@ -186,7 +186,7 @@ def test_engine_trains_as_one_stock_process(train, stock, name: str) -> None:
         assert summary["moved"] == 0
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "num_ranks"), GRID)
 def test_engine_grid(train, stock, name: str, num_ranks: int) -> None:
     check_engine(train, name, num_ranks, stock)
@@ -248,7 +248,7 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     return folder / "out", audits
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", WORLDS)
 def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
     """I1, I2, I4, I7 with `join: true`: all rows of both, whatever their number and length."""
@@ -296,7 +296,7 @@ def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -
     check_books(tmp_path / "out", audits, left_out={"invalid": 12})
 
 
-@pytest.mark.full_grid  # planning: tests/data/test_fill_epoch.py
+@pytest.mark.nightly  # planning: tests/data/test_fill_epoch.py
 def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path) -> None:
     """I1, I3: no idle step, nothing twice, and the rest is counted."""
     world = WORLDS["16 and 9"]

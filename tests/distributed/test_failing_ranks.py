@@ -58,7 +58,7 @@ def run(folder: Path, **kwargs: Any) -> list[Outcome]:
     return ended
 
 
-@pytest.mark.parametrize("bad", [pytest.param(61, marks=pytest.mark.full_grid), 201])
+@pytest.mark.parametrize("bad", [pytest.param(61, marks=pytest.mark.nightly), 201])
 def test_a_row_that_cannot_be_collated(tmp_path, bad: int) -> None:
     """The other rank waits in a collective of the training meanwhile, its planner with nothing to plan."""
     first, second = run(tmp_path, bad=bad)
@@ -69,8 +69,8 @@ def test_a_row_that_cannot_be_collated(tmp_path, bad: int) -> None:
 @pytest.mark.parametrize(
     ("hangs", "options"),
     [
-        pytest.param((201, 0), {}, marks=pytest.mark.full_grid),
-        pytest.param((1, 0), {}, marks=pytest.mark.full_grid),  # in the first round
+        pytest.param((201, 0), {}, marks=pytest.mark.nightly),
+        pytest.param((1, 0), {}, marks=pytest.mark.nightly),  # in the first round
         ((201, 1), {"buffer_size": NUM_ROWS}),  # every epoch has one round: all are in round 0, of different epochs
     ],
 )
@@ -83,7 +83,7 @@ def test_a_row_that_never_comes(tmp_path, monkeypatch, hangs: tuple[int, int], o
         assert "rank 1, which is alive" in outcome.value and f"that observes row {hangs[0]} " in outcome.value, outcome
 
 
-@pytest.mark.parametrize("fails_at", [20, 21, *(pytest.param(k, marks=pytest.mark.full_grid) for k in range(22, 28))])
+@pytest.mark.parametrize("fails_at", [20, 21, *(pytest.param(k, marks=pytest.mark.nightly) for k in range(22, 28))])
 def test_a_step_that_raises(tmp_path, fails_at: int) -> None:
     """Whatever the planners are about at that step."""
     first, second = run(tmp_path, failing=[1], fails_at=fails_at)
@@ -91,7 +91,7 @@ def test_a_step_that_raises(tmp_path, fails_at: int) -> None:
     assert "rank 1 left the training: ValueError: rank 1 cannot go on" in first.said
 
 
-@pytest.mark.parametrize("failing", [*(pytest.param(k, marks=pytest.mark.full_grid) for k in (0, 2)), 1])
+@pytest.mark.parametrize("failing", [*(pytest.param(k, marks=pytest.mark.nightly) for k in (0, 2)), 1])
 def test_one_of_three_fails(tmp_path, failing: int) -> None:
     """The last one to look still finds the cause, not the errors that followed from it."""
     ended = run(tmp_path, world_size=3, failing=[failing])

@@ -81,7 +81,7 @@ def last_line_says(ended: Ended, rank: int, *texts: str) -> None:
     assert lines and all(text in lines[-1] for text in ("[odb]", *texts)), f"{lines[-1:]}: not {texts}\n{ended}"
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_unreadable_picture_ends_the_run(with_an_unreadable_picture) -> None:
     with Run(with_an_unreadable_picture, nodes=NODES) as run:
         run.wait_for("Running training")
@@ -92,7 +92,7 @@ def test_unreadable_picture_ends_the_run(with_an_unreadable_picture) -> None:
     assert sorted(told) == [False, True]
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["observes", "plans", "collates"])
 def test_data_worker_killed(config, kind: str) -> None:
     with Run(config, nodes=NODES) as run:
@@ -122,7 +122,7 @@ def saves(run: Run) -> None:
     [
         (1, arguments_are_read),
         *(
-            pytest.param(victim, moment, marks=pytest.mark.full_grid)
+            pytest.param(victim, moment, marks=pytest.mark.nightly)
             for victim, moment in ((0, arguments_are_read), (0, under_way), (1, under_way), (0, saves), (1, saves))
         ),
     ],
@@ -162,7 +162,7 @@ def test_launcher_killed(config) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root")
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_disk_full(config, tmp_path) -> None:
     """While a checkpoint is written: the last line names the folder and what to do."""
     small = tmp_path / "small"
@@ -180,7 +180,7 @@ def test_disk_full(config, tmp_path) -> None:
         subprocess.run(["umount", "-l", str(small)], check=True)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_a_pause_at_a_step_border(config, tmp_path) -> None:
     """Rank 1 pauses for longer than exchange_timeout_s between two steps: the losses are those without the pause."""
     config["odb"]["exchange_timeout_s"] = 15
@@ -194,7 +194,7 @@ def test_a_pause_at_a_step_border(config, tmp_path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
-@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
+@pytest.mark.nightly  # in a loop: tests/distributed/test_patience.py
 def test_asleep_for_ever(config) -> None:
     """A callback that never returns: after `ddp_timeout` both ranks end and the last line names its line."""
     config |= {"ddp_timeout": 60, "use_cpu": False}  # of a CPU that is asked for, transformers sets no timeout
@@ -205,7 +205,7 @@ def test_asleep_for_ever(config) -> None:
         last_line_says(ended, rank, "rank 1, which is alive", "pause_at_a_step_border.py:", "in pause", "ddp_timeout")
 
 
-@pytest.mark.full_grid  # in a loop: test_failing_ranks.py; out of memory in a Trainer: tests/training/test_oom.py
+@pytest.mark.nightly  # in a loop: test_failing_ranks.py; out of memory in a Trainer: tests/training/test_oom.py
 def test_forward_raises_on_one_rank(config) -> None:
     config["odb"]["layout"] = "padded"  # without a check before training, which would be where it raises
     with Run(config, nodes=NODES, env=shimmed("failing_forward")) as run:
@@ -215,7 +215,7 @@ def test_forward_raises_on_one_rank(config) -> None:
     said_by(ended, 0, "[odb]", "rank 1", "the test's model fails")
 
 
-@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
+@pytest.mark.nightly  # in a loop: tests/distributed/test_patience.py
 def test_data_that_stand_still(config) -> None:
     """As on a network drive that hangs: rank 1 is alive and is waited for, and all say what it waits for."""
     config["odb"]["exchange_timeout_s"] = 5

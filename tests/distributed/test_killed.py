@@ -105,7 +105,7 @@ def be_killed(start_method: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.full_grid) for name in ("forkserver", "spawn"))]
+    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("forkserver", "spawn"))]
 )
 def test_no_worker_outlives_a_killed_process(start_method: str, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
@@ -236,7 +236,7 @@ def test_no_worker_outlives_a_killed_training(tiny_text: Path, tmp_path: Path) -
     kill_one(tiny_text, tmp_path, "collation", 1, False, more_words=1500)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("ranks", "under_torchrun"), [(1, False), (1, True), (2, True)], ids=["plain", "1", "2"])
 def test_whenever_a_training_is_killed(
@@ -245,7 +245,7 @@ def test_whenever_a_training_is_killed(
     kill_one(tiny_text, tmp_path, moment, ranks, under_torchrun)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", ["first worker", "mid-epoch"])
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_whatever_the_start_method_of_a_killed_training(
@@ -254,7 +254,7 @@ def test_whatever_the_start_method_of_a_killed_training(
     kill_one(tiny_text, tmp_path, moment, 1, False, start_method=start_method)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGABRT])
 @pytest.mark.parametrize(("ranks", "under_torchrun"), [(1, False), (2, True)], ids=["plain", "2"])
 def test_whatever_signal_ends_a_training(

@@ -77,7 +77,7 @@ def twenty_epochs(rank: int) -> dict[str, Any]:
     return {"start": start, "between": between, "end": end, "epochs": epochs, "other": ids_of_other}
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_twenty_epochs_leave_nothing_behind(tmp_path) -> None:
     """I2 in every whole epoch; no process, thread, file descriptor or shared memory too many, then and afterwards."""
     outcomes = run_ranks("distributed.test_leftovers:twenty_epochs", tmp_path, limit_s=120)
@@ -106,7 +106,7 @@ def an_epoch_and_a_pause(rank: int, first: int, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
     """Nobody is told of errors, or misses the other: rank 0 serves a store that the other asks now and then."""
     for outcome in run_ranks("distributed.test_leftovers:an_epoch_and_a_pause", tmp_path, first=first, fails=fails):

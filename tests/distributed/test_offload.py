@@ -1,6 +1,6 @@
 """DeepSpeed with optimizer or parameters on the CPU: the training is stock's (I9), whatever K, or refused.
 
-The grid: `pytest -s -m full_grid tests/distributed/test_offload.py`.
+The grid: `pytest -s -m nightly tests/distributed/test_offload.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def offloading(stage: int, offloaded: str, folder: Path) -> str:
     ("stage", "offloaded"),
     [
         pytest.param(2, "optimizer", marks=pytest.mark.versions),
-        *(pytest.param(*cell, marks=pytest.mark.full_grid) for cell in GRID),
+        *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in GRID),
     ],
 )
 def test_offload(stage: int, offloaded: str, config_of: Config, tmp_path: Path) -> None:

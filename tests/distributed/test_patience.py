@@ -157,7 +157,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell) -> tuple[Outc
     return ended[1 - cell.victim], ended[cell.victim], log.stat().st_mtime - started.stat().st_mtime
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full_grid] * (name in SLOW)) for name in CELLS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in SLOW)) for name in CELLS])
 def test_the_last_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     cell = CELLS[name]
     first, second, seconds = run(tmp_path, monkeypatch, cell)

@@ -48,7 +48,7 @@ def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bo
     run.folder.rename(run.folder.with_name("first_logs"))
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("engine", "num_ranks", "ranks", "kill"),

@@ -113,7 +113,7 @@ VISION = {"model": "vl", "template": "qwen3_vl", "dataset": "albums", "num_train
 VISION |= {"odb": {"token_budget": 500, "max_patches": 300}}
 
 
-@pytest.mark.parametrize(("stage", "changes"), [("sft", VISION), pytest.param("dpo", {}, marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize(("stage", "changes"), [("sft", VISION), pytest.param("dpo", {}, marks=pytest.mark.nightly)])
 def test_workers_train_as_under_torchrun(config_of, tmp_path, stage: str, changes: dict[str, Any]) -> None:
     config = config_of(stage, **changes)
     with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
@@ -124,7 +124,7 @@ def test_workers_train_as_under_torchrun(config_of, tmp_path, stage: str, change
     assert ours == pytest.approx(expected, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
     config = config_of(num_train_epochs=500, eval_strategy="no")
     audit = Path(config["output_dir"], "odb_audit_rank1.jsonl")
@@ -141,7 +141,7 @@ def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
         assert of_ray or "has ended without a word" in lines[ours], "\n".join(lines)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
     """What only the workers can see."""
     config = config_of(odb={"oom": "skip"}, torch_compile=True)

@@ -88,7 +88,7 @@ def up_to(audits: Audits, optimizer_step: int) -> Audits:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("engine", "num_ranks"),
-    [("ddp", 2), *(pytest.param(*cell, marks=pytest.mark.full_grid) for cell in (("none", 1), ("zero2", 2)))],
+    [("ddp", 2), *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in (("none", 1), ("zero2", 2)))],
 )
 def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: int) -> None:
     """Every row once; only steps behind the last checkpoint come again, as they were; the same weights at the end."""
@@ -115,7 +115,7 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_ended_by_sigterm_on_two_ranks_and_continued_by_one(tiny_text, tmp_path) -> None:
     """The same optimizer steps, by the ranks there are."""
     config = configuration(tiny_text, tmp_path / "killed")
@@ -126,7 +126,7 @@ def test_ended_by_sigterm_on_two_ranks_and_continued_by_one(tiny_text, tmp_path)
     assert sorted(id for line in lines for id in line["ids"]) == list(range(NUM_ROWS))
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     """Those of an optimizer under FSDP, which in stock restart. (The name of a test is a part of its path, and
     accelerate fails on one with the word optimizer in it.)"""

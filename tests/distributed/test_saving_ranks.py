@@ -48,7 +48,7 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
     "event",
     [
         "on_step_end",
-        *(pytest.param(one, marks=pytest.mark.full_grid) for one in ("on_step_begin", "on_pre_optimizer_step")),
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("on_step_begin", "on_pre_optimizer_step")),
     ],
 )
 def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, event: str) -> None:

@@ -51,7 +51,7 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return found
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_the_page_has_every_part(short_form: Path) -> None:
     """Pictures and tables; what has no short form is not measured; what is done is not run again."""
@@ -110,7 +110,7 @@ def test_the_plan(planned: Path) -> None:
     assert importlib.util.find_spec("odb") is not None or "online-dynamic-batching" in missing
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_the_trainings(short_form: Path) -> None:
     """I9: odb has the optimizer steps and losses of fixed batches; the same samples and tokens for everyone."""
     (rows,) = figures(short_form, "train_text_1")["trainings"].values()
@@ -127,7 +127,7 @@ def test_the_trainings(short_form: Path) -> None:
     assert ours["validation_loss"] == pytest.approx(fixed["validation_loss"], rel=1e-4)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_the_loaders(short_form: Path) -> None:
     rows = figures(short_form, "loader")
     assert {"plain DataLoader", "odb_factory"} <= {row["loader"] for row in rows}
@@ -140,7 +140,7 @@ def test_the_loaders(short_form: Path) -> None:
             assert 0 < row["padding"] < rows[0]["padding"], "micro-batches of several samples of like length"
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_starts_and_scale(short_form: Path) -> None:
     starts = figures(short_form, "start")
     assert [(run["rows"], run["name"]) for run in starts] == [(40, "stock"), (40, "odb")]
@@ -197,7 +197,7 @@ MODELS = ("qwen3_vl_2b", "qwen3_1_7b", "qwen2_5_vl_7b")
     ("model", "left_out"),
     [
         pytest.param("qwen3_vl_2b", NOT_IN_CI, id="two trainings"),
-        *(pytest.param(model, {}, id=model, marks=pytest.mark.full_grid) for model in MODELS),
+        *(pytest.param(model, {}, id=model, marks=pytest.mark.nightly) for model in MODELS),
     ],
 )
 def test_the_gpu_run_at_tiny_scale(model: str, left_out: dict[str, tuple[str, ...]], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "config.json").exists()
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
     """I2, I8, I9: with the same global batch one rank and two log the same losses, idle micro-batches and all.
 
@@ -113,7 +113,7 @@ def qwen_vl_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(QWEN_VL, folder)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
     """I2, I4."""
     folder, printed = qwen_vl_run
@@ -125,7 +125,7 @@ def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
     assert min(line["patches"] for line in lines) > 0, "every batch runs the vision tower"
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_qwen_vl_on_two_ranks(qwen_vl_run: tuple[Path, str], tmp_path: Path) -> None:
     """DDP without find_unused_parameters runs through groups of text alone, whose only pictures are the smallest."""
     model, data = (str(qwen_vl_run[0] / name) for name in ("tiny_qwen3_vl", "mm_mix_data/mm_mix.json"))
@@ -169,7 +169,7 @@ def test_grpo_in_micro_batches_has_the_loss_and_gradient_of_the_batch(tmp_path: 
         assert (found[1][1] - found[0][1]).norm() < 1e-5 * found[0][1].norm()
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_grpo_trains(tmp_path: Path) -> None:
     """With the losses and gradient norms of TRL's own step."""
     pytest.importorskip("trl")
@@ -178,7 +178,7 @@ def test_grpo_trains(tmp_path: Path) -> None:
     assert len(steps[0]) == 4 and figures[0] == pytest.approx(figures[1], abs=2e-5)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_qwen_vl_samples_hold_what_they_should(qwen_vl_run: tuple[Path, str]) -> None:
     """Labels are the answers and nothing else; a row of text alone is as if there were no picture behind it."""
     folder, _ = qwen_vl_run

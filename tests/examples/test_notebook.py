@@ -35,7 +35,7 @@ def committed() -> nbformat.NotebookNode:
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_it_runs_and_shows_what_it_says(committed: nbformat.NotebookNode, tmp_path: Path) -> None:
     notebook = nbformat.from_dict({**committed})
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -32,7 +32,7 @@ def module(name: str) -> ModuleType:
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_five_cells(tmp_path: Path, ranks: int) -> None:
     """I9: odb takes the optimizer steps of Standard and comes to its loss; all cells train on all samples."""
     launch = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0")

@@ -47,7 +47,7 @@ def test_each_node_is_told_its_part(job: Callable[..., None], tmp_path: Path) ->
         assert lines[-3:] == ["train", str(tmp_path / "my.yaml"), OVERRIDE]
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_the_script_trains_on_two_nodes(
     job: Callable[..., None], tiny_text: Path, data_dir: Path, tmp_path: Path
 ) -> None:

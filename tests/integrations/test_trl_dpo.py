@@ -232,7 +232,7 @@ def in_a_rank(rank: int, path: str, out: str) -> list[list[dict[str, float]]]:
     return logs
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
     """The figures are those of both ranks."""

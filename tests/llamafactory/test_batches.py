@@ -75,7 +75,7 @@ def test_a_label_on_the_first_token_is_seen(text: Setting, tiny_text, data_dir, 
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "start_method"),
-    [("vl", "fork"), pytest.param("vl", "forkserver", marks=pytest.mark.full_grid), ("text", "fork")],
+    [("vl", "fork"), pytest.param("vl", "forkserver", marks=pytest.mark.nightly), ("text", "fork")],
 )
 def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
     name: str, start_method: str, request: pytest.FixtureRequest

@@ -64,7 +64,7 @@ def evaluated(training: Training) -> list[dict[str, float]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("cells", "stocks"),
-    [(CELLS, STOCK_S), pytest.param(MORE, (), marks=pytest.mark.full_grid)],
+    [(CELLS, STOCK_S), pytest.param(MORE, (), marks=pytest.mark.nightly)],
     ids=["cells", "more"],
 )
 def test_figures_are_those_of_stock_on_two_ranks(

@@ -46,7 +46,7 @@ def left_out(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
     return [line for file in files if file.exists() for line in read_jsonl(file)]
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full_grid), 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path, num_ranks: int) -> None:
     config = configured(tiny_vl, tmp_path / "odb", FADING, gradient_accumulation_steps=ACCUMULATION // num_ranks)
     ended, folder = trained(config, num_ranks), Path(config["output_dir"])
@@ -78,7 +78,7 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
         )
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, tmp_path) -> None:
     changes = {"gradient_accumulation_steps": 2, "odb": {"on_error": "raise"}}
     config = configured(tiny_vl, tmp_path / "odb", FADING, **changes)
@@ -86,7 +86,7 @@ def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, t
         assert rank.returncode and "row 5 of" in rank.said and "cannot be collated" in rank.said, rank
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_row_that_is_found_too_late_weighs_nothing_and_its_share_is_told(tiny_vl, tmp_path, num_ranks: int) -> None:
     """Every row is a micro-batch of its own, of which workers collate two ahead."""

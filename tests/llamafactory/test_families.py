@@ -208,7 +208,7 @@ def measure(family: str) -> Found:
 
 
 def _marked(family: Family) -> Any:
-    marks = [pytest.mark.full_grid] if family.template in GRID else []
+    marks = [pytest.mark.nightly] if family.template in GRID else []
     return pytest.param(family, id=family.template, marks=marks)
 
 
@@ -292,6 +292,6 @@ def test_the_table_is_what_was_measured() -> None:
     check_table([family for family in FAMILIES if family.template not in GRID])
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_the_whole_table_is_what_was_measured() -> None:
     check_table(FAMILIES)

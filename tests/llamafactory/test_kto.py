@@ -148,7 +148,7 @@ def test_rows_with_videos_are_refused() -> None:
 # The wide grid.
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_one_estimate_of_an_optimizer_step_on_two_ranks(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     """I8: as stock on one rank that takes each optimizer step at once."""
     two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "odb": BLOCK | {"loss_scaling": "exact"}}
@@ -158,7 +158,7 @@ def test_one_estimate_of_an_optimizer_step_on_two_ranks(tiny_text: Path, rows_di
     report("kto, 2 ranks, exact", check_same_training(ours, stock, counts_other_tokens=True))
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_filled_batches(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     block = BLOCK | {"global_batch_size": "fill", "buffer_size": 8}
     ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", dataset="odd", odb=block))

@@ -43,7 +43,7 @@ def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen2", "flat", OF_LLAMAFACTORY),
         ("qwen2_5_vl", "padded", OF_LLAMAFACTORY),
         ("qwen3_vl", "padded", OF_THE_TRAINER),
-        pytest.param("qwen2_5_vl", "flat", OF_LLAMAFACTORY, marks=pytest.mark.full_grid),
+        pytest.param("qwen2_5_vl", "flat", OF_LLAMAFACTORY, marks=pytest.mark.nightly),
     ],
 )
 def test_the_training_is_stocks(

@@ -120,7 +120,7 @@ def train(patched, tiny_text, data_dir, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("way", ["patch", pytest.param("both", marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("way", ["patch", pytest.param("both", marks=pytest.mark.nightly)])
 def test_odb_attaches_once_and_trains_the_same_whichever_way(train, way: str) -> None:
     """Same groups, same losses, no preprocessing pass of the training rows; who hooked it in is in the log."""
     (plugin_dir, _), (output_dir, ended) = train("plugin"), train(way)

@@ -4,7 +4,7 @@ How much bfloat16 rounds depends on the cut, so a fixed tolerance would say noth
 says, and again in ways that are the same training but for rounding: the same optimizer steps in other micro-batches, or
 in float32 where another cut is another loss. The largest difference between these, times FACTOR, bounds that of odb.
 
-The grid: `pytest -s -m full_grid tests/llamafactory/test_precision.py`; -s prints both differences.
+The grid: `pytest -s -m nightly tests/llamafactory/test_precision.py`; -s prints both differences.
 """
 
 from __future__ import annotations
@@ -177,14 +177,14 @@ def test_images_in_bf16(config_of: Config, tmp_path: Path) -> None:
     check_one_rank("sft, images", IMAGES_IN_BF16, config_of, tmp_path)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("name", CELLS)
 def test_one_rank(name: str, config_of: Config, tmp_path: Path) -> None:
     check_one_rank(name, CELLS[name], config_of, tmp_path)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S + 300)
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
 def test_two_ranks(engine: str, config_of: Config, tmp_path: Path) -> None:

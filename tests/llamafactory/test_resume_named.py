@@ -61,7 +61,7 @@ def resumed(stopped: dict[str, Any], folder: Path, changes: dict[str, Any]) -> P
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full_grid] * (name not in DEFAULT)) for name in REFUSED]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in DEFAULT)) for name in REFUSED]
 )
 def test_what_has_changed_since_the_checkpoint_is_named(stopped: dict[str, Any], tmp_path: Path, name: str) -> None:
     changes, said = REFUSED[name]

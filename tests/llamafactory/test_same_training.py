@@ -1,7 +1,7 @@
 """I8, I9 and I10: the same YAML with an `odb:` block is the same training as stock's, in every stage, without padding.
 
 `CELLS` names the trainings, `SETS` where each is run: on one rank in this process, on several in the processes of one
-launch. The wide grid: `pytest -s -m full_grid tests/llamafactory/test_same_training.py`; -s shows how far each training
+launch. The wide grid: `pytest -s -m nightly tests/llamafactory/test_same_training.py`; -s shows how far each training
 is from stock's. docs/engines.md has the table.
 """
 
@@ -295,7 +295,7 @@ def parameters() -> list[Any]:
         for cell in one.cells:
             marks = [pytest.mark.timeout(LIMIT_S + 60)]
             if name in GRID:
-                marks = [pytest.mark.full_grid, pytest.mark.timeout(GRID_LIMIT_S + 300)]
+                marks = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + 300)]
             marks += [pytest.mark.versions] * ((name, cell) in VERSIONS)
             found.append(pytest.param(name, cell, id=f"{name}: {cell}", marks=marks))
     return found
@@ -325,7 +325,7 @@ def test_the_same_training(
     assert not logits or cell not in ("sft, Qwen2-Audio", "sft, Mamba")
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("cell", ["sft", "sft, images", "pt", "dpo", "kto", "sft, lora", "kto, lora"])
 def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: Path) -> None:
     """In the middle of an epoch; LLaMA-Factory resumes no full training of a reward model."""
@@ -368,7 +368,7 @@ def test_rows_that_llamafactory_drops_are_told(
     assert len(told) == 1 and "(1 by optimizer step 1)" in told[0] and "tokenized_path" in told[0]
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_rows_that_llamafactory_drops_beforehand(tiny_text: Path, tmp_path: Path) -> None:
     """With `tokenized_path` its own pass has been made, and the steps are stock's."""
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(40)]})

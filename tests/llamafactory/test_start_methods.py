@@ -8,7 +8,7 @@ import pytest
 from support import read_log, run_llamafactory, shimmed, training_config
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_spawn_and_forkserver_train_as_fork_does(tiny_vl, data_dir, tmp_path) -> None:
     """I6. The collator holds a model that no pickle can take, and is sent to the workers of the evaluation, too."""
     logs: dict[str, Any] = {}

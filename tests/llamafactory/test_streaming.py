@@ -192,7 +192,7 @@ def ids_of_ranks(output_dir: Path, num_ranks: int) -> list[Counter]:
     return [Counter(id for line in audit if line["epoch"] == 0 for id in line["ids"]) for audit in audits]
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) -> None:
     """I1, I2 with uneven ends: each rank reads its own files only, and all rows are trained on once."""
     fill = {"odb": BLOCK | {"global_batch_size": "fill", "balance": False}, "max_steps": 12, "ddp_backend": "gloo"}
@@ -205,7 +205,7 @@ def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) 
     assert sorted(one.total() for one in ids) != [16, 16], "not every second row"
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 def test_two_ranks_of_stock_split_a_stream_alike(config, tmp_path) -> None:
     """I9 where each rank reads its own shards; before the rank with fewer rows runs short, which stock does not take.
 

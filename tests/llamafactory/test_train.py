@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llamafactory.hparams import TrainingArguments
 from llamafactory.train.tuner import run_exp
 from same_training import train
 from stock import load_stock
@@ -19,6 +20,8 @@ from support import noise, read_jsonl, read_log, run_llamafactory, training_conf
 from odb_factory.errors import DataError
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
+# transformers 5 takes a share of the steps as `warmup_steps`, its newest releases only so.
+WARMUP_SHARE = "warmup_ratio" if "warmup_ratio" in TrainingArguments.__dataclass_fields__ else "warmup_steps"
 
 
 def audit_of(output_dir: Path) -> list[dict[str, Any]]:
@@ -149,13 +152,13 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
         num_train_epochs=2.5,
         gradient_accumulation_steps=2,
         lr_scheduler_type="cosine",
-        warmup_ratio=0.2,
         val_size=8,
         eval_strategy="steps",
         eval_steps=5,
         save_strategy="steps",
         save_steps=5,
         odb=BLOCK | {"token_budget": 768, "global_batch_size": "fill"},
+        **{WARMUP_SHARE: 0.2},
     )
     run_exp(dict(config))
     audit, log = audit_of(out), read_log(out)

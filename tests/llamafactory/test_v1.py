@@ -1,7 +1,7 @@
 """A training of LLaMA-Factory's v1 (`USE_V1=1`) with a block is its strategy `normal`, without padding (I8, I9).
 
 `CELLS` names the trainings. Those of a launch (release, ranks) run one after the other in its processes. The wide grid:
-`pytest -s -m full_grid tests/llamafactory/test_v1.py`; -s shows how far each training is from v1's.
+`pytest -s -m nightly tests/llamafactory/test_v1.py`; -s shows how far each training is from v1's.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def padding(output_dir: str) -> int:
     return sum(line["rows"] * line["length"] - sum(line["lengths"]) for line in audit if not line["idle"])
 
 
-@pytest.mark.parametrize("launch", [*LAUNCHES, *(pytest.param(name, marks=pytest.mark.full_grid) for name in GRID)])
+@pytest.mark.parametrize("launch", [*LAUNCHES, *(pytest.param(name, marks=pytest.mark.nightly) for name in GRID)])
 def test_losses_are_those_of_v1(launch: str, environment: Any, arguments: Any, tmp_path: Path) -> None:
     release, ranks, names = (LAUNCHES | GRID)[launch]
     trainings = []
@@ -238,7 +238,7 @@ def test_losses_are_those_of_v1(launch: str, environment: Any, arguments: Any, t
     assert "layout: flat" in said
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_resumed_training_is_the_unbroken_one(ranks: int, environment: Any, arguments: Any, tmp_path: Path) -> None:
     """In the middle of an epoch (of 6 optimizer steps), and at its end, which v1 begins once more."""
     block = {"odb": {"token_budget": 600}}
@@ -278,7 +278,7 @@ def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments
 
 
 @pytest.mark.parametrize("change", sorted(path.stem for path in (ROOT / "patches" / "upstream").glob("*.diff")))
-@pytest.mark.parametrize("tries", ["applies", pytest.param("its tests", marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("tries", ["applies", pytest.param("its tests", marks=pytest.mark.nightly)])
 def test_a_change_for_upstream(environment: Any, tmp_path: Path, change: str, tries: str) -> None:
     """The diffs are against the repository of LLaMA-Factory, whose `src` the wheel has."""
     env = environment("main")

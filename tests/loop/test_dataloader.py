@@ -47,7 +47,7 @@ def flat(batches: list[list[int]]) -> Counter:
 WORKERS = [
     {"num_workers": 0},
     {"num_workers": 2},
-    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.full_grid),
+    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.nightly),
 ]
 
 

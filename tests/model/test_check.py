@@ -44,7 +44,7 @@ def test_families(name: str) -> None:
     as_in_the_table(name)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
 def test_all_families(name: str) -> None:
     as_in_the_table(name)

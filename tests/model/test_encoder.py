@@ -185,7 +185,7 @@ def check(family: str, folder: Path, *, world_size: int = 2, **given: Any) -> di
 
 
 MARKED = [
-    pytest.param(family, marks=[] if family in ("qwen3_vl", "internvl") else pytest.mark.full_grid)
+    pytest.param(family, marks=[] if family in ("qwen3_vl", "internvl") else pytest.mark.nightly)
     for family in (*(one for one in CLASSES if one in FAMILIES), *OTHERS)
 ]
 
@@ -201,7 +201,7 @@ def test_loss_and_gradients_are_those_of_ranks_that_encode_their_own(family: str
         assert max(found[name]["patches"]) < 0.8 * sum(found[name]["patches"]), found[name]
 
 
-@pytest.mark.parametrize("tuning", [pytest.param("text", marks=pytest.mark.full_grid), "merger", "bf16"])
+@pytest.mark.parametrize("tuning", [pytest.param("text", marks=pytest.mark.nightly), "merger", "bf16"])
 def test_a_frozen_tower_and_one_in_bfloat16(tuning: str, tmp_path: Path) -> None:
     """text: neither tower nor merger is trained."""
     check("qwen3_vl", tmp_path, tuning=tuning)

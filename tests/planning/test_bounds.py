@@ -227,10 +227,10 @@ def test_any_optimizer_step_keeps_its_promises(
     [
         (64, 32, 16),
         (512, 8, 256),
-        pytest.param(512, 16, 256, marks=pytest.mark.full_grid),
-        pytest.param(1024, 8, 256, marks=pytest.mark.full_grid),
-        pytest.param(16384, 8, 256, marks=pytest.mark.full_grid),
-        pytest.param(16384, 1, 1000, marks=pytest.mark.full_grid),
+        pytest.param(512, 16, 256, marks=pytest.mark.nightly),
+        pytest.param(1024, 8, 256, marks=pytest.mark.nightly),
+        pytest.param(16384, 8, 256, marks=pytest.mark.nightly),
+        pytest.param(16384, 1, 1000, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("kind", [uniform, heavy_tail])
@@ -241,7 +241,7 @@ def test_groups_of_many_ranks_agree_on_k(kind: Lengths, num_ranks: int, per_rank
         assert ratio(drawn) <= 1.15
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize("media", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_draws(kind: Lengths, media: bool) -> None:

@@ -117,9 +117,7 @@ def test_a_wrong_value_is_counted_and_named(
     assert sum(note.startswith(name) and "left out" in note and wrong in note for note in run["notes"]) == 1
 
 
-@pytest.mark.parametrize(
-    "values", [WRONG, pytest.param(EXTREME, marks=pytest.mark.full_grid)], ids=["wrong", "extreme"]
-)
+@pytest.mark.parametrize("values", [WRONG, pytest.param(EXTREME, marks=pytest.mark.nightly)], ids=["wrong", "extreme"])
 def test_no_value_in_any_place_ends_in_a_traceback(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]
 ) -> None:

@@ -165,7 +165,7 @@ def test_an_optimizer_step_is_that_of_one_process_and_one_batch(measure: Measure
     check(measure, name, training)
 
 
-@pytest.mark.full_grid
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "training"), GRID)
 def test_grid(measure: Measure, name: str, training: str) -> None:
     check(measure, name, training)

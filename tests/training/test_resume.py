@@ -32,7 +32,7 @@ class StopAfter(TrainerCallback):
 
 def train(model: Path, folder: Path, *, stop: int | None = None, num_rows: int = NUM_ROWS, **changes: Any) -> Trainer:
     """With dropout and a checkpoint of every optimizer step. stop: after this many."""
-    defaults = {"save_strategy": "steps", "save_steps": 1, "warmup_ratio": 0.2, "num_train_epochs": 2}
+    defaults = {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 2, "num_train_epochs": 2}
     callbacks = [StopAfter(stop)] if stop else []
     return toy_training.train(
         model, folder, Rows(num_rows=num_rows), dropout=0.1, callbacks=callbacks, **defaults | changes
@@ -53,9 +53,9 @@ WORKERS = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
 @pytest.mark.parametrize(
     "mode",
     [
-        pytest.param({}, marks=pytest.mark.full_grid),
+        pytest.param({}, marks=pytest.mark.nightly),
         WORKERS,
-        pytest.param({"max_steps": 9}, marks=pytest.mark.full_grid),
+        pytest.param({"max_steps": 9}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

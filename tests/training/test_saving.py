@@ -57,7 +57,7 @@ def saving(event: str) -> type[Trainer]:
 
 
 @pytest.mark.parametrize(
-    ("block", "accumulation"), [(KEEP, 1), pytest.param(FILL, 2, marks=pytest.mark.full_grid)], ids=["keep", "fill"]
+    ("block", "accumulation"), [(KEEP, 1), pytest.param(FILL, 2, marks=pytest.mark.nightly)], ids=["keep", "fill"]
 )
 def test_a_save_at_any_event_resumes_exactly(
     tiny_text: Path, tmp_path: Path, block: dict[str, Any], accumulation: int
@@ -114,10 +114,7 @@ def terminate() -> None:
     "event",
     [
         "on_pre_optimizer_step",
-        *(
-            pytest.param(name, marks=pytest.mark.full_grid)
-            for name in ("on_step_begin", "on_substep_end", "on_step_end")
-        ),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("on_step_begin", "on_substep_end", "on_step_end")),
     ],
 )
 def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path, event: str) -> None:

@@ -1,0 +1,44 @@
+"""What the metadata asks for, and the line that names an extra whose packages are missing."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from odb_factory.cli.main import EXTRAS, NEEDS, main
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_core_is_small_and_has_no_upper_bounds() -> None:
+    core = [Requirement(text) for text in PROJECT["dependencies"]]
+    assert len(core) <= 8
+    assert {bound.operator for requirement in core for bound in requirement.specifier} <= {">="}
+
+
+def test_the_test_extra_repeats_the_llamafactory_extra() -> None:
+    """Named by `odb_factory[llamafactory]` alone, pip reads these bounds last and backtracks for minutes."""
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras["llamafactory"]) < set(extras["test"])
+
+
+def test_the_packages_of_commands_are_those_of_the_extras() -> None:
+    for extra, packages in EXTRAS.items():
+        named = {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]}
+        assert set(packages) <= named, extra
+
+
+@pytest.mark.parametrize(("command", "extra"), [(command, extra) for command in NEEDS for extra in NEEDS[command]])
+def test_a_command_without_its_extra_ends_in_one_line(
+    command: str, extra: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in EXTRAS[extra]:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            assert main([command, "none.yaml"]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and package in error and f'"odb_factory[{extra}]"' in error
