@@ -17,7 +17,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.comm.agreement import ranks_alike
@@ -29,7 +38,7 @@ from odb_factory.data.serialize import NOT_SENT, fingerprint, pack
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool
-from odb_factory.random_numbers import SamplerState, kept_random_numbers
+from odb_factory.random_numbers import SamplerState, kept_random_numbers, random_states
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A DataLoader taken apart: what it reads, in which order, and with how many workers.
@@ -82,6 +91,33 @@ class RandomOrder(SeedableRandomSampler):
             for block in permutation.split(ORDER_BLOCK):
                 yield from block.tolist()
         self.set_epoch(self.epoch + 1)
+
+
+class DrawnOrder(Sampler[int]):
+    """The order of a sampler that draws from the global random number generators, as a DataLoader draws it.
+
+    The first iteration draws from the generators as they are now, as stock's does when training begins, each later one
+    from where the one before has left them. A DataLoader draws a seed for its workers before it iterates its sampler.
+    """
+
+    def __init__(self, sampler: Any):
+        self.sampler, self._states = sampler, random_states()
+
+    def __getattr__(self, name: str) -> Any:
+        """`set_epoch`, if the sampler has it."""
+        if name != "set_epoch":
+            raise AttributeError(name)
+        return self.sampler.set_epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        with kept_random_numbers(states=self._states):
+            torch.empty((), dtype=torch.int64).random_()
+            order = list(self.sampler)
+            self._states = random_states()
+        return iter(order)
 
 
 def check_source(dataset: Any, sampler: Any = None) -> None:
@@ -305,7 +341,8 @@ def _whole(sampler: Any, seed: int) -> Any:
             generator=torch.Generator(),
             data_seed=seed,
         )
-    return sampler
+    draws = isinstance(sampler, Sampler) and kind is not SequentialSampler and length_of(sampler) is not None
+    return DrawnOrder(sampler) if draws else sampler
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation, Cost, Media
 from odb_factory.training.arguments import replaced
-from odb_factory.training.checks import why_no_door
+from odb_factory.training.checks import PAIRS, why_no_door
 from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.trainer import enable_odb
 
@@ -97,8 +97,8 @@ def _check(trainer: Any) -> None:
     missing = [name for name in USED if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(
-            f"enable_odb_dpo: a {type(trainer).__name__} has no {', '.join(missing)}, as the DPOTrainer of trl 0.24 "
-            "has; use that one, or enable_odb for a trainer of another kind."
+            f"enable_odb_dpo: a {type(trainer).__name__} has no {', '.join(missing)}, which the DPOTrainer of "
+            f"trl 0.24 has; {PAIRS}, or train without odb."
         )
     for loss in trainer.loss_type:
         if loss in REFUSED_LOSSES:

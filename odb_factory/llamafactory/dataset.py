@@ -24,8 +24,9 @@ from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.serialize import checksum
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
+from odb_factory.llamafactory.row_faults import wrong_column
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
@@ -93,18 +94,23 @@ class Source:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if self.converter is None:
             return self._stored[row]
-        return self.converter(_Columns(self._stored[row], self.name))
+        return self.converter(_Columns(self._stored[row], self))
+
+    def wrong_column(self, row: int, stage: Stage) -> str | None:
+        """What in a row its converter does not take; None if that cannot be known."""
+        return None if self.converter is None else wrong_column(self.attr, self._stored[row], stage.name)
 
 
 class _Columns(dict):
-    def __init__(self, row: dict[str, Any], name: str):
+    def __init__(self, row: dict[str, Any], source: Source):
         super().__init__(row)
-        self._name = name
+        self._source = source
 
     def __missing__(self, column: str) -> Any:
+        keys = [key for key, value in vars(self._source.attr).items() if value == column]
         raise DataError(
-            f"{self._name} has no column {column!r}, only {', '.join(self)}; "
-            "give it the right `formatting` and `columns` in dataset_info.json."
+            f"dataset_info.json: columns.{' or '.join(keys)} of {self._source.name} is {column!r}, and its columns are "
+            f"{', '.join(self)}; correct `formatting` or `columns` there."
         )
 
 
@@ -162,6 +168,13 @@ class IndexedRows:
     def source_numbers(self) -> np.ndarray:
         """For each row the number of its dataset among `dataset_names` (int16)."""
         return np.searchsorted(list(self._sources), self._source).astype(np.int16)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(self._sources.values())
+
+    def wrong_column(self, index: int, stage: Stage) -> str | None:
+        return self._sources[self._source[index]].wrong_column(int(self._row[index]), stage)
 
     def origin(self, index: int) -> str:
         return f"row {self._row[index]} of {self.dataset_name(index)}"
@@ -307,14 +320,19 @@ class OnlineDataset(Dataset):
             if index not in self.column_names:
                 raise KeyError(f"{index!r} is no column of the training dataset; it has {', '.join(self.column_names)}")
             return Column(self, index)
-        return self.features_of([self.rows[number] for number in self.stage.together(index)])
+        return self.features_of([self.rows[number] for number in self.stage.together(index)], index)
 
-    def features_of(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Of the last of these converted rows, preprocessed together; they need not be its own."""
+    def features_of(self, rows: Sequence[dict[str, Any]], index: int | None = None) -> dict[str, Any]:
+        """Of the last of these converted rows, preprocessed together. index: of that row, if it has one."""
         self.media.begin_row()
         encoded = self.stage.preprocess(self.processor, rows)
         if not encoded.get(self.stage.column):
-            raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {self.stage.dropped}.")
+            why = None
+            if index is not None and isinstance(self.rows, IndexedRows):
+                why = self.rows.wrong_column(index, self.stage)
+            turns, answers = len(rows[-1]["_prompt"]), len(rows[-1]["_response"])
+            why = why or f"its conversion gives {answers} answers to a prompt of {turns} turns"
+            raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {why}.")
         features = {key: values[0] for key, values in encoded.items()}
         if self.media.placeholders_cut(self.stage.answers(features)):
             cutoff_len = self.processor.data_args.cutoff_len
@@ -533,6 +551,8 @@ def _compare_with_pass(ours: Callable[[int], Any], stock: Callable[[int], Any], 
         datasets.disable_progress_bars()
         try:
             own, other = ours(index), stock(index)
+        except DataError:
+            raise
         except Exception:
             continue
         finally:
@@ -549,6 +569,36 @@ def _compare_with_pass(ours: Callable[[int], Any], stock: Callable[[int], Any], 
                     "them)."
                 )
         return
+
+
+def check_sources(dataset: OnlineDataset) -> None:
+    """Raise `DataError` for a dataset of which no row can be used, because its description in dataset_info.json is
+    wrong. A row after which others can be used is for `on_error`."""
+    for source in dataset.rows.sources if isinstance(dataset.rows, IndexedRows) else ():
+        error: Exception | None = None
+        for number in range(len(source.rows)):
+            try:
+                row = source[number]
+            except DataError:
+                raise
+            except Exception as failed:
+                error = error or failed
+                continue
+            try:
+                dataset.features_of([row])
+            except RowDropped as dropped:
+                error = error or dropped
+            except Exception:
+                break
+            else:
+                break
+        else:
+            assert error is not None, "a source has rows"
+            why = source.wrong_column(0, dataset.stage) or one_line(error)
+            raise DataError(
+                f"dataset_info.json: no row of {source.name} can be used; row 0: {why}; correct `formatting`, "
+                "`columns` or `tags` there, or the rows."
+            ) from error
 
 
 def _one_by_one(data_args: Any) -> Any:
@@ -589,12 +639,6 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     else:
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
     source = Source(dataset, dataset_attr, converter)
-    try:
-        source[0]
-    except DataError:
-        raise
-    except Exception:  # what is wrong with a row is for the policy `on_error`
-        pass
     if converter is not None:
         table, one_row = dataset.with_format("arrow"), _one_by_one(data_args)
 
@@ -633,6 +677,7 @@ def online_dataset(
     of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, of_rows)
+    check_sources(online)
     if training_args.should_log:
         _print_example(online)
     one_row = _one_by_one(data_args)

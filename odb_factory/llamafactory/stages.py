@@ -29,7 +29,6 @@ class Stage(ABC):
 
     collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
     name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
-    dropped: why LLaMA-Factory's preprocessing leaves a row out.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
     evaluates_by_budget: `eval_token_budget` gives stock's figures.
@@ -41,7 +40,6 @@ class Stage(ABC):
     unit: str
     collator: str
     column: str = "input_ids"
-    dropped: str = "the turns do not end in one answer to a prompt"
     takes_media: bool = True
     equal_weights: bool = False
     evaluates_by_budget: bool = True
@@ -246,7 +244,6 @@ class Pairs(Stage):
     unit = "pair"
     column = "chosen_input_ids"
     collator = "PairwiseDataCollatorWithPadding"
-    dropped = "the turns do not end in two answers to a prompt"
     equal_weights = True
     rows = len(SIDES)
     batches = ("",)

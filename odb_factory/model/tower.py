@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
+from odb_factory.model.engine import engine_of
 
 FAMILIES: tuple[str, ...] = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
@@ -49,7 +50,8 @@ def has_both(batch: Any) -> bool:
 
 def shards_parameters(trainer: Any) -> bool:
     """Whether ranks gather parameters in each run of a module. trainer: a `transformers.Trainer`."""
-    return trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled)
+    will_shard = is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled  # the model may not be wrapped yet
+    return trainer.args.world_size > 1 and (will_shard or engine_of(trainer.model_wrapped) == "sharded")
 
 
 def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:

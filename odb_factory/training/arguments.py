@@ -1,7 +1,7 @@
 """Training arguments that have other values while odb trains.
 
 The Trainer's accumulation is 1, so that it counts optimizer steps, and it skips no batches after a resume, because the
-loader starts at the right place. It makes no pass over all data beforehand, to count tokens or to sort by length.
+loader starts at the right place. It makes no pass over all data beforehand to count tokens.
 Checkpoints and experiment trackers are shown the user's arguments, and DeepSpeed's engine is made for an accumulation
 of 1 as well.
 """
@@ -19,10 +19,7 @@ RUNNING = {
     GAS: 1,
     "ignore_data_skip": True,
     "include_tokens_per_second": False,  # `ODBTrainerMixin.log` gives the figure
-    "group_by_length": False,
 }
-SAMPLING = "train_sampling_strategy"
-"""Replaces `group_by_length` in transformers 5."""
 
 
 @contextlib.contextmanager
@@ -48,8 +45,6 @@ class RunArguments(TrainerCallback):
     def __init__(self, trainer: Any):
         self._args, self._world_size = trainer.args, trainer.args.world_size
         self._running: dict[str, Any] = {name: value for name, value in RUNNING.items() if hasattr(trainer.args, name)}
-        if getattr(trainer.args, SAMPLING, None) == "group_by_length":
-            self._running[SAMPLING] = "random"
         self._engine_configs = _deepspeed_configs(trainer)
         self._keep()
 

@@ -32,6 +32,7 @@ from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import ConfigError, DataError, OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
+from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import flat_row
 from odb_factory.planning import Budget, Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
@@ -104,8 +105,8 @@ class Trials:
         odb, device = trainer.odb, trainer.args.device
         self._trainer, self._groups, self._key, self._other = trainer, odb.training.run.loader.groups, key, other
         self._meter: PeakMeter = odb.memory_meter or memory.find_meter(device) or memory.NoMeter()
-        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        self.can_continue = not is_sharded or why_not_split(trainer.args) is None  # ZeRO-1 can
+        is_alone = engine_of(trainer.model_wrapped) in ("none", "ddp")
+        self.can_continue = is_alone or why_not_split(trainer.args) is None  # ZeRO-1 can
         try:
             self._state = torch.empty(state_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import inspect
 import os
 import re
 import socket
@@ -10,6 +13,7 @@ from collections.abc import Callable, Mapping, Sized
 from enum import Enum
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -17,12 +21,14 @@ from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
 from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation
+from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.training.arguments import replaced
 from odb_factory.version import offloads_optimizer, why_gradients_are_lost
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -39,11 +45,11 @@ DEEPSPEED_REPLICA = (
 METHODS = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler", "get_batch_samples")
 """Methods of the Trainer that odb overrides, and one that it relies on."""
 STEP_IN_BACKWARD = ("lomo", "adalomo")
-GENERATES = (
-    "GKDTrainer", "GRPOTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer", "RLOOTrainer", "XPOTrainer",
-)  # fmt: skip
-"""Trainers of TRL that make the rows they train on while they train."""
-ENGINES = ("torch", "accelerate", "deepspeed")
+TRIES = 20
+"""Batches tried for whether a trainer makes rows of its own: TRL's GKDTrainer draws for each batch whether it does."""
+PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or use LLaMA-Factory's stages dpo, rm, kto"
+"""What trains on pairs with odb."""
+ENGINES = ("torch", "accelerate", "deepspeed", "transformers")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
 
 
@@ -58,11 +64,6 @@ def log_without_effect(args: Any) -> None:
         logger.warning(
             "ignore_data_skip: True has no effect: a resumed training continues where its checkpoint stands, without "
             "reading what came before (`resume: ignore_data` of odb restarts the epoch)"
-        )
-    if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
-        logger.warning(
-            "group_by_length (train_sampling_strategy) has no effect: samples of like length meet in a micro-batch "
-            "anyway, and optimizer steps are those of a training without it, in random order"
         )
 
 
@@ -182,17 +183,11 @@ def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     if isinstance(trainer.train_dataset, Sized) and len(trainer.train_dataset) == 0:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
-    names, oom = [kind.__name__ for kind in type(trainer).__mro__], trainer.odb.config.oom
-    if oom != "raise" and trainer.args.world_size > 1 and "SFTTrainer" in names:
+    if trainer.compute_loss_func is not None and not callable(trainer.compute_loss_func):
+        # TRL 1.x sets a text before transformers 5.19, which only asks whether there is a function.
         raise ConfigError(
-            f"odb.oom: {oom!r} has a rank repeat its forwards alone, and in each of them TRL's SFTTrainer gathers "
-            "figures of all ranks, which would wait for ever; leave it out (raise), or lower token_budget."
-        )
-    generating = next((name for name in names if name in GENERATES), None)
-    if generating is not None:
-        raise ConfigError(
-            f"trainer: a {generating} generates answers while it trains, so the lengths of its rows are not known when "
-            "micro-batches are planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
+            f"compute_loss_func: {trainer.compute_loss_func!r} is no function; a {type(trainer).__name__} that sets it "
+            "needs a newer transformers, or train without odb."
         )
     # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
     losses = getattr(trainer, "loss", None)
@@ -202,6 +197,97 @@ def check_trainer(trainer: Any) -> None:
     _check_labels(trainer.model)
     _check_model_parallelism(trainer)
     check_methods(trainer)
+
+
+class _Stopped(Exception):
+    """A probe of a trainer has seen what it looks for. batch: that the loss is given; None: rows are generated."""
+
+    def __init__(self, batch: Any = None):
+        super().__init__()
+        self.batch = batch
+
+
+def row_alone(dataloader: Any) -> Any:
+    """The batch of the first row of a dataloader's dataset; None if it cannot be made, which its reader reports."""
+    rows = dataloader.dataset
+    try:
+        return dataloader.collate_fn([rows[0] if hasattr(rows, "__getitem__") else next(iter(rows))])
+    except Exception:
+        return None
+
+
+def check_pairs(trainer: Any, batch: Any) -> None:
+    """Raise `ConfigError` for a trainer with a loss of its own over several rows of a sample, such as pairs.
+
+    batch: of one sample.
+    """
+    collation = trainer.odb.collation
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    is_told = collation is not None and collation.rows > 1
+    if is_told or not isinstance(ids, torch.Tensor) or len(ids) == 1 or _is_of_transformers(trainer, "compute_loss"):
+        return
+    raise ConfigError(
+        f"trainer: a {type(trainer).__name__} makes {len(ids)} rows of a sample and compares them in its own "
+        f"compute_loss, which odb does not support; {PAIRS}, or train without odb."
+    )
+
+
+def check_keeps_rows(trainer: Any, batch: Any) -> None:
+    """Raise `ConfigError` for a trainer that trains on other rows than its dataloader yields, as those do that
+    generate answers while they train.
+
+    The trainer's own `training_step` runs on the batch up to its loss, or to the model's `generate`: nothing is
+    computed. A `_prepare_inputs` of its own that fails there counts as one that makes rows, because it may need what
+    exists only in a training (a server for generation, a whole group of rows). Transformers' own methods are not tried.
+    """
+    own = [name for name in ("training_step", "_prepare_inputs") if not _is_of_transformers(trainer, name)]
+    if not own:
+        return
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise _Stopped
+
+    def stop_at_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        raise _Stopped(inputs)
+
+    why = None
+    with contextlib.ExitStack() as probe:
+        probe.enter_context(kept_random_numbers(trainer.args.device))
+        probe.enter_context(replaced(trainer, compute_loss=stop_at_loss))
+        for model in {id(model): model for model in (trainer.model, unwrapped(trainer.model))}.values():
+            probe.enter_context(replaced(model, generate=stop))
+        for _ in range(TRIES):
+            try:
+                trainer.training_step(trainer.model, copy.deepcopy(batch), None)
+            except _Stopped as stopped:
+                if stopped.batch is None:
+                    why = "generates answers while it trains"
+                elif not _has_rows_of(stopped.batch, batch):
+                    why = "trains on other rows than its dataloader yields"
+            except Exception as error:
+                if "_prepare_inputs" in own:
+                    why = f"makes its rows in its _prepare_inputs, which fails before training ({one_line(error)})"
+            if why is not None:
+                raise ConfigError(
+                    f"trainer: a {type(trainer).__name__} {why}, so the lengths of its rows are not known when micro-"
+                    "batches are planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
+                )
+
+
+def _is_of_transformers(trainer: Any, name: str) -> bool:
+    """Whether all definitions of a method are transformers' and odb's."""
+    owners = {kind.__module__.split(".")[0] for kind in type(trainer).__mro__ if name in vars(kind)}
+    return owners <= {"transformers", "odb_factory"}
+
+
+def _has_rows_of(batch: Any, given: Any) -> bool:
+    """Whether all tensors of a batch have the shapes they were given with, and labels their values."""
+    if not isinstance(given, Mapping) or not isinstance(batch, Mapping):
+        return type(batch) is type(given)
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    if any(getattr(batch.get(key), "shape", None) != value.shape for key, value in tensors.items()):
+        return False
+    return "labels" not in tensors or torch.equal(batch["labels"].cpu(), tensors["labels"].cpu())
 
 
 def check_hooks(trainer: Any) -> None:
@@ -322,6 +408,12 @@ def check_methods(trainer: Any) -> None:
                     f"enable_odb: {_origin(found)} has taken the place of {owner.__name__}.{name}, and odb drives "
                     "transformers' own; do not import unsloth in this process (`use_unsloth: false`)."
                 )
+
+    if not inspect.signature(trainer.train).parameters.keys() & {"resume_from_checkpoint", "args"}:
+        raise ConfigError(
+            f"enable_odb: train of a {type(trainer).__name__} is not the Trainer's loop, which odb drives; train "
+            "without odb, or cut its batches by odb_factory.plan_micro_batches."
+        )
 
 
 def _origin(function: Any) -> str:

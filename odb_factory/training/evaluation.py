@@ -41,7 +41,7 @@ from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
-from odb_factory.model.tower import one_pass
+from odb_factory.model.tower import one_pass, shards_parameters
 from odb_factory.planning import Cost
 from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
@@ -105,7 +105,7 @@ class Evaluation:
         self.computing: Computing | None = None
         self._trainer, self._stock, self._batch_size = trainer, stock, parts.batch_size
         # No rank waits for another one in a forward.
-        self._can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+        self._can_split = not (trainer.is_deepspeed_enabled or shards_parameters(trainer))
         generates = not loss_only and getattr(trainer.args, "predict_with_generate", False)
         self._generation = Generation.of(trainer) if generates else None
         self.loader = loader = self._find_loader(parts, config, items, mean)

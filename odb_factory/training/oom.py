@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import traceback
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
@@ -28,7 +28,9 @@ from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
 from odb_factory.memory import is_out_of_memory
+from odb_factory.model.engine import engine_of
 from odb_factory.planning import Budget, Limits
+from odb_factory.training.arguments import replaced
 from odb_factory.training.run import ODBRun
 
 logger = get_logger(__name__)
@@ -246,6 +248,8 @@ def cut(task: Task, budget: Budget) -> list[Task]:
     return list(zip(micro_batch.cut(at), (samples[:at], samples[at:])))
 
 
+COLLECTIVES = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
+"""Methods of accelerate's `Accelerator` in which each rank waits for all others."""
 MOST_LOST = 0.5
 """`oom: skip`: the largest share of the loss of an optimizer step that may be left out."""
 
@@ -271,7 +275,7 @@ class RestartedSteps:
         self.run: ODBRun = training.run
         self.watch: MemoryWatch = training.memory
         model, config, size = self.trainer.model_wrapped, self.run.config, self.run.loader.world_size
-        is_zero = self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        is_zero = engine_of(model) == "deepspeed"
         self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, size, config.oom)
         process_group = training.odb.process_group
         self._exchange = Group(process_group, config.exchange_timeout_s, "agreements on a restarted step")
@@ -316,7 +320,7 @@ class RestartedSteps:
         skips = self.watch.config.oom == "skip"
         try:
             computing, local = run.begin_micro_batch(micro_batch, measured), self._synchronizer.local
-            with self.training.gradients_summed(local, is_last=False):
+            with self._no_gathering(), self.training.gradients_summed(local, is_last=False):
                 loss = self.trainer.odb_forward_backward(self.training, local, computing, [batch])
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -347,6 +351,20 @@ class RestartedSteps:
         done = "skip: it is left out" if skips else "split: it is cut in two"
         logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", what, done)
         return False
+
+    def _no_gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Within it accelerate's collectives raise `ConfigError`: a rank that restarts a step is alone in them."""
+        if self.run.loader.world_size == 1:
+            return contextlib.nullcontext()
+
+        def refuse(name: str, *args: Any, **kwargs: Any) -> None:
+            raise ConfigError(
+                f"odb.oom: {self.watch.config.oom!r} has a rank repeat its forwards alone, and the loss of "
+                f"{type(self.trainer).__name__} calls accelerator.{name}, which waits for all ranks; leave the key out "
+                "(raise) and lower token_budget if memory is short, or move the call out of the loss."
+            )
+
+        return replaced(self.trainer.accelerator, **{name: functools.partial(refuse, name) for name in COLLECTIVES})
 
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""

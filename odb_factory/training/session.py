@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
@@ -50,6 +49,7 @@ from odb_factory.model.check import (
     resolve_layout,
     unwrapped,
 )
+from odb_factory.model.engine import engine_of, gradients_deferred
 from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation, Limits
@@ -58,7 +58,7 @@ from odb_factory.training import checkpoint
 from odb_factory.training.arguments import RunArguments
 from odb_factory.training.auto_budget import choose_budgets, rehearse
 from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
-from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
+from odb_factory.training.checks import check_hooks, check_keeps_rows, check_pairs, of_trainer, row_alone, why_not_split
 from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.run import ODBRun, Operations, device_of
@@ -371,6 +371,9 @@ class Training:
         stock: the Trainer's train dataloader.
         """
         odb, args, dataset = self.odb, self.trainer.args, self.trainer.train_dataset
+        if (batch := row_alone(stock)) is not None:
+            check_pairs(self.trainer, batch)
+            check_keeps_rows(self.trainer, batch)
         self._seed = self._seed_of_order()
         self._parts = dismantle(stock, self._seed, stream=dataset)
         if odb.observer is None:
@@ -529,16 +532,17 @@ class Training:
     @contextlib.contextmanager
     def gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
         """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
-        accelerator = self.trainer.accelerator
-        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_deepspeed:  # newer releases of accelerate do the same by `sync_gradients`
+        accelerator, engine = self.trainer.accelerator, engine_of(model)
+        if engine == "deepspeed":  # newer releases of accelerate do the same by `sync_gradients`
             model.set_gradient_accumulation_boundary(is_last)
-        syncs = is_last or is_deepspeed or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if self.trainer.is_fsdp_enabled and self.arguments.accumulation == 1:
+        syncs = (
+            is_last or engine == "deepspeed" or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        )
+        if engine == "sharded" and self.arguments.accumulation == 1:
             syncs = True  # it would hold whole gradients, for which stock training needs no memory
         accelerator.sync_gradients = is_last
         try:
-            with contextlib.nullcontext() if syncs else accelerator.no_sync(model=model):
+            with contextlib.nullcontext() if syncs else gradients_deferred(model):
                 yield
         finally:
             accelerator.sync_gradients = True

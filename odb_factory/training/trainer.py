@@ -28,7 +28,7 @@ from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig, make_config
 from odb_factory.data.collate import Collated
-from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, Observer, measure_batch
+from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
 from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
@@ -253,9 +253,16 @@ class ODBTrainerMixin(Base):
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
-        stock, training = super().get_train_dataloader(), self._odb_training
-        if training is None or training.has_begun:
-            return stock
+        if (training := self._odb_training) is None or training.has_begun:
+            return super().get_train_dataloader()
+        try:
+            with training.arguments.shown():  # a sampler that groups by length counts the rows of an optimizer step
+                stock = super().get_train_dataloader()
+        except (RowDropped, MediaCut) as error:
+            raise ConfigError(
+                f"group_by_length: the lengths of all rows are read before training, and one cannot be used: {error} "
+                "Remove the row, or leave the key (train_sampling_strategy) out."
+            ) from error
         training.begin(stock)
         return TrainLoader(training, getattr(self.model, "main_input_name", "input_ids"), stock)
 

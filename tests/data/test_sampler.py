@@ -15,7 +15,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 from transformers import set_seed
 
 from odb_factory.data.order import FINGERPRINTED, ShardSampler, ShareProgress, Start, dismantle
@@ -83,6 +83,11 @@ class Custom(Sampler):
         return iter(rows[self.drawn :] + rows[: self.drawn])
 
 
+class Sized(Custom):
+    def __len__(self) -> int:
+        return 50
+
+
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "torch's numbers": lambda: RandomSampler(range(100)),
     "a generator": lambda: RandomSampler(range(100), generator=torch.Generator().manual_seed(3)),
@@ -123,6 +128,25 @@ def test_the_order_of_a_random_sampler_is_that_of_accelerates(rows: int, drawn: 
         ours.set_epoch(epoch), theirs.set_epoch(epoch)
         assert list(ours) == list(theirs) and len(ours) == len(theirs)
     assert list(ours) == list(theirs), "and so does the epoch that follows by itself"
+
+
+@pytest.mark.parametrize("name", ["torch's", "Python's global"])
+def test_a_sampler_of_global_random_numbers_gives_the_order_of_a_dataloader(name: str) -> None:
+    """Over several epochs, whatever is drawn in between."""
+
+    def loader() -> DataLoader:
+        sampler = SubsetRandomSampler(range(50)) if name == "torch's" else Sized(random, range(50))
+        return DataLoader(range(50), sampler=sampler, collate_fn=list)  # type: ignore[arg-type]
+
+    set_seed(5)
+    stock = loader()
+    expected = [[row for (row,) in stock] for _ in range(3)]
+    assert expected[0] != expected[1]
+    set_seed(5)
+    ours = dismantle(loader(), seed=9).sampler
+    for order in expected:
+        torch.rand(3), random.random()
+        assert list(ours) == order
 
 
 def test_an_order_takes_eight_bytes_a_row() -> None:

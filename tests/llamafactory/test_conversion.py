@@ -294,15 +294,96 @@ def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_t
         assert observed[1].cost.tokens > 0
 
 
+def described(folder: Path, rows: list[dict[str, Any]], **description: Any) -> None:
+    """A data set `rows` in the folder."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    info = {"rows": {"file_name": "rows.jsonl"} | description}
+    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+
+
+ALPACA = {"prompt": "instruction", "response": "output"}
+ASKED = {"from": "human", "value": "why"}
+ANSWERED = {"from": "gpt", "value": "so"}
+DROPPED: dict[str, tuple[str, dict[str, Any], list[Any], str]] = {
+    "number": (
+        "sft",
+        {"columns": ALPACA},
+        [{"instruction": "1 + 1", "output": 2}],
+        r"columns\.response.*int",
+    ),
+    "date": (
+        "sft",
+        {"columns": ALPACA},
+        [{"instruction": "when", "output": "2026-11-27 10:00:00"}],
+        "columns.response.*datetime",
+    ),
+    "label": (
+        "kto",
+        {"columns": ALPACA | {"kto_tag": "label"}},
+        [{"instruction": "why", "output": "so", "label": 1}],
+        r"'label'.*columns\.kto_tag.*1 \(int\)",
+    ),
+    "no label": ("kto", {"columns": ALPACA}, [{"instruction": "why", "output": "so"}], r"columns\.kto_tag"),
+    "pair": (
+        "rm",
+        {"ranking": True, "columns": {"prompt": "instruction", "chosen": "good", "rejected": "bad"}},
+        [{"instruction": "why", "good": "so", "bad": 0}],
+        r"'bad'.*columns\.rejected.*0 \(int\)",
+    ),
+    "role": (
+        "sft",
+        {"formatting": "sharegpt"},
+        [{"conversations": [ASKED, ANSWERED | {"from": "bot"}]}],
+        r"turn 1 of column 'conversations'.*'bot'.*tags\.assistant_tag",
+    ),
+    "tags": ("sft", {"formatting": "sharegpt", "tags": SHAREGPT_TAGS}, [{"conversations": [ASKED]}], r"tags\.role_tag"),
+    "no answer": ("sft", {"formatting": "sharegpt"}, [{"conversations": [ASKED]}], "has 1 turns"),
+    "text for messages": (
+        "sft",
+        {"formatting": "sharegpt", "columns": {"messages": "text"}},
+        [{"text": "why? so"}],
+        r"'text'.*columns\.messages.*str",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_a_dataset_of_which_no_row_can_be_used_is_refused_by_its_key(tiny_text, tmp_path, case: str) -> None:
+    """Before a model is loaded, whatever `on_error` says."""
+    stage, description, rows, names = DROPPED[case]
+    described(tmp_path, rows * 3, **description)
+    stages = {"stage": stage} if stage == "kto" else {}
+    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", **stages)
+    with pytest.raises(DataError, match=f"dataset_info.json: .*{names}") as caught:
+        load_data(config | {"odb": BLOCK | {"on_error": "skip"}}, stage)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["label", "role", "no answer"])
+def test_a_dropped_row_is_explained_by_its_own_column(tiny_text, tmp_path, case: str) -> None:
+    """Rows before and after it are good, so the description of the data set is right."""
+    stage, description, rows, names = DROPPED[case]
+    good = rows[0] | ({"label": True} if "label" in rows[0] else {"conversations": [ASKED, ANSWERED]})
+    if case == "label":  # a column of Arrow has one type
+        good, rows = good | {"label": True}, [rows[0] | {"label": None}]
+        names = r"'label'.*columns\.kto_tag"
+    described(tmp_path, [good, *rows, good], **description)
+    stages = {"stage": stage} if stage == "kto" else {}
+    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", odb=BLOCK, **stages)
+    online = load_data(config, stage)["train_dataset"]
+    with pytest.raises(RowDropped, match=names):
+        online[1]
+    assert online[0] == online[2]
+
+
 def test_a_dataset_that_does_not_fit_its_description_is_refused_at_once(tiny_text, formats, tmp_path) -> None:
     """Whatever `on_error` says: no row has the column."""
-    description = {"file_name": "alpaca.json", "columns": {"prompt": "instruction", "response": "answer"}}
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"alpaca": description}), encoding="utf-8")
-    shutil.copy(formats / "alpaca.json", tmp_path)
-    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="alpaca", odb=BLOCK | {"on_error": "skip"})
-    with pytest.raises(DataError, match=r"alpaca\.json has no column 'answer', only instruction, .*dataset_info"):
+    rows = json.loads((formats / "alpaca.json").read_text(encoding="utf-8"))
+    described(tmp_path, rows, columns={"prompt": "instruction", "response": "answer"})
+    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", odb=BLOCK | {"on_error": "skip"})
+    with pytest.raises(DataError, match=r"dataset_info\.json: columns\.response of rows\.jsonl is 'answer'"):
         load_data(config)
-    with pytest.raises(DataError, match="alpaca.json has no row"):
+    with pytest.raises(DataError, match="rows.jsonl has no row"):
         load_data(config | {"max_samples": 0})
 
 

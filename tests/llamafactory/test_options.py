@@ -75,7 +75,7 @@ def test_generating_evaluations_and_figures_are_those_of_stock(tiny_text, data, 
     figures = {name for entry in stock.log for name in entry}
     assert {"eval_few_rouge-l", "eval_fewer_bleu-4"} <= figures
     report("predict_with_generate, text", check_same_training(without_rates(ours), stock))
-    assert ["group_by_length" in message for message in caplog.messages if "has no effect" in message] == [True]
+    assert not [message for message in caplog.messages if "has no effect" in message]
     mine, its = (json.loads((tmp_path / name / "train_results.json").read_text()) for name in ("odb", "stock"))
     tokens = mine["effective_tokens_per_sec"] * mine["train_runtime"]
     summary = json.loads((tmp_path / "odb" / "odb_summary.json").read_text())

@@ -19,7 +19,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 from training.cases import Case, load_model, precision
-from training.gradient_ranks import make, switch_on, zero
+from training.gradient_ranks import InOrder, make, switch_on, zero
 from transformers.integrations import unset_hf_deepspeed_config
 
 from odb_factory import ConfigError, ODBError
@@ -139,3 +139,32 @@ def refused(short: Short, path: str, folder: Path) -> dict[str, list[str]]:
                 except ConfigError as error:
                     said.setdefault(name, []).append(str(error))
     return said
+
+
+def train_with_a_gathering_loss(rank: int, path: str, output_dir: str, methods: list[str]) -> list[str]:
+    """What the loss is told that calls methods of accelerate's Accelerator for a figure, and how the training ended."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    errors: list[str] = []
+
+    class Gathers(InOrder):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            for method in methods:
+                try:
+                    getattr(self.accelerator, method)(loss.detach())
+                except ConfigError as error:
+                    errors.append(str(error))
+                    if method == methods[-1]:
+                        raise
+            return loss
+
+    case = Case("text", "float32", 2, keep=3, loss_scaling="stock")
+    model = load_model(case, path)
+    Memory(model, 56 if rank == 0 else 0, "forward")
+    trainer = make(case, model, path, Path(output_dir), 2)
+    trainer.__class__ = Gathers
+    try:
+        switch_on(trainer, case, oom="split").train()
+    except ConfigError as error:
+        errors.append(str(error))
+    return errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -158,10 +159,103 @@ def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text,
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
-def test_a_trainer_that_generates_its_rows_is_refused(tiny_text, tmp_path) -> None:
-    """Known by the names of TRL's, also where it is a subclass of one."""
-    kind = type("Mine", (type("GKDTrainer", (Trainer,), {}),), {})
-    refuses(make(tiny_text, tmp_path, block=BLOCK, trainer_class=kind), "^trainer: a GKDTrainer generates answers")
+class Generates(Trainer):
+    """As TRL's GKDTrainer: in some steps the answers are the model's own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if random.random() < 0.5:
+            inputs["input_ids"] = self.model.generate(inputs["input_ids"], max_new_tokens=2)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Rolls(Trainer):
+    """As TRL's GRPOTrainer: rows are made in `_prepare_inputs`."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs({key: value.repeat(2, 1) for key, value in inputs.items()})
+
+
+class Needs(Trainer):
+    """Its rows come from a server that is not there before training."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self.server.rows(inputs)
+
+
+class Loops(Trainer):
+    """As TRL's PPOTrainer."""
+
+    def train(self) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+class Adds(Trainer):
+    """A `_prepare_inputs` and a `training_step` that leave the rows alone."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs) | {"use_cache": False}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (Generates, "^trainer: a Generates generates answers"),
+        (Rolls, "^trainer: a Rolls trains on other rows"),
+        (Needs, "^trainer: a Needs makes its rows"),
+    ],
+)
+def test_a_trainer_that_makes_its_rows_is_refused(tiny_text, tmp_path, kind: Any, match: str) -> None:
+    """By what it does with a batch, whatever its name; random numbers are drawn as if nothing had been tried."""
+    trainer = make(tiny_text, tmp_path, block=BLOCK, trainer_class=kind)
+    state = random.getstate()
+    refuses(trainer, match)
+    assert (
+        random.getstate() == state and not {"generate", "compute_loss"} & (vars(trainer) | vars(trainer.model)).keys()
+    )
+
+
+def test_a_trainer_with_a_loop_of_its_own_is_refused(tiny_text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="^enable_odb: train of a Loops is not"):
+        make(tiny_text, tmp_path, block=BLOCK, trainer_class=Loops)
+
+
+class Compares(Trainer):
+    """As TRL's DPOTrainer since 1.0: the collator makes two rows of a sample, the loss compares them."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen, rejected = model(**inputs).logits.mean((1, 2)).chunk(2)
+        return (rejected - chosen).mean()
+
+
+def test_a_trainer_that_compares_rows_of_a_sample_is_refused_and_not_sent_elsewhere(tiny_text, tmp_path) -> None:
+    """With a cost function and no weights it would train, on another loss than stock."""
+
+    def trained(kind: type[Trainer], collator: Any) -> Trainer:
+        trainer = make(tiny_text, tmp_path, trainer_class=kind, max_steps=1)
+        trainer.data_collator = collator
+        enable_odb(trainer, **BLOCK | {"loss_scaling": "none", "layout": "padded"}, cost_fn=lambda row: 64)
+        return trainer
+
+    def twice(items: list[Any]) -> Any:
+        return pad([*items, *items])
+
+    refuses(trained(Compares, twice), "^trainer: a Compares makes 2 rows of a sample .*train without odb.$")
+    trained(Compares, pad).train()
+    trained(Trainer, twice).train()
+
+
+def test_a_loss_function_that_is_none_is_refused(tiny_text, tmp_path) -> None:
+    """TRL 1.x sets a text with transformers before 5.19."""
+    trainer = make(tiny_text, tmp_path, block=BLOCK)
+    trainer.compute_loss_func = "non-None value to disable scaling"
+    refuses(trainer, "^compute_loss_func: 'non-None value")
+
+
+def test_a_trainer_that_prepares_its_inputs_and_leaves_its_rows_alone_trains(tiny_text, tmp_path) -> None:
+    make(tiny_text, tmp_path, block=BLOCK, trainer_class=Adds, max_steps=2).train()
 
 
 # Parallelism
@@ -228,12 +322,9 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, name: str, value: Any,
     check_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1), CONFIG)
 
 
-@pytest.mark.parametrize("key", ["group_by_length", "ignore_data_skip"])
-def test_what_has_no_effect_is_told_so(tmp_path, caplog: pytest.LogCaptureFixture, key: str) -> None:
-    """group_by_length: under both its names."""
-    old = key in TrainingArguments.__dataclass_fields__
-    log_without_effect(arguments(tmp_path, **({key: True} if old else {"train_sampling_strategy": key})))
-    (told,) = [message for message in caplog.messages if key in message and "has no effect" in message]
+def test_what_has_no_effect_is_told_so(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+    log_without_effect(arguments(tmp_path, ignore_data_skip=True))
+    (told,) = [message for message in caplog.messages if "ignore_data_skip" in message and "has no effect" in message]
     assert "\n" not in told
 
 
@@ -252,15 +343,6 @@ def test_what_cannot_work_on_several_ranks_is_refused(tmp_path, monkeypatch, giv
     monkeypatch.setattr(type(args), "world_size", 2)
     with pytest.raises(ConfigError, match=match):
         check_arguments(args, CONFIG)
-
-
-def test_a_trainer_that_gathers_in_its_forwards_cannot_repeat_them_on_one_rank(
-    tiny_text, tmp_path, monkeypatch
-) -> None:
-    kind = type("SFTTrainer", (Trainer,), {})
-    trainer = make(tiny_text, tmp_path, block=BLOCK | {"oom": "split"}, trainer_class=kind)
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    refuses(trainer, "^odb.oom: 'split' has a rank repeat its forwards alone")
 
 
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:

@@ -225,6 +225,16 @@ def test_split_and_skip_are_refused_where_collectives_run_inside(engine: str, tw
         assert "\n" not in line
 
 
+def test_a_loss_that_gathers_over_ranks_is_refused_before_it_waits(models, tmp_path) -> None:
+    """A rank that restarts its step would gather alone, while the others wait for the step to end."""
+    methods = ["gather", "gather_for_metrics", "reduce"]
+    arguments = {"path": models["text"], "output_dir": str(tmp_path), "methods": methods}
+    outcomes = run_ranks("training.oom_ranks:train_with_a_gathering_loss", tmp_path, limit_s=120, **arguments)
+    for outcome in outcomes:
+        for line, method in zip(outcome.value, [*methods, methods[-1]], strict=True):
+            assert "odb.oom: 'split'" in line and f"accelerator.{method}," in line and "\n" not in line
+
+
 ONE_RANK = {
     "without": Short(TEXT_32, (0,), world_size=1),
     "forward": Short(TEXT_32, (70,), world_size=1, block={"oom": "split"}),

@@ -11,16 +11,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed.ranks import run_ranks
 from same_training import Deviation, report
 from support import once
 from training.side_by_side import ODB, RESUMED, STOCK, Training, compare, compare_resumed, resume_from_each, train
+from transformers import TrainingArguments
 
 LIMIT_S = 240
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 SMOOTHED = {"label_smoothing_factor": 0.1}
+BY_LENGTH: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
+if not BY_LENGTH.keys() <= TrainingArguments.__dataclass_fields__.keys():
+    BY_LENGTH = {"group_by_length": True}
+# One evaluation of one batch, at the end: an evaluation draws random numbers, too, and groups its rows by them.
+BY_LENGTH |= {"eval_steps": 12, "save_steps": 12, "per_device_eval_batch_size": 5}
 
 SETS: dict[str, tuple[int, dict[str, Training]]] = {
     "1_rank": (
@@ -30,6 +37,7 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
             "float64": Training(rows="leading", batch=3, accumulation=2, dtype="float64", more=2),
             "smoothed": Training(rows="leading", batch=3, accumulation=3, more=4, arguments=SMOOTHED),
             "mixed": Training("vl", "mixed", batch=4, accumulation=1, dtype="float64"),
+            "by length": Training(batch=2, accumulation=4, more=3, arguments=BY_LENGTH),
         },
     ),
     "2_ranks": (
@@ -39,6 +47,7 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
             "smoothed on each rank": Training(
                 batch=2, accumulation=2, arguments=SMOOTHED | {"average_tokens_across_devices": False}
             ),
+            "by length": Training(batch=2, accumulation=2, dtype="float64", more=4, arguments=BY_LENGTH),
             "smoothed, mixed": Training("vl", "mixed", batch=3, accumulation=2, more=6, arguments=SMOOTHED),
         },
     ),
