@@ -12,6 +12,17 @@ class ConfigError(ODBError, ValueError):
     """A key of the `odb:` block, or its combination with another setting, cannot work."""
 
 
+class LayoutError(ConfigError):
+    """What is to be computed cannot be one flat row; `layout: auto` takes padded rows there.
+
+    reason: why, in a few words. row: number of the row of the collated batch that is the reason, if one is.
+    """
+
+    def __init__(self, reason: str, row: int | None = None):
+        super().__init__(f"odb.layout: 'flat' is not right here: {reason}; set `layout: padded`, or auto.")
+        self.reason, self.row = reason, row
+
+
 class DataError(ODBError, RuntimeError):
     """A row of the dataset cannot be used and the policy says to stop."""
 

@@ -102,9 +102,9 @@ class BatchChecks:
     """Call it with each micro-batch and what its collated tensors measure.
 
     Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
-    or if the samples' weights differ and it does not make one row (flat: segment) of each. Warns once of each kind: a
-    sample beyond a budget, a micro-batch that grew beyond one in the collator, samples that share one row although they
-    are not flat, rows in another order than their ids.
+    or if the samples' weights differ and it does not make one row (flat: segment) of each. Warns once of each kind:
+    samples that cannot be laid flat, a sample beyond a budget, a micro-batch that grew beyond one in the collator,
+    samples that share one row although they are not flat, rows in another order than their ids.
     """
 
     def __init__(self, config: ResolvedConfig, budget: Budget):
@@ -170,6 +170,13 @@ class BatchChecks:
         self._warn_once("order", f"{problem}; `ids` of the step info and of the audit are not in the order of the rows")
 
     def _check_budget(self, micro_batch: MicroBatch, measured: Measured) -> None:
+        if measured.why_padded:
+            self._warn_once(
+                "padded",
+                f"layout: padded ({measured}) for a micro-batch that was planned flat; {measured.why_padded}. Others "
+                "are not logged; set `layout: padded` if memory is short, then padding counts towards the budget",
+            )
+            return
         if measured.is_within(self._budget):
             return
         if len(micro_batch.ids) == 1:

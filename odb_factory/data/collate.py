@@ -12,15 +12,16 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from odb_factory.data.flat import UNPADDED, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
+from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys, pad_to_sizes
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
-from odb_factory.errors import DataError, one_line
+from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import EVERY_SIZE, VIDEO, Budget, Media
 
@@ -66,6 +67,10 @@ def _outcome(pickled: bytes) -> Outcome:
     return Outcome(*ForkingPickler.loads(pickled))
 
 
+MOST_NAMED = 16
+"""Rows that a message names."""
+
+
 class NotCollated(DataError):
     """Samples cannot be collated. ids: the one that cannot, or all of them where each can alone."""
 
@@ -79,11 +84,12 @@ class CollatedDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
 
     budget: of micro-batches: as its layout and sizes say they are laid flat, padded to sizes, or left as the collator
-        returns them. with_boundaries: flat ones carry what `varlen_arguments` returns.
+        returns them. with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
     counts_labels: else samples have units of their own, and a batch without `input_ids` has the shape that its samples
         were planned with.
     notes: where workers report which micro-batches they have collated. skips: rows that cannot be collated are left
-        out.
+        out. falls_back: samples that cannot be laid flat are padded, as the collator returns them, whatever the budget
+        (`Measured.why_padded`): a plan that other ranks have, too, is not changed.
     """
 
     sends_dataset = False
@@ -96,6 +102,8 @@ class CollatedDataset(WorkerDataset):
     counts_labels: bool = True
     with_boundaries: bool = False
     skips: bool = False
+    falls_back: bool = False
+    positions: Callable[[Mapping[str, Any]], Tensor] | None = None
     notes: CollateNotes | None = None
     busy: BusyRows = field(default_factory=BusyRows)
 
@@ -110,7 +118,7 @@ class CollatedDataset(WorkerDataset):
         try:
             with self.busy.at(samples[0].id):
                 outcome = Outcome(micro_batch, *self._salvage(samples))
-        except (LayoutError, NotCollated) as error:
+        except (ConfigError, NotCollated) as error:
             outcome = Outcome(micro_batch, {}, problem=str(error))
         worker = get_worker_info()
         if worker is not None and self.notes is not None:
@@ -118,7 +126,7 @@ class CollatedDataset(WorkerDataset):
         return outcome
 
     def collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
-        """The batch of these samples, made in this process. Raises `NotCollated`, `LayoutError`."""
+        """The batch of these samples, made in this process. Raises `NotCollated`, `ConfigError`."""
         failed, measured, batch = self._salvage(samples)
         for id, cause in failed.items():
             raise NotCollated([id], cause)
@@ -131,19 +139,23 @@ class CollatedDataset(WorkerDataset):
         Each collation that fails is tried again. Raises `NotCollated` for samples that can alone and not together.
         """
         try:
-            return {}, *retried(lambda: self._collate(samples), (LayoutError,))
-        except LayoutError:
+            return {}, *retried(lambda: self._collate(samples), (ConfigError,))
+        except ConfigError:  # no fault of a row
             raise
         except Exception:
             failed = {}
             for sample in samples:
                 try:
-                    retried(lambda sample=sample: self._collate([sample]))  # type: ignore[misc]
+                    retried(lambda sample=sample: self._collate([sample]), (ConfigError,))  # type: ignore[misc]
+                except ConfigError:
+                    raise
                 except Exception as error:
                     failed[sample.id] = one_line(error)
         kept = [sample for sample in samples if sample.id not in failed]
         try:
             return failed, *(self._collate(kept) if kept else (None, None))
+        except ConfigError:
+            raise
         except Exception as error:
             ids = [sample.id for sample in kept]
             cause = f"rows {', '.join(map(str, ids))} cannot be collated together (each can alone): {one_line(error)}"
@@ -151,14 +163,30 @@ class CollatedDataset(WorkerDataset):
 
     def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
-        budget, collation = self.budget, self.budget.collation
-        if budget.layout == "padded" and not budget.rounds_up:
+        if self.budget.layout == "padded" and not self.budget.rounds_up:
             return self._measured(batch, samples), batch
-        if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            raise LayoutError(
-                "layout: flat, length_buckets and row_multiple need batches with `input_ids` [rows, length], and "
-                f"collate_fn returned {describe_batch(batch)}; leave these keys out"
-            )
+        try:
+            if not isinstance(batch, Mapping) or "input_ids" not in batch:
+                raise LayoutError(f"the collator returned {describe_batch(batch)}, not `input_ids` [rows, length]")
+            return self._lay_out(batch, samples)
+        except LayoutError as error:
+            if self.budget.layout == "padded":
+                raise ConfigError(
+                    f"odb.length_buckets: {error.reason}, so rows cannot be made longer; leave length_buckets and "
+                    "row_multiple out."
+                ) from None
+            # Of pairs, a batch has the first rows of all samples, then the second ones.
+            at_fault = samples if error.row is None else [samples[error.row % len(samples)]]
+            ids = [str(one.id) for one in at_fault]
+            more = ", ..." if len(ids) > MOST_NAMED else ""
+            why = f"{'rows' if len(ids) > 1 else 'row'} {', '.join(ids[:MOST_NAMED])}{more}: {error.reason}"
+            if not self.falls_back:
+                raise LayoutError(why) from None
+            return replace(self._measured(batch, samples), why_padded=why), batch
+
+    def _lay_out(self, batch: Mapping[str, Any], samples: list[Sample]) -> tuple[Measured, Any]:
+        """The batch of these samples in the layout of the budget. Raises `LayoutError`."""
+        budget, collation = self.budget, self.budget.collation
         if budget.layout == "padded":
             padded, filler_rows = pad_to_sizes(batch, budget)
             return replace(self._measured(padded, samples), filler_rows=filler_rows), padded
@@ -168,7 +196,7 @@ class CollatedDataset(WorkerDataset):
         if collation.batches:
             rows, lengths = beside_rows(batch, len(samples), collation, lay_flat)
             return self._measured(rows, samples, lengths), rows
-        flat, segments = lay_flat(batch, [cost.tokens for cost in costs])
+        flat, segments = lay_flat(batch, [cost.tokens for cost in costs], positions=self.positions)
         return self._measured(flat, samples, segments.lengths), flat
 
     def _measured(self, batch: Any, samples: list[Sample], segments: tuple[int, ...] = ()) -> Measured:
@@ -187,7 +215,7 @@ class CollatedDataset(WorkerDataset):
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of the check of a flat layout.
 ROWS_TRIED, TOKENS_TRIED = 16, 16384
-"""Limits of the samples to choose from. The main process reads them."""
+"""Limits of the samples to choose from. The main process reads them, and lays those without media flat together."""
 
 
 class TrialBatches(NamedTuple):
@@ -206,11 +234,13 @@ class TrialBatches(NamedTuple):
 
 def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, count: int) -> TrialBatches:
     """`count` of the first samples of an epoch. groups: collates flat micro-batches. Samples that cannot be collated
-    are skipped. Raises `DataError` if none is left."""
+    are skipped. Raises `DataError` if none is left, `LayoutError` if the samples cannot be laid flat."""
     logger.info("the check of the layout reads rows before the first step, at most %d", ROWS_TRIED)
-    samples = list(rows_to_choose_from(first_samples, count))
+    samples, groups = list(rows_to_choose_from(first_samples, count)), replace(groups, falls_back=False)
     while chosen := _choose(samples, count):
         try:
+            if text := [one for one in samples if not one.cost.has_media]:
+                groups.collate(text)
             return _collate_trial(chosen, groups)
         except NotCollated as error:
             if len(error.ids) > 1:

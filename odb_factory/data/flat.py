@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -14,15 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from odb_factory.data.observe import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
-from odb_factory.errors import DataError
+from odb_factory.errors import LayoutError
 from odb_factory.planning import EVERY_SIZE, Budget, Collation, Sizes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where the tokens of each sample stand in what a collator returned: the segments of a flat row.
-
-
-class LayoutError(DataError):
-    """A batch that cannot be laid flat, whatever its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +54,13 @@ def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: i
     elif rows == 1:
         spans = _one_row(real, tokens, length)
     else:
-        raise DataError(
-            f"the collator made {rows} rows of {length} tokens of these {len(tokens)} samples, and a flat micro-batch "
-            "takes one row a sample, or all in one row; use a collator that makes them, or set `layout: padded`"
+        raise LayoutError(
+            f"the collator made {rows} rows of {len(tokens)} samples, and a flat row takes one row a sample or all in "
+            "one row"
         )
     lengths = tuple(end - start for start, end in spans)
     if min(lengths) < 1:
-        raise DataError(f"the collator made a row without tokens: its {len(lengths)} rows have {list(lengths)}")
+        raise LayoutError("the collator made a row without tokens", lengths.index(0))
     index = np.concatenate([np.arange(start, end) for start, end in spans])
     filled = sizes.up(len(index)) - len(index)
     return Segments(
@@ -75,10 +72,8 @@ def _padded_rows(real: Tensor | None, tokens: Sequence[int], length: int) -> lis
     """Where each row's tokens begin and end in the rows laid end to end."""
     if real is None:
         if max(tokens) > length:
-            raise DataError(
-                f"the collator made rows of {length} tokens of samples of {list(tokens)}: they are cut; let it keep "
-                "every token, or give their collated length with cost_fn"
-            )
+            row = tokens.index(max(tokens))
+            raise LayoutError(f"the collator cut a sample of {tokens[row]} tokens to {length}", row)
         return [(row * length, row * length + count) for row, count in enumerate(tokens)]
     counts = real.sum(1).tolist()
     spans = []
@@ -86,11 +81,9 @@ def _padded_rows(real: Tensor | None, tokens: Sequence[int], length: int) -> lis
         start = row * length + (0 if from_left else length - count)
         spans.append((start, start + count))
     flat = real.reshape(-1)
-    if not all(bool(flat[start:end].all()) for start, end in spans):
-        raise LayoutError(
-            "layout: the collator's `attention_mask` has zeros between the tokens of a row, which a flat micro-batch "
-            "cannot have; set `layout: padded`."
-        )
+    for row, (start, end) in enumerate(spans):
+        if not bool(flat[start:end].all()):
+            raise LayoutError("its `attention_mask` has zeros between its tokens", row)
     return spans
 
 
@@ -99,7 +92,7 @@ def _dummy(first: tuple[int, int], num_tokens: int, length: int) -> tuple[int, i
     start, end = first
     span = (end, end + num_tokens) if start == 0 else (start - num_tokens, start)
     if span[0] < 0 or span[1] > length:
-        raise DataError(
+        raise LayoutError(
             f"the collator made a first row of {length} tokens, too short for {end - start} of its sample and "
             f"{num_tokens} of the dummy media that it was seen to add to samples without media (collation)"
         )
@@ -110,9 +103,8 @@ def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tu
     """The collator has laid the samples into one row itself; what stands behind them is a segment too."""
     ends = list(itertools.accumulate(tokens))
     if ends[-1] > length or (real is not None and not bool(real[0, : ends[-1]].all())):
-        raise DataError(
-            f"the collator laid these {len(tokens)} samples of {ends[-1]} tokens into one row of {length}, so some are "
-            "left out; let it keep every token, or give their collated length with cost_fn"
+        raise LayoutError(
+            f"the collator laid {len(tokens)} samples of {ends[-1]} tokens into one row of {length} tokens"
         )
     spans = list(itertools.pairwise([0, *ends]))
     return spans if ends[-1] == length else [*spans, (ends[-1], length)]
@@ -166,9 +158,8 @@ def beside_rows(
         (num_rows, length), mask = batch_shape(rows), rows.get("attention_mask")
         if num_rows != num_samples * collation.rows or not isinstance(mask, Tensor) or mask.shape != (num_rows, length):
             raise LayoutError(
-                f"layout: the collator made {num_rows} rows of {num_samples} samples with the `attention_mask` "
-                f"{_shape(mask)}, and a flat micro-batch takes {collation.rows} rows a sample with a mask of tokens; "
-                "set `layout: padded`."
+                f"the collator made {num_rows} rows of {num_samples} samples with the `attention_mask` {_shape(mask)}, "
+                f"and a flat micro-batch takes {collation.rows} rows a sample with a mask of tokens"
             )
         flat, segments = lay_flat(rows, (mask != 0).sum(1).tolist())
         changed: dict[str, Any] = {key: flat.get(key) for key in {**rows, **flat} if flat.get(key) is not rows.get(key)}
@@ -191,8 +182,8 @@ def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:
         raise LayoutError(
-            f"layout: the trainer hands the model no `position_ids`, and of those that the collator made, "
-            f"{_shape(positions)}, none belong to `{batches[-1]}input_ids`; set `layout: padded`."
+            f"the trainer hands the model no `position_ids`, and of those that the collator made, {_shape(positions)}, "
+            f"none belong to `{batches[-1]}input_ids`"
         )
     others = tuple(filter(None, batches))
     return [
@@ -209,6 +200,7 @@ def flatten(
     num_dummy: int = 0,
     sizes: Sizes = EVERY_SIZE,
     with_boundaries: bool = False,
+    positions: Callable[[Mapping[str, Any]], Tensor] | None = None,
 ) -> tuple[MutableMapping[str, Any], Segments]:
     """The batch in one row, a mapping of the same kind, and the segments of that row.
 
@@ -216,11 +208,12 @@ def flatten(
     tokens: of each sample, in batch order; of a padded row what a two-dimensional `attention_mask` says counts.
     num_dummy: tokens of dummy media, behind those of the first row (padded left: before them), which become a segment
     of their own. sizes: what the total is filled up to (tokens). with_boundaries: the row carries what
-    `varlen_arguments` returns.
+    `varlen_arguments` returns. positions: makes `position_ids` of a batch that has none.
 
     Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
     restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
-    Raises `LayoutError` where the batch has what depends on its rows, `DataError` where the lengths do not fit it.
+    Raises `LayoutError` where the flat row would not be computed as the batch is: it has what depends on its rows,
+    masked tokens or positions of its own, or other tokens than these samples.
 
         batch, segments = flatten(collator(items), [5, 3])  # segments.lengths: (5, 3)
     """
@@ -236,7 +229,10 @@ def flatten(
             flat[key] = segments.pack(value, text_token(batch) if segments.filled else 0)
         elif key != "position_ids" and is_per_token(key, value, rows, length):
             flat[key] = segments.pack(value)
-    flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
+    own = batch.get("position_ids")
+    if own is None and positions is not None:
+        own = positions(batch)
+    flat["position_ids"] = _position_ids(own, segments, rows, length)
     if with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
         flat.update(varlen_arguments(segments.lengths))
     return flat, segments
@@ -266,16 +262,19 @@ def text_token(batch: Mapping[str, Any]) -> int:
 def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
     if not isinstance(labels, Tensor) or labels.shape != (rows, length):
         raise LayoutError(
-            f"layout: the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}, "
-            "so they cannot be laid flat; set `layout: padded`."
+            f"the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}"
         )
     packed = segments.pack(labels, IGNORE_INDEX)
-    if int((packed != IGNORE_INDEX).sum()) != int((labels != IGNORE_INDEX).sum()):
-        raise DataError(
-            f"the collator put labels where its samples of {list(segments.lengths[: segments.samples])} tokens have "
-            "none; let it return the `attention_mask` of its padding, or give the collated lengths with cost_fn"
-        )
     packed[0, [0, *itertools.accumulate(segments.lengths[:-1])]] = IGNORE_INDEX
+    # A padded row predicts all of its labels but the first.
+    kept = torch.full_like(labels, IGNORE_INDEX).flatten()
+    kept[segments.index] = packed[0, : len(segments.index)]
+    loses = (kept.view_as(labels) != labels)[:, 1:].any(1)
+    if bool(loses.any()):
+        raise LayoutError(
+            "it has labels that a flat row does not predict: on masked tokens, or on a first token behind padding",
+            int(loses.int().argmax()) if rows == segments.samples else None,
+        )
     return packed
 
 
@@ -291,16 +290,14 @@ def _position_ids(given: Any, segments: Segments, rows: int, length: int) -> Ten
         return torch.cat([restarting[None].to(rotary.dtype), rotary])
     if not isinstance(given, Tensor) or given.shape not in ((rows, length), (1, length)):
         raise LayoutError(
-            f"layout: the collator's `position_ids` {_shape(given)} are of no known kind beside `input_ids` "
-            f"{[rows, length]}, so they cannot be laid flat; set `layout: padded`."
+            f"the collator's `position_ids` {_shape(given)} are of no known kind beside `input_ids` {[rows, length]}"
         )
-    of_samples = sum(segments.lengths[: segments.samples])
-    theirs = segments.pack(given.expand(rows, length))[0, :of_samples]
-    if not torch.equal(theirs, restarting[0, :of_samples].to(theirs.dtype)):
-        raise DataError(
-            f"the collator's `position_ids` do not count the tokens of its {segments.samples} samples, which have "
-            f"{list(segments.lengths[: segments.samples])}, from 0; let it leave them out, or set `layout: padded`"
-        )
+    ends = [*itertools.accumulate(segments.lengths[: segments.samples])]
+    theirs = segments.pack(given.expand(rows, length))[0, : ends[-1]]
+    differ = theirs != restarting[0, : ends[-1]]
+    if bool(differ.any()):
+        row = bisect.bisect_right(ends, int(differ.int().argmax()))
+        raise LayoutError("its `position_ids` do not count its tokens from 0", row)
     return restarting
 
 
@@ -323,8 +320,7 @@ def is_per_token(key: str, value: Any, rows: int, length: int) -> bool:
 
 def _depends_on_rows(key: str, value: Any) -> LayoutError:
     return LayoutError(
-        f"layout: the collator's `{key}` {_shape(value)} depends on the rows of the batch, and a flat micro-batch has "
-        "one; set `layout: padded`."
+        f"the collator's `{key}` {_shape(value)} depends on the rows of the batch, and a flat micro-batch has one"
     )
 
 
@@ -355,10 +351,7 @@ def pad_to_sizes(batch: Mapping[str, Any], budget: Budget) -> tuple[Mapping[str,
         if key == "position_ids" and isinstance(value, Tensor) and value.dim() > 1:
             padded[key] = _positions(value, more_rows if value.shape[-2] == rows else 0, more)
         elif key == "attention_mask" and np.shape(value) != (rows, length):
-            raise LayoutError(
-                f"odb.length_buckets: the collator's `attention_mask` has the shape {list(np.shape(value))}, which is "
-                "not that of `input_ids`, so rows cannot be made longer; leave length_buckets and row_multiple out."
-            )
+            raise LayoutError(f"the collator's `attention_mask` {_shape(value)} is not of the shape of `input_ids`")
         elif is_per_token(key, value, rows, length):
             fill = {"input_ids": text_token(batch), "labels": IGNORE_INDEX}.get(key, 0)
             padded[key] = functional.pad(value, (0, 0) * (value.dim() - 2) + (0, more, 0, more_rows), value=fill)

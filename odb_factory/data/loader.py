@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from torch import Tensor
+
 from odb_factory.comm.agreement import block_settings, releases
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
@@ -143,7 +145,8 @@ class ODBLoader:
     parts: the dataset that `observer` reads rows from, its order over all ranks, the framework's collator, unchanged,
     and the workers. rule: what makes an optimizer step. collation: what the collator adds to a group (default: its
     `pad_to_multiple_of`). layout: of the micro-batches, whatever the config asks for; with_boundaries: flat ones carry
-    what `varlen_arguments` returns. measure, patch_size: how collated batches are measured.
+    what `varlen_arguments` returns. positions: makes the positions of a padded batch with images that has none, for the
+    flat layout. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`. plans_here: in this process,
@@ -167,6 +170,7 @@ class ODBLoader:
         collation: Collation | None = None,
         layout: LayoutName = "padded",
         with_boundaries: bool = False,
+        positions: Callable[[Mapping[str, Any]], Tensor] | None = None,
         measure: Measure = measure_batch,
         patch_size: int = DEFAULT_PATCH_SIZE,
         seed: int = 0,
@@ -197,6 +201,8 @@ class ODBLoader:
             self.counts_labels,
             with_boundaries,
             skips=config.on_error == "skip",
+            falls_back=config.layout == "auto",
+            positions=None if positions is None else Picklable(positions, "get_rope_index"),
         )
         self._rows = rows = ObservedDataset(parts.dataset, observer, config, budget, is_evaluated=is_evaluated)
         self._workers = LoaderWorkers(parts, rows, self.groups, config.collate_workers, rank, world_size)

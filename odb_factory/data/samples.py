@@ -174,6 +174,7 @@ class Measured:
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
     filler_rows: of a padded one, the last rows that no sample stands in (`row_multiple`).
     units_by_row: where units are labels that carry loss, those of each row or, of a flat one, of each segment.
+    why_padded: why it is not the flat row that was planned; "" where it is, or a padded one was planned.
     """
 
     rows: int
@@ -183,6 +184,7 @@ class Measured:
     segments: tuple[int, ...] = ()
     filler_rows: int = 0
     units_by_row: tuple[int, ...] | None = None
+    why_padded: str = ""
 
     @property
     def patches(self) -> int:

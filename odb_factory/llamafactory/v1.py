@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from odb_factory.model.check import (
     fall_back,
     models_of,
     of_batches,
+    positions_of_media,
     resolve_layout,
 )
 from odb_factory.model.flat_row import begin_row
@@ -138,7 +138,7 @@ class Collator:
         if self.is_flat:
             batch.pop("position_ids", None)
             if self.positions is not None:
-                batch["position_ids"] = _rotary(self.positions, batch)
+                batch["position_ids"] = self.positions(batch)
         return batch
 
 
@@ -147,16 +147,6 @@ def _collate(items: Sequence[Mapping[str, Any]], cutoff_len: int) -> Any:
     if with_media is not None:
         return with_media(items, cutoff_len)
     return batching.default_collate(batching.pad_and_truncate(items, cutoff_len))
-
-
-def _rotary(positions: Callable[..., Any], batch: Mapping[str, Any]) -> Tensor:
-    """[3, rows, length]"""
-    takes = inspect.signature(positions).parameters
-    given = {name: value for name, value in batch.items() if name in takes}
-    if "mm_token_type_ids" in takes:
-        given.setdefault("mm_token_type_ids", torch.zeros_like(batch["input_ids"]))
-    found: Tensor = positions(**given)[0]
-    return found
 
 
 class Order(Sampler[int]):
@@ -280,8 +270,7 @@ class BatchGenerator(TrainerCallback):
     def _make(self, layout: Layout) -> Iteration:
         args, is_flat = self._trainer.args, layout.name == "flat"
         model = models_of(self._trainer)[0]
-        parts = model.modules() if self._kind == "sft" else ()  # v1 gives pairs positions of one axis
-        positions = next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
+        positions = positions_of_media(model) if self._kind == "sft" else None  # v1 gives pairs positions of one axis
         loader: DataLoader[Any] = DataLoader(
             self._rows,
             batch_size=args.micro_batch_size,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from odb_factory.errors import ConfigError
+from odb_factory.errors import LayoutError
 from odb_factory.log import get_logger
 from odb_factory.model.flat_row import FlatRow, row_in_progress
 
@@ -62,7 +62,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, head size], key and value [1, key heads, tokens, head size] -> [1, tokens, heads, size].
 
-    Raises `ConfigError` where these are not the tokens of the flat row in progress: it must not attend across samples.
+    Raises `LayoutError` where these are not the tokens of the flat row in progress: it must not attend across samples.
     """
     row = None if attention_mask is not None else _row_of(module, query, key)
     if row is None:
@@ -108,9 +108,9 @@ def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | No
     if row is None:
         return None
     if not query.shape[0] == 1 or not query.shape[2] == key.shape[2] == row.tokens:
-        raise ConfigError(
-            f"layout: {type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the "
-            f"flat row of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
+        raise LayoutError(
+            f"{type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the flat row "
+            f"of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens)"
         )
     return row
 
@@ -338,19 +338,18 @@ def why_unusable(model: Any) -> str | None:
 def install(model: Any) -> Callable[[], None]:
     """Put `odb_varlen` in the place of sdpa or eager in the language model; returns a function that undoes it.
 
-    Raises `ConfigError` where transformers does not do it.
+    Raises `LayoutError` where transformers does not do it; the model is as before.
     """
     key, config = _key(model), text_config(model)
     assert key is not None, "why_unusable comes first"
     before = config._attn_implementation
     name = EAGER_NAME if before == "eager" else NAME
     model.set_attn_implementation({key: name})
+    undo = functools.partial(model.set_attn_implementation, {key: before})
     if text_config(model)._attn_implementation != name:
-        raise ConfigError(
-            f"layout: transformers has not taken {name} for {type(model).__name__}; set `layout: padded`, or install a "
-            "tested release (`odb-factory doctor` names them)."
-        )
-    return functools.partial(model.set_attn_implementation, {key: before})
+        undo()
+        raise LayoutError(f"transformers has not taken {name} for {type(model).__name__}")
+    return undo
 
 
 def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:

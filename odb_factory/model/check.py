@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import DataError, LayoutError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model import attention, mixers
 from odb_factory.model.flat_row import call_all, flat_row
@@ -120,7 +120,7 @@ def resolve_layout(
 
     models: of `models_of`, without a wrapper of an engine. layout: as configured. args: of the training (device, bf16,
     ...). refused: why flat micro-batches would be wrong, where the caller knows a reason. is_stream: rows cannot be
-    read by their number. Raises `ConfigError` where `layout: flat` is refused.
+    read by their number. Raises `LayoutError` where `layout: flat` is refused.
     """
     if layout == "padded":
         return Layout("padded", "as configured")
@@ -131,24 +131,18 @@ def resolve_layout(
 
 
 def fall_back(found: Layout, layout: str, why: str) -> Layout:
-    """The padded layout in the place of a flat one that was found wrong, with one line; the model is put back.
+    """The padded layout in the place of a flat one that was found wrong; the model is put back.
 
-    layout: as configured. Raises `ConfigError` where that is flat.
+    layout: as configured. Raises `LayoutError` where that is flat.
     """
     padded = _padded(layout, why)
     found.undo()
-    logger.warning("layout: padded, because %s", why)
     return padded
-
-
-def not_right(why: str) -> ConfigError:
-    """The error of a training with `layout: flat`."""
-    return ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
 
 
 def _padded(layout: str, why: str) -> Layout:
     if layout == "flat":
-        raise not_right(why)
+        raise LayoutError(why)
     return Layout("padded", why)
 
 
@@ -187,11 +181,16 @@ def _flat(
             logger.info("the layout is checked on real rows alone: %s", verdict.why_unknown)
         if verdict.neighbours is not None:
             logger.info("layout: %s", verdict.neighbours)
-    undo = []
-    for one in models:
-        undo += [without_cache(one), mixers.install(one)]
-        if install:
-            undo.append(attention.install(one))
+    undo: list[Callable[[], None]] = []
+    try:
+        for one in models:
+            undo.append(without_cache(one))
+            undo.append(mixers.install(one))
+            if install:
+                undo.append(attention.install(one))
+    except LayoutError as error:
+        call_all(undo)
+        return _padded(layout, error.reason)
     reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
     computed = [f"attention by {kernel}"] if kernel else []
     if found := mixers.describe(models[0]):
@@ -265,7 +264,7 @@ def check(model_class: Any, config: Any, kernel: str | None, *, installs: bool) 
 
     verdict = check(type(model), model.config, "sdpa", installs=attention.why_unusable(model) is None)
     if verdict.why_wrong is not None:
-        raise ConfigError(verdict.why_wrong)
+        raise LayoutError(verdict.why_wrong)
     """
     try:
         with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False), quiet():
@@ -419,6 +418,10 @@ class LaidOut:
     spans: dict[int, Span]
     segments: tuple[int, ...] = ()
 
+    def tokens(self) -> dict[int, Tensor]:
+        """Of each sample, by its number."""
+        return {number: self.batch["input_ids"][row, start:end] for number, (row, start, end) in self.spans.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -462,13 +465,21 @@ def of_batches(
         return LaidOut(batch, spans)
 
     together, other = padded
-    return Trial(
+    trial = Trial(
         [in_rows(batch, number) for number, batch in enumerate(alone)],
         [in_rows(together, *range(total)), in_rows(other, total - 1, 0)],
         LaidOut(flat, _behind_each_other(segments[: len(together["input_ids"])]), tuple(segments)),
         ids,
         has_logits,
     )
+    of_alone = {number: tokens for one in trial.alone for number, tokens in one.tokens().items()}
+    for number, tokens_beside in (pair for one in (*trial.padded, trial.flat) for pair in one.tokens().items()):
+        if not torch.equal(tokens_beside, of_alone[number]):
+            raise LayoutError(
+                f"the collator sorts or changes its rows: beside others row {ids[number % total]} has other tokens "
+                "than alone"
+            )
+    return trial
 
 
 def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[int, ...] = ()) -> Trial:
@@ -533,7 +544,7 @@ def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
     try:
         trial = make()
     except Exception as error:
-        found = {"error": one_line(error)}
+        found = {"error": _reason(error)}
     why = _of_all_ranks(runs, found)
     if why is not None or trial is None:
         return why
@@ -543,19 +554,57 @@ def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
     try:
         found = {**_deviations(runs, trial), "rows": trial.ids}
     except Exception as error:
-        found = {"error": one_line(error)}
+        found = {"error": _reason(error)}
     return _of_all_ranks(runs, found)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, LayoutError):
+        return error.reason
+    return f"the check of the layout could not be made: {one_line(error).rstrip('.')}"
 
 
 def _positions(model: Any, batch: Mapping[str, Any]) -> str | None:
     """Why not: the model would make positions of images itself, for which it needs rows (few samples may show none)."""
-    maker = next((type(part).__name__ for part in unwrapped(model).modules() if hasattr(part, "get_rope_index")), None)
+    maker = _makes_positions(model)
     if maker is None or batch["position_ids"].dim() == 3:
         return None
     return (
-        f"the collator gives no position_ids, and {maker} can make those of images from padded rows only (a collator "
-        "can call its get_rope_index, as LLaMA-Factory's does)"
+        f"the collator gives no position_ids, and {type(maker).__name__} makes those of images from padded rows only "
+        "(a collator can call its get_rope_index, as LLaMA-Factory's does)"
     )
+
+
+def _makes_positions(model: Any) -> Any:
+    return next((part for part in unwrapped(model).modules() if hasattr(part, "get_rope_index")), None)
+
+
+def positions_of_media(model: Any) -> Callable[[Mapping[str, Any]], Tensor] | None:
+    """A function that makes the positions of images and text of a padded batch as the model does, [3, rows, length].
+
+    None if the model makes none, or makes them of something else than arguments of its forward.
+    """
+    maker = _makes_positions(model)
+    if maker is None or not _named_parameters(maker.get_rope_index) <= _named_parameters(maker.forward):
+        return None
+    return functools.partial(_rotary_positions, maker.get_rope_index)
+
+
+def _named_parameters(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+
+
+def _rotary_positions(get_rope_index: Callable[..., Any], batch: Mapping[str, Any]) -> Tensor:
+    takes = _named_parameters(get_rope_index)
+    arguments = {name: value for name, value in batch.items() if name in takes}
+    if "mm_token_type_ids" in takes:  # without them the model counts all tokens as text
+        arguments.setdefault("mm_token_type_ids", torch.zeros_like(batch["input_ids"]))
+    try:
+        positions: Tensor = get_rope_index(**arguments)[0]
+    except Exception as error:
+        raise LayoutError(f"get_rope_index of the model fails: {one_line(error)}") from error
+    return positions
 
 
 def _of_all_ranks(runs: Runs, found: dict[str, Any]) -> str | None:
@@ -564,7 +613,7 @@ def _of_all_ranks(runs: Runs, found: dict[str, Any]) -> str | None:
     for rank, one in enumerate(of_ranks):
         where = f" (rank {rank})" if len(of_ranks) > 1 else ""
         if "error" in one:
-            return f"the check of the layout could not be made{where}: {one['error'].rstrip('.')}"
+            return f"{one['error']}{where}"
         if one and not math.isfinite(one["loss"]):
             return (
                 f"the model's loss of {_named(one['rows'])} is {one['loss']}{where}, each alone in a plain batch: its "

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from odb_factory.errors import ConfigError
+from odb_factory.errors import LayoutError
 from odb_factory.model import attention
 from odb_factory.model.flat_row import FlatRow, call_all, copy_to, replace_forward, row_in_progress
 
@@ -157,9 +157,9 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
     given = signature.bind(*args, **kwargs).arguments
     states: Tensor = next(iter(given.values()))
     if states.shape[:2] != (1, row.tokens):
-        raise ConfigError(
-            f"layout: {type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
-            f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
+        raise LayoutError(
+            f"{type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
+            f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens)"
         )
     gathers = hasattr(next(mixer.parameters()), "ds_id")  # ZeRO-3, at each call of a part
     groups = _groups_of(row, EQUAL_GROUPS if gathers else None)

@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import ConfigError, DataError, LayoutError
 from odb_factory.log import get_logger
-from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
+from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, of_batches, resolve_layout, unwrapped
 from odb_factory.model.flat_row import (
     FlatRow,
     call_all,
@@ -242,7 +242,7 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
     if why is not None:
         if is_first:
             vars(inner)[UNDO]()
-        raise not_right(why)
+        raise LayoutError(why)
     iteration.is_checked = True
     puts_back: Callable[[], None] = vars(inner)[UNDO]
     return puts_back

@@ -29,7 +29,7 @@ from odb_factory.config import AUTO, ODBConfig
 from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
-from odb_factory.errors import ConfigError, DataError, OutOfMemoryError, one_line
+from odb_factory.errors import ConfigError, DataError, LayoutError, OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.engine import engine_of
@@ -131,7 +131,7 @@ class Trials:
         problem = None
         try:
             measured, batch = self._groups.collate(list(samples))
-        except NotCollated as error:
+        except (LayoutError, NotCollated) as error:
             problem = str(error)
         problems = [one for one in self._trainer.odb.gather(problem) if one is not None]
         if problems:

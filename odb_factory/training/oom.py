@@ -115,6 +115,8 @@ class MemoryWatch:
         is_for_patches = limits.max_patches != self.budget.max_patches
         key, value = ("max_patches", limits.max_patches) if is_for_patches else ("token_budget", limits.token_budget)
         of_others = is_for_patches and self._patches(measured) > measured.patches
+        if len(micro_batch.ids) > 1 and measured.why_padded:
+            return "set `layout: padded`: its samples were planned as one flat row, without padding"
         if len(micro_batch.ids) > 1 or of_others:
             other = ", or `oom: split`" if self.advises_split else ""
             return f"set `{key}: {value}` or less{other}"

@@ -32,7 +32,7 @@ from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
-from odb_factory.errors import ConfigError, one_line
+from odb_factory.errors import ConfigError, LayoutError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import (
@@ -43,9 +43,9 @@ from odb_factory.model.check import (
     check_rows,
     fall_back,
     models_of,
-    not_right,
     of_batches,
     of_flat_batch,
+    positions_of_media,
     resolve_layout,
     unwrapped,
 )
@@ -189,6 +189,7 @@ class Session:
             collation=self.collation,
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
+            positions=positions_of_media(self.trainer.model) if layout.name == "flat" else None,
             ranks=Ranks(self.process_group, config.exchange_timeout_s, config.group_size),
             patch_size=self.patch_size,
             measure=self.measure,
@@ -388,7 +389,6 @@ class Training:
         layout = resolve_layout(models, odb.config.layout, args, refused=odb.not_flat, is_stream=is_stream)
         self._make_run(layout, config)
         self.is_unchecked = layout.name == "flat"
-        logger.info("layout: %s (%s)", layout.name, layout.reason)
 
     def _ask_stock(self) -> StockLoss:
         """How stock makes the loss of an optimizer step. Collective."""
@@ -443,6 +443,8 @@ class Training:
             budgets = choose_budgets(trainer)
             self.lacks_budgets = False
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
+        logger.info("layout: %s (%s)", self.layout.name, self.layout.reason)
+        log_first_step(self.run.loader, self.run.config, self.run.loader.next_planned)
         # What happens if memory is short.
         config = self.run.config
         if not chooses and (config.rehearse or (config.rehearse is None and trainer.args.device.type != "cpu")):
@@ -452,10 +454,10 @@ class Training:
 
     def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
         """Check a flat layout by the first micro-batch, if rows cannot be read by their number. segments: of its
-        samples. Raises `ConfigError` if the layout is not right for the model."""
+        samples. Raises `LayoutError` if the layout is not right for the model."""
         why = self._check_layout(lambda: of_flat_batch(batch, segments)) if self.is_unchecked else None
         if why is not None:
-            raise not_right(why)
+            raise LayoutError(why)
 
     def _check_layout(self, make: Callable[[], Trial]) -> str | None:
         """Why the flat layout is not right for the model; None if it is. Collective."""
@@ -469,8 +471,6 @@ class Training:
         self._sampler_at_begin.restore()
         self._make_run(layout, config)
         self.run.schedule.take_over(before.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
-        if not self.lacks_budgets:
-            log_first_step(self.run.loader, self.run.config, self.run.loader.next_planned)
 
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> None:
         """A run at its start, or where its checkpoint left it, with its first plan made."""

@@ -23,7 +23,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.losses import DataSets, in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
-from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig, make_config
@@ -160,8 +159,6 @@ class ODBCallback(TrainerCallback):
         elif run.repeated_steps and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
-        if not self._training.lacks_budgets:
-            log_first_step(run.loader, run.config, run.loader.next_planned)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training.saver.begin_hashing()

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, BatchEncoding, DataCollatorForSeq2Seq, D
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
 
 from odb_factory.data.collate import CollatedDataset
-from odb_factory.data.flat import LayoutError, flatten, varlen_arguments
+from odb_factory.data.flat import flatten, varlen_arguments
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
-from odb_factory.errors import DataError
+from odb_factory.errors import LayoutError
 from odb_factory.planning import Budget, Collation, Cost, Sizes
 
 IGNORE = -100
@@ -69,6 +69,8 @@ def test_it_is_the_same_tokens_without_padding(
     lengths: list[int], left: bool, dummy: int, multiple: int, round_to: int, num_rotary: int
 ) -> None:
     rows = items(lengths)
+    for row in rows if left else ():
+        row["labels"][0] = IGNORE  # padding would predict it
     batch: dict[str, Any] = collate(rows, left=left, dummy=dummy, multiple=multiple)
     shape = batch["input_ids"].shape
     batch["token_type_ids"] = batch["input_ids"] % 7
@@ -88,7 +90,8 @@ def test_it_is_the_same_tokens_without_padding(
     dummies = list(range(DUMMY, DUMMY + dummy))
     ids = [token for row in rows for token in row["input_ids"]] + dummies
     assert flat["input_ids"].tolist()[0][:total] == ids
-    assert set(flat["input_ids"][0, total:].tolist()) <= {token for row in rows for token in row["labels"]} - {IGNORE}
+    supervised = {token for row in rows for token in row["labels"]} - {IGNORE}
+    assert set(flat["input_ids"][0, total:].tolist()) <= (supervised or set(ids))
     labels = [label for row in rows for label in [IGNORE, *row["labels"][1:]]]
     assert flat["labels"].tolist() == [labels + [IGNORE] * (dummy + fill)]
     assert flat["token_type_ids"].tolist() == [[token % 7 for token in ids] + [0] * fill]
@@ -159,44 +162,53 @@ def _changed(**values: Any) -> dict[str, Any]:
         (_changed(kl_weights=torch.ones(2)), "`kl_weights` [2]"),
         (_changed(position_ids=torch.ones(2, 2, 5)), "`position_ids` [2, 2, 5]"),
         (_changed(labels=torch.ones(2)), "`labels` [2]"),
-        (_changed(attention_mask=torch.tensor([[1, 0, 1, 0, 0], [1] * 5])), "`attention_mask` has zeros between"),
+        (_changed(attention_mask=torch.tensor([[1] * 5, [1, 0, 1, 1, 1]])), "row 71: "),
+        (_changed(position_ids=torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 9, 10]])), "row 71: "),
+        (collate(items([3, 5])[::-1]) | {"attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}, "row 71: "),
+        (collate([{"input_ids": [7], "labels": [7]}, *items([5])], left=True), "row 70: "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_depends_on_rows_is_refused_by_name(batch: dict[str, Any], named: str) -> None:
-    """Through the collating worker: the message is about the collator, not about a row."""
-    groups = CollatedDataset(lambda rows: dict(batch), 14, None, Budget(1, layout="flat"))
-    samples = [Sample(k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
+@pytest.mark.parametrize("falls_back", [False, True], ids=["flat", "auto"])
+def test_what_only_padded_rows_hold(batch: dict[str, Any], named: str, falls_back: bool) -> None:
+    """Through the collating worker: no fault of a row, and with `auto` the batch as the collator made it."""
+    groups = CollatedDataset(lambda rows: dict(batch), 14, None, Budget(1, layout="flat"), falls_back=falls_back)
+    groups.counts_labels = False  # some have none of tokens
+    samples = [Sample(70 + k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
     outcome = groups[(None, samples)]  # type: ignore[index]  # the micro-batch is handed through
     assert outcome is not None and not outcome.failed
     message = outcome.problem
-    assert message.startswith("layout: the collator's ") and named in message
-    assert message.endswith("set `layout: padded`.") and "\n" not in message
+    if falls_back:
+        assert outcome.measured is not None and not message
+        assert outcome.batch == batch and outcome.measured.segments == ()
+        message = outcome.measured.why_padded
+    else:
+        assert "odb.layout" in message
+    assert named in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "said"),
+    ("batch", "tokens", "row"),
     [
-        (collate(items([3, 5])), [3, 5, 4], "made 2 rows of 5 tokens of these 3 samples"),
-        (collate(items([3, 5]), mask=False), [3, 6], "they are cut"),
-        (collate(items([3, 5]), mask=False, left=True), [3, 5], "put labels where its samples"),
-        (collate(items([3, 5]), mask=False), [2, 5], "put labels where its samples"),
-        (_changed(position_ids=torch.arange(10).view(2, 5)), [3, 5], "do not count the tokens of its 2 samples"),
-        (collate(items([8])), [3, 6], "laid these 2 samples of 9 tokens into one row of 8"),
-        (collate(items([8]), multiple=16), [3, 6], "laid these 2 samples of 9 tokens into one row of 16"),
-        (collate(items([8])) | {"position_ids": torch.arange(8)[None]}, [3, 5], "do not count the tokens"),
-        (collate([{"input_ids": [], "labels": []}, *items([3])]), [1, 3], "a row without tokens"),
+        (collate(items([3, 5])), [3, 5, 4], None),
+        (collate(items([3, 5]), mask=False), [3, 6], 1),
+        (collate(items([3, 5]), mask=False, left=True), [3, 5], 0),
+        (collate(items([3, 5]), mask=False), [2, 5], 0),
+        (_changed(position_ids=torch.arange(10).view(2, 5)), [3, 5], 1),
+        (collate(items([8])), [3, 6], None),
+        (collate(items([8]), multiple=16), [3, 6], None),
+        (collate(items([8])) | {"position_ids": torch.arange(8)[None]}, [3, 5], 1),
+        (collate([{"input_ids": [], "labels": []}, *items([3])]), [1, 3], 0),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_batch_that_is_not_as_told_is_refused(batch: dict[str, Any], tokens: list[int], said: str) -> None:
-    with pytest.raises(DataError, match=said) as refused:
+def test_a_batch_that_is_not_as_told_is_refused(batch: dict[str, Any], tokens: list[int], row: int | None) -> None:
+    with pytest.raises(LayoutError) as refused:
         flatten(batch, tokens)
-    assert not isinstance(refused.value, LayoutError) and "\n" not in str(refused.value)
+    assert refused.value.row == row and "\n" not in str(refused.value)
 
 
 def test_dummy_media_that_are_not_there_are_missed() -> None:
-    with pytest.raises(DataError, match="too short for 5 of its sample and 2 of the dummy media"):
+    with pytest.raises(LayoutError, match="dummy media"):
         flatten(collate(items([5, 3])), [5, 3], 2)
 
 
@@ -207,12 +219,12 @@ def test_collators_that_lay_flat_themselves_give_what_padded_ones_give(tiny_text
     """transformers' `DataCollatorWithFlattening`, TRL's `padding_free=True`, and padded left and right."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_text)
     rows = items([4, 1, 6])
-    for row in rows:
-        row["labels"][0] = row["input_ids"][0]  # one that nothing predicts
     tokens = [4, 1, 6]
     batches: dict[str, Any] = {}
-    for side in ("right", "left"):
+    for side in ("left", "right"):
         tokenizer.padding_side = side
+        for row in rows:  # a first label is one that nothing predicts, but behind padding
+            row["labels"][0] = row["input_ids"][0] if side == "right" else IGNORE
         batches[f"padded {side}"] = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)(copy.deepcopy(rows))
     batches["transformers"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(copy.deepcopy(rows))
     batches["TRL"] = TRLCollator(pad_token_id=0, padding_free=True)(copy.deepcopy(rows))
@@ -223,7 +235,7 @@ def test_collators_that_lay_flat_themselves_give_what_padded_ones_give(tiny_text
         "TRL": 1,
     }
     flats = {name: flatten(batch, tokens) for name, batch in batches.items()}
-    expected, _ = flats["padded right"]
+    expected, _ = flats["padded left"]
     for name, (flat, segments) in flats.items():
         assert segments.lengths == (4, 1, 6), name
         for key in ("input_ids", "labels", "position_ids"):

@@ -10,8 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from odb_factory import ODBDataLoader, pop_step_info, weighted_loss
-from odb_factory.data.flat import LayoutError, pad_to_sizes
-from odb_factory.planning import Budget, Sizes
+from odb_factory.data.collate import CollatedDataset
+from odb_factory.data.flat import pad_to_sizes
+from odb_factory.data.samples import Sample
+from odb_factory.data.serialize import pack
+from odb_factory.planning import Budget, Cost, Sizes
 
 SIZED = Budget(96, sizes=Sizes(buckets=(16, 32), limit=96), row_multiple=4)
 LENGTHS = (3, 11, 7, 25, 1, 18, 9, 30, 5, 14, 22, 40, 90)
@@ -71,8 +74,10 @@ def test_positions_of_several_kinds() -> None:
 
 def test_a_mask_of_another_kind_is_refused() -> None:
     batch = rows_of((9, 4, 13))
-    with pytest.raises(LayoutError, match=r"length_buckets: the collator's `attention_mask` has the shape \[3, 1, 13"):
-        pad_to_sizes(batch | {"attention_mask": torch.ones(3, 1, 13, 13)}, SIZED)
+    batch["attention_mask"] = torch.ones(3, 1, 13, 13)
+    groups = CollatedDataset(lambda rows: batch, 14, None, SIZED)
+    outcome = groups[(None, [Sample(0, Cost(9), pack({}))])]  # type: ignore[index]  # the micro-batch is handed through
+    assert outcome is not None and outcome.problem.startswith("odb.length_buckets: ") and not outcome.failed
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

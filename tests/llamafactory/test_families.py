@@ -28,9 +28,10 @@ from llamafactory.hparams import DataArguments, ModelArguments
 from llamafactory.model.patcher import patch_processor
 from PIL import Image
 
-from odb_factory.data.flat import LayoutError, flatten
+from odb_factory.data.flat import flatten
 from odb_factory.data.observe import measure_batch
 from odb_factory.data.serialize import pack, unpack
+from odb_factory.errors import LayoutError
 from odb_factory.llamafactory.attach import PADS_TILES
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver

@@ -124,8 +124,7 @@ def test_a_batch_that_cannot_be_laid_flat_is_one_line_about_the_collator() -> No
 
     with make(collate_fn=mllama, num_workers=1) as loader, pytest.raises(DataError) as refused:
         next(iter(loader))
-    assert str(refused.value).startswith("layout: the collator's `cross_attention_mask` [")
-    assert str(refused.value).endswith("set `layout: padded`.")
+    assert "odb.layout" in str(refused.value) and "`cross_attention_mask`" in str(refused.value)
 
 
 @pytest.mark.parametrize(

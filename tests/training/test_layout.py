@@ -82,6 +82,20 @@ def test_an_unknown_mixer_is_refused_by_name(tmp_path: Path) -> None:
         resolve_layout(make(model, tmp_path), config("flat"))
 
 
+def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) -> None:
+    """A reference model, say, whose class does not let its attention function be replaced."""
+    first, second = make_model("llama"), make_model("llama")
+    second.set_attn_implementation = lambda _: None
+    args = make(first, tmp_path).args
+    first.config.use_cache = True
+    before = [dict(vars(part)) for part in first.modules()]
+    assert check_module.resolve_layout([first, second], "auto", args).name == "padded"
+    with pytest.raises(ConfigError, match=r"odb\.layout"):
+        check_module.resolve_layout([first, second], "flat", args)
+    assert [dict(vars(part)) for part in first.modules()] == before
+    assert first.config._attn_implementation == "sdpa" and first.config.use_cache is True
+
+
 def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
     model = make_model("llama")
     refused = resolve_layout(make(model, tmp_path), config(), "the caller says so")
@@ -283,7 +297,7 @@ def test_what_the_check_finds_is_trained_padded(
     without_rules(monkeypatch)
     saved = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "block": block}
     auto = train(make_model("falcon"), tmp_path / "auto", "auto", **saved)
-    told = [message for message in caplog.messages if message.startswith("layout: padded, because ")]
+    told = [message for message in caplog.messages if message.startswith("layout: padded (")]
     assert len(told) == 1 and "something else on a flat row" in told[0]
     padded = train(make_model("falcon"), tmp_path / "padded", "padded", **saved)
     assert losses(auto) == losses(padded)

@@ -1,0 +1,223 @@
+"""Rows that only padded micro-batches hold: `layout: auto` pads them and trains as stock (I9, I10), `flat` refuses.
+
+The check before training looks at 16 rows. What only later rows ask for pads their micro-batches alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from data.layout_models import IMAGE, VISION, Drawn, vision_model
+from distributed.ranks import run_ranks
+from toy import Rows
+from training.flat_models import make_model
+from training.toy_training import Sequential, audit, ids, losses, train
+from transformers import Trainer
+
+from odb_factory.data.collate import ROWS_TRIED
+from odb_factory.errors import ConfigError, DataError
+
+NUM_ROWS, LATE = 28, ROWS_TRIED + 5
+
+
+def row(k: int) -> dict[str, Any]:
+    """5 to 44 tokens, of which all but the first are supervised."""
+    tokens = [1 + (k * 31 + j * 7) % 90 for j in range(5 + k * 7 % 40)]
+    return {"k": k, "input_ids": tokens, "labels": [-100, *tokens[1:]], "attention_mask": [1] * len(tokens)}
+
+
+def masked(row: dict[str, Any], *places: int) -> dict[str, Any]:
+    mask = row["attention_mask"]
+    for place in places:
+        mask[place] = 0
+    return row
+
+
+def collate(rows: list[dict[str, Any]], *, left: bool = False) -> dict[str, torch.Tensor]:
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        padding = [fill] * (length - len(values))
+        return padding + values if left else values + padding
+
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {key: torch.tensor([padded(row[key], fill) for row in rows]) for key, fill in fills.items()}
+
+
+def skips_positions(rows: list[dict[str, Any]], first: int) -> dict[str, torch.Tensor]:
+    """From row `first` on."""
+    batch = collate(rows)
+    positions = torch.arange(batch["input_ids"].shape[1]).repeat(len(rows), 1)
+    for place, one in enumerate(rows):
+        positions[place, 3:] += 100 * (one["k"] >= first)
+    return {**batch, "position_ids": positions}
+
+
+def sorts(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return collate(sorted(rows, key=lambda row: -len(row["input_ids"])))
+
+
+class Case(NamedTuple):
+    """is_late: the check before training does not meet what a flat row cannot hold."""
+
+    row: Callable[[int], dict[str, Any]] = row
+    collate: Callable[..., dict[str, torch.Tensor]] = collate
+    is_late: bool = False
+
+
+CASES = {
+    "positions": Case(collate=lambda rows: skips_positions(rows, 0)),
+    "late positions": Case(collate=lambda rows: skips_positions(rows, LATE), is_late=True),
+    "labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k % 3 == 0))),
+    "late labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k == LATE)), is_late=True),
+    "holes": Case(lambda k: masked(row(k), *[2] * (k == 9))),
+    "late holes": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), is_late=True),
+    "a collator that sorts": Case(collate=sorts),
+}
+
+
+def run(case: Case, folder: Path, layout: str, on_error: str = "raise", **changes: Any) -> Trainer:
+    """layout: "stock" trains without odb."""
+    block = {"token_budget": 128, "layout": layout, "on_error": on_error, "audit": True}
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    return train(
+        make_model("llama"),
+        folder,
+        Rows(case.row, NUM_ROWS),
+        block=None if layout == "stock" else block,
+        collate=case.collate,
+        trainer_class=Sequential,
+        **cut | changes,
+    )
+
+
+@pytest.mark.stock
+@pytest.mark.parametrize("name", CASES)
+def test_auto_trains_as_stock(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES[name]
+    expected = pytest.approx(losses(run(case, tmp_path / "stock", "stock")), rel=1e-5)
+    assert losses(run(case, tmp_path / "padded", "padded")) == expected
+    for on_error in ("raise", "skip"):
+        folder = tmp_path / on_error
+        caplog.clear()
+        assert losses(run(case, folder, "auto", on_error)) == expected
+        assert ids(folder) == Counter(range(NUM_ROWS)), "no row is left out"
+        lines = audit(folder)
+        assert any(line["segments"] for line in lines) == case.is_late
+        assert any(len(line["ids"]) > 1 for line in lines if not line["segments"])
+        settled = [message for message in caplog.messages if message.startswith("layout: ")]
+        assert len(settled) == 1 + case.is_late and all("Error" not in message for message in settled)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "a collator that sorts"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_flat_names_the_row(name: str, on_error: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with pytest.raises((ConfigError, DataError)) as refused:
+        run(case, tmp_path, "flat", on_error)
+    message = str(refused.value)
+    assert "odb.layout" in message and "row " in message and "on_error" not in message and "\n" not in message
+    if case.is_late:
+        assert f"row {LATE}: " in message
+
+
+@pytest.mark.parametrize("first_label", [False, True])
+def test_a_first_label_behind_padding_is_not_lost(first_label: bool, tmp_path: Path) -> None:
+    """Stock predicts it from padding. Without one, rows that are padded left are flat."""
+
+    def of(k: int) -> dict[str, Any]:
+        one = row(k)
+        return one | {"labels": one["input_ids"]} if first_label else one
+
+    case = Case(of, lambda rows: collate(rows, left=True))
+    if first_label:
+        with pytest.raises(ConfigError, match=r"odb\.layout"):
+            run(case, tmp_path / "flat", "flat")
+        return
+    auto = run(case, tmp_path / "auto", "auto")
+    assert losses(auto) == pytest.approx(losses(run(case, tmp_path / "stock", "stock")), rel=1e-5)
+    assert all(line["segments"] for line in audit(tmp_path / "auto"))
+
+
+def train_on_two_ranks(rank: int, output_dir: str, name: str, num_workers: int) -> dict[str, list[float]]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    changes = {"per_device_train_batch_size": 1, "dataloader_num_workers": num_workers}
+    return {
+        layout: losses(run(CASES[name], Path(output_dir, layout), layout, **changes)) for layout in ("stock", "auto")
+    }
+
+
+@pytest.mark.stock
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_late_row_of_one_rank_pads_a_micro_batch_of_it(num_workers: int, tmp_path: Path) -> None:
+    """The number of micro-batches stays that of the other rank (I1), and no sample is lost (I2)."""
+    outcomes = run_ranks(
+        "training.test_layout_falls_back:train_on_two_ranks",
+        tmp_path,
+        limit_s=120,
+        output_dir=str(tmp_path),
+        name="late labels on masked tokens",
+        num_workers=num_workers,
+    )
+    for outcome in outcomes:
+        assert outcome.value["auto"] == pytest.approx(outcome.value["stock"], rel=1e-5)
+    lines = [audit(tmp_path / "auto", rank) for rank in range(2)]
+    assert sum((ids(tmp_path / "auto", rank) for rank in range(2)), Counter()) == Counter(range(NUM_ROWS))
+    assert len(lines[0]) == len(lines[1])
+    padded = [LATE in line["ids"] for of_rank in lines for line in of_rank if not line["segments"]]
+    assert padded == [True]
+
+
+# Positions of images, which a model makes of padded rows
+
+
+def picture_row(k: int) -> dict[str, Any]:
+    """Every other row has a picture of 4 tokens before its answer."""
+    vision, drawn = VISION["qwen2_5_vl"], Drawn(k)
+    made = drawn.sample(2 + k % 7, 3 + k * 5 % 20, images=k % 2, tokens=vision.tokens)
+    torch.manual_seed(k)
+    pixels = vision.pixels(1) if made.images else {}
+    return {"k": k, "input_ids": made.ids, "labels": made.labels, "attention_mask": [1] * len(made.ids), **pixels}
+
+
+def collate_pictures(rows: list[dict[str, Any]], *, with_marks: bool) -> dict[str, torch.Tensor]:
+    """with_marks: of media, without which today's transformers counts their tokens as text."""
+    batch = collate(rows)
+    pictures = [row for row in rows if "pixel_values" in row]
+    for key in ("pixel_values", "image_grid_thw") if pictures else ():
+        batch[key] = torch.cat([row[key] for row in pictures])
+    if with_marks:
+        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    return batch
+
+
+@pytest.mark.stock
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("with_marks", [True, False])
+def test_positions_of_images_are_made_as_the_model_makes_them(
+    with_marks: bool, num_workers: int, tmp_path: Path
+) -> None:
+    def trained(layout: str) -> Trainer:
+        return train(
+            vision_model("qwen2_5_vl", "sdpa").float(),
+            tmp_path / layout,
+            Rows(picture_row, NUM_ROWS),
+            block=None if layout == "stock" else {"token_budget": 128, "layout": layout, "audit": True},
+            collate=functools.partial(collate_pictures, with_marks=with_marks),
+            trainer_class=Sequential,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            remove_unused_columns=False,
+            dataloader_num_workers=num_workers,
+        )
+
+    auto = trained("auto")
+    assert losses(auto) == pytest.approx(losses(trained("stock")), rel=1e-5)
+    assert all(line["segments"] for line in audit(tmp_path / "auto"))
