@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +21,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from odb_factory.model.known import Known
 
 BIN = Path(sys.executable).parent
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as in an activated environment
@@ -101,6 +106,63 @@ def need(package: str) -> None:
     """Skip a test where this is not installed."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package.replace('_', '-')}")
+
+
+class Convolutions(TorchDispatchMode):
+    """Counts convolutions, forward and backward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "convolution" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
+WAITS += ("repeat_interleave",)
+INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
+ON_THE_HOST = ("fast_pos_embed_interpolate", "get_window_index", "get_vision_window_index")
+"""Functions of transformers that read tensors which lie on the host on a GPU machine, too."""
+
+
+class ReadBacks(TorchDispatchMode):
+    """Counts by their line, while `is_on`, what would wait for a GPU: reads of values from tensors, and operations
+    whose result has a size that only the device knows."""
+
+    def __init__(self, is_on: bool = True):
+        super().__init__()
+        self.is_on, self.lines = is_on, Counter[str]()
+
+    def __enter__(self) -> Any:
+        self._tolist = tolist = torch.Tensor.tolist
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self._count("tolist")
+            return tolist(tensor)
+
+        torch.Tensor.tolist = counted  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = [index for index in args[1] if index is not None] if name in INDEXED else []
+        by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+        if (name in WAITS or by_mask) and not any(isinstance(one, Known) for one in (*args, *indices)):
+            self._count(name)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str) -> None:
+        frame: Any = sys._getframe(2)
+        while frame is not None and "transformers" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        is_host = frame is not None and frame.f_code.co_name in ON_THE_HOST and "unique" not in name
+        if self.is_on and not is_host:
+            line = "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            self.lines[line] += 1
 
 
 def free_port() -> int:

@@ -1,10 +1,12 @@
-"""Losses and log-probabilities of labels from hidden states, with logits of some tokens and some entries at a time.
+"""Losses and log-probabilities of labels from hidden states, with the logits of some tokens at a time.
 
-The vocabulary is passed block by block, in forward and again in backward. So the largest logit, the sum of exponentials
-and the expected row of the head are kept up to date as in flash attention (Dao et al., 2022), with the head's weight in
-the place of keys and values: forward has the gradient of hidden states at its end. Backward needs the logits once more
-for the gradient of a trained head, whose rows are complete after one product over all tokens: it is rounded once.
-Where all logits are few, they are computed and kept as by the model itself.
+For each chunk of tokens, one product computes the logits, their gradient takes their place, and two products add it to
+the gradients of hidden states and of the head. If the weights of the tokens are known, forward does all three, so that
+no logits are computed twice; otherwise (preferences) forward needs the first product only, and backward all. Gradients
+are added up in float32. Between the products runs a Triton kernel (`odb_factory.model.kernel`), or plain operations.
+
+The logits of a chunk have rows of an aligned length, and on an accelerator the number of tokens is padded: products of
+odd sizes run several times slower there.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
@@ -12,29 +14,48 @@ Names of shapes: rows, length: of the labels; N = rows x length; S: supervised t
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from odb_factory.errors import DataError
+from odb_factory.errors import DataError, one_line
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
 
 IGNORE_INDEX = -100
-TILE_ELEMENTS = {"cpu": 2**20}
-OTHER_TILE_ELEMENTS = 2**26
-"""Logits that exist at a time, by device type. On a CPU they fit its cache; an accelerator needs more to be busy."""
-BLOCK = 1024
-"""Entries of the vocabulary in a block of forward, and at least 2 H: each block changes sums of [S, H]."""
-LEAST_BLOCK = 512
-"""Entries of the vocabulary in a block of backward, at least. Such a block has the logits of all tokens."""
-FEW_ELEMENTS = 2**24
-"""Logits of a micro-batch that are computed at once, at most: 64 MiB, and four times that in backward."""
+ALIGNED = 64
+"""Rows of logits begin at multiples of this number of elements; tokens on an accelerator are padded to it."""
 
 
 Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
 """Is shown token losses without gradient [S], their places in [N] (None: all N in order), the shape of the labels."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed at a time.
+
+    chunk: bytes of the logits of a chunk of tokens, if they are not of fewer than H / 4 tokens, which makes adding to
+    the head's gradient cheap beside its products. rows: a chunk has a multiple of this number of tokens. tile: logits
+    that plain operations change. block: elements of the head's weight in a product; None: all.
+    """
+
+    chunk: int
+    tile: int
+    block: int | None = None
+    rows: int = 128
+
+
+ON_CPU = Sizes(chunk=2**25, tile=2**19, block=2**24, rows=16)
+"""Tiles fit its cache, and copies of the weight in the dtype of autocast are small."""
+ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26)
 
 
 @dataclass(frozen=True)
@@ -43,12 +64,6 @@ class AfterHead:
 
     scale: float = 1.0
     cap: float | None = None
-
-    def changed(self, logits: Tensor) -> Tensor:
-        """With its derivative, for autograd."""
-        if self.cap is not None:
-            return self.cap * (logits * (self.scale / self.cap)).tanh()
-        return logits if self.scale == 1.0 else logits * self.scale
 
     def change(self, logits: Tensor) -> Tensor | None:
         """Change `logits` in place. Returns the derivative without the factor `scale`; None: it is 1."""
@@ -80,6 +95,7 @@ def weighted_loss_of(
     """
     device = hidden.device
     targets, places = _supervised(labels.to(device, non_blocking=True), num_supervised)
+    weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear))
     if isinstance(weights, Tensor):
         if weights.dim() != 2 or weights.shape[0] != labels.shape[0] or weights.shape[1] not in (1, labels.shape[1]):
             raise DataError(
@@ -88,14 +104,14 @@ def weighted_loss_of(
             )
         if device.type == "cuda" and weights.device.type == "cpu":
             weights = weights.pin_memory()
-        everywhere = weights.to(device, _accurate(linear), non_blocking=True).expand(labels.shape).reshape(-1)
-        weighed = everywhere[places] * (targets[places] != IGNORE_INDEX)
+        everywhere = weights.to(device, weighed.dtype, non_blocking=True).expand(labels.shape).reshape(-1)
+        weighed = weighed * everywhere[places]
     else:
-        weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear)) * weights
-    values, _ = _apply(linear, hidden, targets, places, after)
+        weighed = weighed * weights
+    loss, values = _apply(linear, hidden, targets, places, after, weighed)
     if watch is not None:
-        watch(-values.detach() * (targets[places] != IGNORE_INDEX), places, labels.shape)
-    return -(values * weighed).sum()
+        watch(-values * (targets[places] != IGNORE_INDEX), places, labels.shape)
+    return loss
 
 
 def log_probs_of(
@@ -111,12 +127,12 @@ def log_probs_of(
     hidden, labels, num_supervised, after: of `weighted_loss_of`.
     """
     targets, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
-    return places, *_apply(linear, hidden, targets, places, after, with_means=True)
+    return places, *_apply(linear, hidden, targets, places, after)
 
 
 def _supervised(labels: Tensor, num_supervised: int | None) -> tuple[Tensor, Tensor]:
     """The target of each position, [N]; the places of those that have one, [S]."""
-    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
+    targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
     supervised = targets != IGNORE_INDEX
     if num_supervised is None:
         return targets, supervised.nonzero()[:, 0]
@@ -130,49 +146,33 @@ def _accurate(linear: nn.Linear) -> torch.dtype:
 
 
 def _apply(
-    linear: nn.Linear, hidden: Tensor, targets: Tensor, places: Tensor, after: AfterHead, with_means: bool = False
+    linear: nn.Linear, hidden: Tensor, targets: Tensor, places: Tensor, after: AfterHead, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and, on request, means of logits at `places`."""
-    states, targets = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places), targets[places].clamp_min(0)
+    """The outputs of `_Head` at `places`."""
     device, dtype = hidden.device.type, linear.weight.dtype
     if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    # A head that autocast would copy is passed block by block.
-    if len(places) * len(linear.weight) <= FEW_ELEMENTS and dtype == linear.weight.dtype:
-        logits = nn.functional.linear(states.to(dtype), linear.weight, linear.bias)
-        logits = after.changed(logits.to(_accurate(linear)))
-        values = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
-        return values, logits.detach().mean(1) if with_means else torch.zeros_like(values)
-    values, means = _LogProbs.apply(
-        states,
+    tokens = len(places)
+    padding = 0 if device == "cpu" or not tokens else -tokens % ALIGNED
+    if padding:
+        places = torch.cat((places, places[:1].expand(padding)))
+        weights = None if weights is None else nn.functional.pad(weights, (0, padding))
+    first, second = _Head.apply(
+        hidden.reshape(-1, hidden.shape[-1]).index_select(0, places),
         linear.weight,
         linear.bias,
-        targets,
-        _How(dtype, _accurate(linear), after, TILE_ELEMENTS.get(device, OTHER_TILE_ELEMENTS)),
-        with_means,
+        targets[places].clamp_min(0),
+        weights,
+        _Pass(dtype, _accurate(linear), after, ON_CPU if device == "cpu" else ELSEWHERE),
         torch.is_grad_enabled(),
     )
-    return values, means
+    return first if weights is not None else first[:tokens], second[:tokens]
 
 
-@dataclass(frozen=True)
-class _How:
-    """dtype: of the products with the head. accurate: of everything else. tile: logits that exist at a time."""
-
-    dtype: torch.dtype
-    accurate: torch.dtype
-    after: AfterHead
-    tile: int
-
-    def blocks(self, weight: Tensor, bias: Tensor | None, size: int) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Of `size` entries of the vocabulary at a time: their places, their rows of the head and their biases."""
-        for start in range(0, len(weight), size):
-            some = slice(start, start + size)
-            yield some, weight[some].to(self.dtype), None if bias is None else bias[some].to(self.dtype)
-
-
-class _LogProbs(torch.autograd.Function):
-    """hidden: [S, H]; targets: [S]. Returns log-probabilities of the targets [S] and means of logits [S]."""
+class _Head(torch.autograd.Function):
+    """hidden: [S, H]; targets: [S]; weights: [S] or None. Returns -(weights x log-probabilities).sum() and the
+    log-probabilities of the targets [S], or without weights these and the means of logits [S]. The second output has no
+    gradient."""
 
     @staticmethod
     def forward(
@@ -181,91 +181,190 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        how: _How,
-        with_means: bool,
+        weights: Tensor | None,
+        how: _Pass,
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        (tokens, width), after = hidden.shape, how.after
-        others, of_targets, means = hidden.new_zeros(3, tokens, dtype=how.accurate)
-        largest = torch.full_like(others, -torch.inf)
-        needs_hidden = with_gradient and ctx.needs_input_grad[0]
-        expected = hidden.new_zeros(tokens, width, dtype=how.accurate) if needs_hidden else None
-        size = max(BLOCK, 2 * width)
-        with without_autocast(hidden.device.type):
-            all_h = hidden.to(how.dtype)
-            for block, w, b in how.blocks(weight, bias, size):
-                at_a_time = max(how.tile // len(w), 1)
-                for start in range(0, tokens, at_a_time):
-                    some = slice(start, start + at_a_time)
-                    logits = nn.functional.linear(all_h[some], w, b).to(how.accurate)
-                    slope = after.change(logits)
-                    is_here, places = _within(targets[some], block.start, len(w))
-                    of_targets[some] += logits.gather(1, places[:, None])[:, 0] * is_here
-                    if with_means:
-                        means[some] += logits.sum(1)
-                    before, largest[some] = largest[some].clone(), torch.maximum(largest[some], logits.amax(1))
-                    shrunk = (before - largest[some]).exp_()
-                    exps = logits.sub_(largest[some, None]).exp_()
-                    # Without the label's own: of a confident token it cancels the label's row, beyond bfloat16.
-                    exps.scatter_(1, places[:, None], exps.gather(1, places[:, None]) * ~is_here[:, None])
-                    others[some] = others[some] * shrunk + exps.sum(1)
-                    if expected is not None:
-                        exps = exps if slope is None else exps.mul_(slope)
-                        expected[some] *= shrunk[:, None]
-                        expected[some] += exps.to(how.dtype) @ w
-            of_targets -= largest
-            sums = others + of_targets.exp()
-            log_sums, values = largest + sums.log(), of_targets - sums.log()
-            if expected is not None:
-                own = others / sums  # 1 - probability of the label
-                if after.cap is not None:
-                    own *= 1 - ((of_targets + largest) / after.cap).square()
-                expected /= sums[:, None]
-                expected -= weight[targets].to(how.dtype) * own[:, None]
-                expected *= -after.scale
+        needed = ctx.needs_input_grad[:3] if with_gradient and weights is not None else (False,) * 3
+        values, means, ctx.gradients = how(hidden, weight, bias, targets, weights, needed)
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, expected)
-        ctx.mark_non_differentiable(means)
-        return values, means.div_(len(weight))
+        ctx.save_for_backward(hidden, weight, bias, targets, weights)
+        first, second = (values, means) if weights is None else (-(values * weights).sum(), values)
+        ctx.mark_non_differentiable(second)
+        return first, second
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        hidden, weight, bias, targets, log_sums, of_hidden = ctx.saved_tensors
-        how: _How = ctx.how
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        if of_hidden is not None:
-            of_hidden = (of_hidden * gradient[:, None]).to(hidden.dtype)
-        of_weight = torch.empty_like(weight) if needs_weight else None
-        of_bias = torch.empty_like(bias) if needs_bias else None
-        if needs_weight or needs_bias:
-            # The gradient of logits is (probability - is target) x -gradient: its size is part of the exponent, its
-            # sign of the hidden state.
-            sizes, signs = gradient.abs() * how.after.scale, -gradient.sign()
-            shift, tokens = log_sums - sizes.log(), torch.arange(len(targets), device=targets.device)
-            all_h = hidden.to(how.dtype)
-            signed = all_h * signs[:, None].to(how.dtype)
-            size = max(how.tile // max(len(hidden), 1), LEAST_BLOCK)
-            with without_autocast(hidden.device.type):
-                for block, w, b in how.blocks(weight, bias, size):
-                    logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)  # [block, S]
-                    logits = logits.to(how.accurate)
-                    slope = how.after.change(logits)
-                    of_logits = logits.sub_(shift).exp_()
-                    is_here, places = _within(targets, block.start, len(w))
-                    of_logits.index_put_((places, tokens), -sizes * is_here, accumulate=True)
-                    if slope is not None:
-                        of_logits.mul_(slope)
-                    if of_bias is not None:
-                        of_bias[block] = of_logits @ signs
+        hidden, weight, bias, targets, weights = ctx.saved_tensors
+        # Computed in forward, used once, and changed in place: a second backward computes them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            known = -gradient if weights is None else weights
+            _, _, gradients = ctx.how(hidden, weight, bias, targets, known, ctx.needs_input_grad[:3])
+        unit, totals = gradients
+        factor = unit if weights is None else unit * gradient
+        found = (
+            None if total is None else ctx.how.times(total, factor, of.dtype)
+            for total, of in zip(totals, (hidden, weight, bias))
+        )
+        return *found, None, None, None, None
+
+
+Gradients = tuple[Tensor, tuple[Tensor | None, ...]]
+"""A factor, and the gradients of hidden states, weight and bias before it, in float32; None: not needed."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over all tokens. dtype: of the products with the head. accurate: of everything else."""
+
+    dtype: torch.dtype
+    accurate: torch.dtype
+    after: AfterHead
+    sizes: Sizes
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        weights: Tensor | None,
+        needed: tuple[bool, ...],
+    ) -> tuple[Tensor, Tensor, Gradients | None]:
+        """Log-probabilities of the targets [S]; means of logits [S], or zeros if a gradient is needed; the gradients of
+        -(weights x log-probabilities).sum(), as far as needed."""
+        tokens, vocabulary = len(hidden), len(weight)
+        values, means = hidden.new_zeros(2, tokens, dtype=self.accurate)
+        unit, of_hidden, of_weight, of_bias = None, None, None, None
+        if weights is not None and any(needed):
+            # The largest weight is 1 in the products: float16 would lose small ones.
+            unit = nn.functional.pad(weights.abs(), (0, 1)).amax().clamp_min(torch.finfo(self.accurate).tiny)
+            weights = weights / unit
+            shapes = (hidden.shape, weight.shape, weight.shape[:1])
+            of_hidden, of_weight, of_bias = (
+                hidden.new_empty(shape, dtype=self.accurate) if is_needed else None
+                for shape, is_needed in zip(shapes, needed)
+            )
+        if hidden.device.type != "cpu":
+            weight = weight.to(self.dtype)
+        blocks = list(self.blocks(weight))
+        size = self.chunk_size(tokens, weight)
+        memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)[:, :vocabulary]
+        with without_autocast(hidden.device.type):
+            for start in range(0, max(tokens, 1), max(size, 1)):
+                some = slice(start, start + size)
+                x = hidden[some].to(self.dtype)
+                logits = memory[: len(x)]
+                for block in blocks:
+                    w = weight[block].to(self.dtype).T
+                    if bias is None:
+                        torch.mm(x, w, out=logits[:, block])
+                    else:
+                        torch.addmm(bias[block].to(self.dtype), x, w, out=logits[:, block])
+                weighed = None if unit is None or weights is None else weights[some]
+                self.replace(logits, targets[some], weighed, values[some], means[some])
+                for block in blocks if unit is not None else ():
+                    g = logits[:, block]
+                    if of_hidden is not None:
+                        _add(of_hidden[some], g, weight[block].to(self.dtype), is_first=block.start == 0)
                     if of_weight is not None:
-                        of_weight[block] = of_logits.to(how.dtype) @ signed
-        return of_hidden, of_weight, of_bias, None, None, None, None
+                        _add(of_weight[block], g.T, x, is_first=start == 0)
+                    if of_bias is not None:
+                        _add(of_bias[block, None], g.T, x.new_ones(len(x), 1), is_first=start == 0)
+        return values, means, None if unit is None else (unit, (of_hidden, of_weight, of_bias))
+
+    def chunk_size(self, tokens: int, weight: Tensor) -> int:
+        """Tokens of a chunk. All chunks but the last have this size, which makes that one as large as possible."""
+        rows, (vocabulary, width) = self.sizes.rows, weight.shape
+        most = max(self.sizes.chunk // (vocabulary * self.dtype.itemsize), width // 4) // rows * rows or rows
+        num_chunks = max(math.ceil(tokens / most), 1)
+        return min(math.ceil(tokens / num_chunks / rows) * rows, tokens)
+
+    def blocks(self, weight: Tensor) -> Iterator[slice]:
+        """Rows of `weight`, as many as a product takes."""
+        size = max((self.sizes.block or weight.numel()) // math.prod(weight.shape[1:]), 1)
+        return (slice(start, start + size) for start in range(0, len(weight), size))
+
+    def replace(self, logits: Tensor, targets: Tensor, weights: Tensor | None, values: Tensor, means: Tensor) -> None:
+        """Write log-probabilities to `values`, and with weights the gradient of -(weights x values).sum() to `logits`;
+        without, the means of logits to `means`."""
+        kernel = _kernel(logits.device) if _may_use_kernel(logits, values) else None
+        if kernel is not None:
+            kernel(logits, targets, weights, self.after.scale, self.after.cap, values, means)
+            return
+        at_a_time = max(self.sizes.tile // logits.shape[1], 1)
+        for start in range(0, len(logits), at_a_time):
+            some = slice(start, start + at_a_time)
+            x, target = logits[some].to(self.accurate), targets[some, None]
+            slope = self.after.change(x)
+            if weights is None:
+                means[some] = x.mean(1)
+            x.sub_(x.amax(1, keepdim=True))
+            own = x.gather(1, target)
+            # Without the label's own: 1 - probability would cancel if the model is confident.
+            others = x.exp_().scatter_(1, target, 0.0).sum(1, keepdim=True)
+            total = others + own.exp()
+            values[some] = (own - total.log())[:, 0]
+            if weights is not None:
+                x.scatter_(1, target, -others).mul_(weights[some, None] * self.after.scale / total)
+                logits[some] = x if slope is None else x.mul_(slope)
+
+    def times(self, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """`total` x `factor` in one pass: in place, or rounded to `dtype`."""
+        if total.dtype == dtype:
+            return total.mul_(factor)
+        result = torch.empty_like(total, dtype=dtype)
+        for some in self.blocks(total):
+            torch.mul(total[some], factor, out=result[some])
+        return result
 
 
-def _within(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which targets are in a block of the vocabulary, and their places in it (any place where they are not)."""
-    places = targets - start
-    return (places >= 0) & (places < size), places.clamp(0, size - 1)
+def _add(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """Add `a @ b` to `total`, which has no values yet if it is the first."""
+    beta = 0 if is_first else 1
+    if total.dtype == b.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif _adds_unrounded(b.device, b.dtype):
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
+    elif is_first:
+        total.copy_(a @ b)
+    else:
+        total.add_(a @ b)
+
+
+@functools.cache
+def _adds_unrounded(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products of `dtype` can be added to float32 without being rounded: with CUDA, from torch 2.8."""
+    total, factor = torch.zeros(8, 8, device=device), torch.zeros(8, 8, device=device, dtype=dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _may_use_kernel(logits: Tensor, values: Tensor) -> bool:
+    """Not with tensors without memory, and not in float64."""
+    return logits.is_cuda and type(logits) is Tensor and values.dtype == torch.float32
+
+
+@functools.cache
+def _kernel(device: torch.device) -> Callable[..., None] | None:
+    """The Triton kernel; None: Triton is missing, too old, or does not compile it for this device."""
+    try:
+        from odb_factory.model.kernel import BLOCK, replace_rows
+
+        values = torch.zeros(2, 1, device=device)
+        logits = torch.zeros(1, BLOCK, device=device, dtype=torch.bfloat16)
+        replace_rows(
+            logits, torch.zeros(1, device=device, dtype=torch.long), values[1], 1.0, None, values[0], values[0]
+        )
+    except Exception as error:  # a compiler runs, of any version
+        logger.info("loss: plain operations in place of a Triton kernel: %s", one_line(error))
+        return None
+    return replace_rows
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

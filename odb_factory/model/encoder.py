@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import DataError
 from odb_factory.model.flat_row import copy_to, replace_forward
+from odb_factory.model.known import Known
 from odb_factory.model.tower import FAMILIES, TWICE
 
 BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
@@ -145,6 +146,7 @@ class EncoderDoor:
         self._rank = dist.get_rank(group)
         self._by_grid = self._module.config.model_type in BY_GRID
         self._is_on, self._lacks_images, self._has_run, self._tokens = False, False, False, 0
+        self._knows = False
         self._agreed: _Step | None = None
         self._assigned: list[Any] = []
         hooks = (
@@ -179,6 +181,7 @@ class EncoderDoor:
         ids = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
         ids = args[0] if ids is None and args else ids
         self._tokens = 0 if ids is None else math.prod(ids.shape[:2])
+        self._knows = isinstance(ids, Known)
         self._has_run = False
         self._lacks_images = all(kwargs[key] is None for key in kwargs if key.startswith("pixel_values"))
         return args, kwargs
@@ -235,7 +238,8 @@ class EncoderDoor:
             pixels = pixels.new_zeros((move.rows(move.smallest), *pixels.shape[1:]))
         if grid is not None:
             shapes = torch.from_numpy(move.smallest if move.is_idle else move.arrived).to(grid.dtype)
-            kwargs["grid_thw"] = copy_to(nn.functional.pad(shapes, (1, 0), value=1), grid.device)
+            shapes = nn.functional.pad(shapes, (1, 0), value=1)
+            kwargs["grid_thw"] = Known(shapes, grid.device) if self._knows else copy_to(shapes, grid.device)
         output = own(pixels, **kwargs)
         tensors = _returned(output, self._layers())
         returned = dict(zip(tensors, move.back(list(tensors.values()), len(pixels))))

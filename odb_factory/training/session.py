@@ -51,6 +51,7 @@ from odb_factory.model.check import (
 )
 from odb_factory.model.engine import engine_of, gradients_deferred
 from odb_factory.model.flat_row import flat_row, noise_by_sample
+from odb_factory.model.known import can_know, with_known_integers
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation, Limits
 from odb_factory.random_numbers import SamplerState
@@ -354,6 +355,7 @@ class Training:
         self.eval_loaders: list[tuple[Any, ODBLoader]] = []
         self._operations: Operations | None = None
         self._doors: list[UnpadDoor] = []
+        self._knows_integers: bool | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -528,6 +530,13 @@ class Training:
             for door in self._doors:
                 doors.enter_context(door.flat(rows))
             yield
+
+    def with_known_integers(self, model: Any, batch: Any) -> Any:
+        """The batch of a collator as the model, which is wrapped, computes it."""
+        device = self.trainer.args.device
+        if self._knows_integers is None:
+            self._knows_integers = can_know(model, device)
+        return with_known_integers(batch, device) if self._knows_integers else batch
 
     @contextlib.contextmanager
     def gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:

@@ -33,7 +33,7 @@ from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
-from odb_factory.model.tower import check_batch, one_pass
+from odb_factory.model.tower import check_batch, one_pass, patch_products
 from odb_factory.planning import Collation
 from odb_factory.training.arguments import RunArguments, replaced
 from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint, load_sharded_optimizer
@@ -217,8 +217,13 @@ class ODBTrainerMixin(Base):
             compare_output_dirs(str(self.args.output_dir), odb.gather)
         checkpoint = find_checkpoint(self, resume_from_checkpoint)
         odb.training = training = Training(odb, checkpoint)
-        models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
-        with self._odb_callbacks(training), training.arguments.changed(), one_pass(*models):
+        models = (self.model, getattr(self, "ref_model", None))
+        with (
+            self._odb_callbacks(training),
+            training.arguments.changed(),
+            patch_products(*models),
+            one_pass(*models if self.args.world_size > 1 else ()),
+        ):
             try:
                 training.encoder = SharedEncoder.of(self)
                 resumed = None if checkpoint is None else str(checkpoint.folder)
@@ -341,8 +346,8 @@ class ODBTrainerMixin(Base):
         training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         with training.odb.in_forward(measured), shared:
-            number = training.odb.stock_number
-            loss = super().training_step(model, box.pop(), *(() if number is None else (number,)))
+            more = () if (number := training.odb.stock_number) is None else (number,)
+            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *more)
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
         training.odb.check_gradient()

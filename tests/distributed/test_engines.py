@@ -35,18 +35,22 @@ class Engine:
     balance: bool = True
 
 
+KNOWN = {"ACCELERATE_TORCH_DEVICE": "cpu"}
+"""Integers of a micro-batch are known, as on an accelerator. Not cpu:0, which FSDP takes for another device."""
+
+
 def zero(stage: int, balance: bool = True) -> Engine:
     states = "zero_pp_rank_1_mp_rank_00_model_states.pt" if stage == 3 else "*zero_pp_rank_1_mp_rank_00_optim_states.pt"
     # Not `use_cpu`: with it transformers leaves DeepSpeed out of the process group. There is no other device here.
     evidence = f"checkpoint-*/global_step*/{states}"
-    return Engine({"use_cpu": False}, evidence, deepspeed_stage=stage, balance=balance)
+    return Engine({"use_cpu": False}, evidence, KNOWN, stage, balance)
 
 
 def fsdp(version: int) -> Engine:
     config = {"version": version, "sync_module_states": False, "transformer_layer_cls_to_wrap": LAYERS}
     env = {
         **shimmed("fsdp_on_cpu"),
-        "ACCELERATE_TORCH_DEVICE": "cpu",  # not cpu:0, which FSDP takes for another device
+        **KNOWN,
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",  # FSDP1 crashes when it gathers the whole model on CPU
     }
     evidence = "checkpoint-*/pytorch_model_fsdp_0/__1_0.distcp"
@@ -54,7 +58,7 @@ def fsdp(version: int) -> Engine:
 
 
 ENGINES = {
-    "ddp": Engine({}),
+    "ddp": Engine({}, env=KNOWN),
     "zero1": zero(1),
     "zero2": zero(2),
     "zero3": zero(3),

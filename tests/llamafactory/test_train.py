@@ -15,7 +15,7 @@ from llamafactory.hparams import TrainingArguments
 from llamafactory.train.tuner import run_exp
 from same_training import train
 from stock import load_stock
-from support import noise, read_jsonl, read_log, run_llamafactory, training_config
+from support import Convolutions, noise, read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
 
@@ -140,6 +140,20 @@ def test_no_loss_of_a_data_set_where_token_losses_are_not_seen(tiny_vl, data_dir
     run_exp(training_config(tiny_vl, data_dir, tmp_path / "out", odb=BLOCK, **smoothed))
     (entry, *_) = read_log(tmp_path / "out")
     assert "odb/tokens_per_second" in entry and not any(name.startswith("odb/loss") for name in entry)
+
+
+def test_a_training_with_images_runs_no_convolution(tiny_vl, data_dir, tmp_path) -> None:
+    """Stock's losses of the same steps. LLaMA-Factory's checkpoints do not know transformers 5.24."""
+    changes = {"dataset": "pictures", "freeze_vision_tower": False, "max_steps": 3, "gradient_accumulation_steps": 4}
+    changes["disable_gradient_checkpointing"] = True
+    counts, losses = [], []
+    for name, block in (("stock", {}), ("odb", {"odb": BLOCK})):
+        with Convolutions() as convolutions:
+            run_exp(training_config(tiny_vl, data_dir, tmp_path / name, **changes, **block))
+        counts.append(convolutions.count)
+        losses.append([entry["loss"] for entry in read_log(tmp_path / name) if "loss" in entry])
+    assert counts[0] > 0 and counts[1] == 0
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6) and len(losses[0]) == 3
 
 
 def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say(tiny_text, data_dir, tmp_path) -> None:

@@ -6,6 +6,9 @@ Reference: the same model's logits in its own dtype, then a weighted sum of toke
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,13 +40,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-FEW = chunked.FEW_ELEMENTS
+def in_chunks(patch: pytest.MonkeyPatch, tokens: int, entries: int = 7, at_a_time: int = 3) -> None:
+    """Chunks of so many tokens, products with so many entries of the vocabulary of 8 dimensions, and plain operations
+    on so many tokens."""
+    sizes = chunked.Sizes(chunk=0, rows=tokens, block=8 * entries, tile=at_a_time * VOCABULARY)
+    patch.setattr(chunked, "ON_CPU", sizes)
 
 
 @pytest.fixture(autouse=True)
-def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the few logits of these models."""
-    monkeypatch.setattr(chunked, "FEW_ELEMENTS", 0)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the few tokens of these models make several."""
+    in_chunks(monkeypatch, 5)
 
 
 def text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -91,17 +98,15 @@ def check(model: Any, batch: dict[str, Tensor], weights: Tensor, run: Any = None
     expected = by_logits(model, batch, weights)
     wanted = gradients(model, expected)
     door = WithoutLogits(run or model)
-    for few in (0, FEW):
-        with door.weighing(weights), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunked, "FEW_ELEMENTS", few)
-            output = (run or model)(**batch)
-        assert door.acted, door.reason
-        assert output.get("logits") is None
-        assert output.loss.item() == pytest.approx(expected.item(), rel=rtol)
-        found = gradients(model, output.loss)
-        assert found.keys() == wanted.keys() != set()
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=100 * rtol, atol=rtol * float(value.abs().max()))
+    with door.weighing(weights):
+        output = (run or model)(**batch)
+    assert door.acted, door.reason
+    assert output.get("logits") is None
+    assert output.loss.item() == pytest.approx(expected.item(), rel=rtol)
+    found = gradients(model, output.loss)
+    assert found.keys() == wanted.keys() != set()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=100 * rtol, atol=rtol * float(value.abs().max()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -149,11 +154,8 @@ def test_blocks_of_the_vocabulary_and_parts_of_the_tokens_add_up(monkeypatch: py
     hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
     batch, weights = batch_of()
     found = []
-    for block, tile, few in ((1, 5, 0), (20, 45, 0), (1000, 1000, 0), (1000, 1000, FEW)):
-        monkeypatch.setattr(chunked, "BLOCK", block)
-        monkeypatch.setattr(chunked, "LEAST_BLOCK", block)
-        monkeypatch.setattr(chunked, "TILE_ELEMENTS", {"cpu": tile})
-        monkeypatch.setattr(chunked, "FEW_ELEMENTS", few)
+    for sizes in ((1, 1, 1), (5, 20, 2), (4, 1000, 4), (1000, 7, 9), (1000, 1000, 1000)):
+        in_chunks(monkeypatch, *sizes)
         for parameter in (hidden, *linear.parameters()):
             parameter.grad = None
         loss = weighted_loss_of(linear, hidden, batch["labels"], weights, after=AfterHead(0.5, 3.0))
@@ -172,15 +174,14 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return (squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5
 
 
-@pytest.mark.parametrize("head", ["trained, few logits", "trained", "frozen"])
+@pytest.mark.parametrize("head", ["trained", "frozen"])
 @pytest.mark.parametrize("kind", ["autocast", "bfloat16"])
 def test_gradients_in_low_precision_are_no_worse_than_by_logits(
     kind: str, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where several chunks are added up: bfloat16 has 8 bits."""
     frozen = head == "frozen"
-    if head == "trained, few logits":
-        monkeypatch.setattr(chunked, "FEW_ELEMENTS", FEW)
+    in_chunks(monkeypatch, 64)
     model = text_model("plain", torch.float32)
     model.lm_head.requires_grad_(not frozen)
     if kind == "bfloat16":
@@ -268,8 +269,7 @@ class Sizes(TorchDispatchMode):
 
 
 def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "TILE_ELEMENTS", {"cpu": 10 * VOCABULARY})
-    monkeypatch.setattr(chunked, "LEAST_BLOCK", 2)
+    in_chunks(monkeypatch, 7)
     model, (batch, weights) = text_model("plain", torch.float32), batch_of(rows=8, length=64)
     door = WithoutLogits(model)
     tokens = int((batch["labels"] != -100).sum())
@@ -298,6 +298,98 @@ def test_nothing_is_read_back_where_the_host_knows_the_number_of_supervised_toke
     assert read_back(19) <= stock.read_back < read_back(None)
     linear, hidden = nn.Linear(8, 50, device="meta"), torch.zeros(3, 11, 8, device="meta", requires_grad=True)
     weighted_loss_of(linear, hidden, torch.zeros(3, 11, device="meta", dtype=torch.long), 0.1, 30).backward()
+
+
+# Speed
+
+
+class Products(TorchDispatchMode):
+    """The shapes of all products of matrices, and the distances of the rows of their factors and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int, int]] = []
+        self.strides: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[-2:]
+            self.shapes.append((*a.shape, b.shape[1]))
+            self.strides += [max(one.stride()) for one in (a, b, result)]
+        return result
+
+
+@pytest.mark.parametrize(("trained", "vocabulary"), [(True, 1000), (True, 1003), (False, 1000)])
+def test_a_chunk_takes_three_products_of_aligned_sizes(
+    trained: bool, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sizes but the number of tokens, and a vocabulary that is odd: cuBLAS takes kernels that are several times
+    slower otherwise. A frozen head takes two products."""
+    monkeypatch.setattr(chunked, "ON_CPU", chunked.ELSEWHERE)
+    linear = nn.Linear(16, vocabulary, bias=False).requires_grad_(trained)
+    hidden = torch.randn(2, 50, 16, requires_grad=True)
+    with Products() as products:
+        weighted_loss_of(linear, hidden, torch.randint(0, 1000, (2, 50)), 0.1).backward()
+    tokens = 2 * 49
+    wanted = [(tokens, 16, vocabulary), (tokens, vocabulary, 16), (vocabulary, tokens, 16)]
+    assert products.shapes == wanted[: 2 + trained]
+    assert all(stride % 8 == 0 for stride in products.strides)
+
+
+KERNEL = """
+import sys, torch
+from odb_factory.model import chunked
+from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
+
+chunked._may_use_kernel = lambda logits, values: True
+assert chunked._kernel(torch.device("cpu")) is not None
+torch.manual_seed(0)
+for vocabulary, after in ((1000, AfterHead()), (9001, AfterHead(0.5)), (1003, AfterHead(2.0, 3.0))):
+    linear, labels = torch.nn.Linear(8, vocabulary), torch.randint(0, vocabulary, (2, 5))
+    hidden = (3 * torch.randn(2, 5, 8)).requires_grad_()
+    with torch.no_grad():
+        linear.bias[labels[0, 1]] = 40.0  # all tokens with this label are confident
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        head, states = linear.to(dtype), hidden.detach().to(dtype).requires_grad_()
+        if dtype == torch.float64:
+            logits = after.scale * head(states)[:, :-1].reshape(-1, vocabulary)
+            logits = logits if after.cap is None else after.cap * torch.tanh(logits / after.cap)
+            values, means = logits.log_softmax(1).gather(1, labels[:, 1:].reshape(-1, 1))[:, 0], logits.mean(1)
+            loss = -0.1 * values.sum()
+        else:
+            _, values, means = log_probs_of(head, states, labels, 8, after)
+            loss = weighted_loss_of(head, states, labels, 0.1, 8, after)
+        head.zero_grad()
+        loss.backward()
+        found.append([loss, values, means, states.grad, head.weight.grad.clone(), head.bias.grad.clone()])
+    for ours, exact in zip(*found):
+        assert (ours - exact).norm() <= 2e-6 * exact.norm(), (vocabulary, after, ours, exact)
+"""
+
+
+def test_the_kernel_computes_what_plain_operations_do() -> None:
+    """In Triton's interpreter, against float64."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+
+
+def test_without_triton_plain_operations_take_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here it cannot compile, for a CPU. That is tried once."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(chunked, "_may_use_kernel", lambda logits, values: True)
+    chunked._kernel.cache_clear()
+    try:
+        check(text_model("plain", torch.float32), *batch_of(), rtol=2e-6)
+    finally:
+        chunked._kernel.cache_clear()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.chunked"]
+    assert "Triton" in line and "\n" not in line
 
 
 # Where it acts

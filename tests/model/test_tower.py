@@ -1,8 +1,10 @@
-"""Images and videos of a micro-batch go through the vision tower together, and nothing else changes."""
+"""Images and videos of a micro-batch go through the vision tower together, patch embeddings are products, and nothing
+else changes."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import Convolutions, need
 
 from odb_factory.errors import DataError
 from odb_factory.model import tower as module
-from odb_factory.model.tower import FAMILIES, check_batch, one_pass
+from odb_factory.model.tower import FAMILIES, check_batch, one_pass, patch_products
 
 Grid = tuple[int, int, int]
 KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
@@ -203,3 +206,101 @@ def test_a_batch_for_which_other_ranks_would_wait_is_refused(family: str, is_sha
     with expected if refused else contextlib.nullcontext():
         check_batch(trainer, batch, (3, 4))
     check_batch(trainer, {"pixel_values": torch.zeros(1)}, (3,))
+
+
+# Patch embeddings as products
+
+
+def siglip() -> tuple[Any, dict[str, Any]]:
+    """Two pixels on two sides belong to no patch, as in SigLIP's 384 pixels with patches of 14."""
+    torch.manual_seed(0)
+    sizes = {name: TEXT[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = transformers.SiglipVisionConfig(image_size=18, patch_size=4, num_hidden_layers=2, **sizes)
+    return transformers.SiglipVisionModel(config), {"pixel_values": torch.randn(3, 3, 18, 18)}
+
+
+def qwen(family: str) -> tuple[Any, dict[str, Any]]:
+    batch = make_batch(IMAGES, []) | {"use_cache": False}
+    return make_model(family), batch
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("make", [siglip, functools.partial(qwen, "qwen2_vl"), functools.partial(qwen, "qwen3_vl")])
+def test_a_patch_embedding_is_the_product_that_it_computes(make: Any) -> None:
+    """Outputs, and the gradient of every weight, in float32; 3-D and 2-D, with bias and without."""
+    model, batch = make()
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+        model.zero_grad()
+        with Convolutions() as convolutions:
+            output = model(**batch)
+            result = output.last_hidden_state if hasattr(output, "last_hidden_state") else output.logits
+            result.square().mean().backward()
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return result.detach(), gradients, convolutions.count
+
+    expected, gradients, convolutions = run()
+    assert convolutions == 2
+    with patch_products(model):
+        found, own, convolutions = run()
+    assert convolutions == 0
+    assert run()[2] == 2, "the undo restores"
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert own.keys() == gradients.keys()
+    most = max(float(one.abs().max()) for one in gradients.values())
+    assert all(torch.allclose(own[name], gradients[name], rtol=1e-4, atol=1e-6 * most) for name in own)
+
+
+def test_an_input_that_needs_a_gradient_gets_it() -> None:
+    """Such a convolution after other layers is the merger of GLM-4V."""
+    layer = torch.nn.Conv2d(6, 5, (2, 3), (2, 3)).double()
+    pixels = torch.randn(2, 6, 4, 8, dtype=torch.double, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(pixels).square().sum(), pixels)
+    with patch_products(layer), Convolutions() as convolutions:
+        (found,) = torch.autograd.grad(layer(pixels).square().sum(), pixels)
+    assert convolutions.count == 0 and torch.allclose(found, expected)
+
+
+class Subclass(torch.nn.Conv2d):
+    """May compute something else."""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.Conv2d(4, 4, 2, 1),
+        torch.nn.Conv2d(4, 4, 2, 2, padding=1),
+        torch.nn.Conv2d(4, 4, 2, 2, dilation=2),
+        torch.nn.Conv2d(4, 4, 2, 2, groups=2),
+        torch.nn.Conv2d(4, 4, 1),
+        torch.nn.Conv1d(4, 4, 2, 2),
+        torch.nn.ConvTranspose2d(4, 4, 2, 2),
+        Subclass(4, 4, 2, 2),
+    ],
+)
+def test_other_convolutions_stay_as_they_are(layer: Any) -> None:
+    with patch_products(layer, None), Convolutions() as convolutions:
+        layer(torch.randn(1, 4, *[6] * (layer.weight.dim() - 2)))
+    assert convolutions.count == 1
+
+
+def test_adapters_and_layers_with_another_forward_stay_as_they_are() -> None:
+    need("peft")
+    from peft import LoraConfig, get_peft_model
+
+    model = make_model("qwen3_vl")
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["proj"], r=2))
+    hooked = torch.nn.Conv2d(4, 4, 2, 2)
+    forward = vars(hooked)["forward"] = functools.partial(hooked.forward)
+    before = {name for name, part in wrapped.named_modules() if "forward" in vars(part)}
+    with patch_products(wrapped, hooked):
+        assert vars(hooked)["forward"] is forward
+        assert {name for name, part in wrapped.named_modules() if "forward" in vars(part)} == before
+        with patch_products(torch.nn.Sequential(layer := torch.nn.Conv2d(4, 4, 2, 2))):
+            assert "forward" in vars(layer)
+
+
+def test_pixels_smaller_than_a_patch_fail_as_before() -> None:
+    layer = torch.nn.Conv2d(4, 4, 2, 2)
+    with patch_products(layer), pytest.raises(RuntimeError, match="[Kk]ernel size"):
+        layer(torch.randn(1, 4, 1, 2))

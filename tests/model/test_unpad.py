@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from odb_factory.data.flat import UNPADDED, beside_rows, flatten
 from odb_factory.model import attention
-from odb_factory.model.chunked import AfterHead, log_probs_of
+from odb_factory.model.chunked import AfterHead, Sizes, log_probs_of
 from odb_factory.model.flat_row import flat_row
 from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation
@@ -26,8 +26,7 @@ IGNORED = -100
 @pytest.mark.parametrize("after", [AfterHead(), AfterHead(0.25), AfterHead(0.5, 3.0)], ids=["plain", "scale", "cap"])
 def test_log_probs_and_their_gradient(after: AfterHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer with a bias, by logits of seven tokens at a time, against autograd on all logits."""
-    monkeypatch.setattr("odb_factory.model.chunked.TILE_ELEMENTS", {"cpu": 7 * 50})
-    monkeypatch.setattr("odb_factory.model.chunked.FEW_ELEMENTS", 0)
+    monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, rows=7, tile=3 * 50))
     torch.manual_seed(0)
     linear = nn.Linear(16, 50).double()
     hidden = torch.randn(1, 40, 16, dtype=torch.float64, requires_grad=True)

@@ -15,6 +15,8 @@ from toy import Rows
 from training.toy_training import losses, make
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
+from odb_factory.model.chunked import Sizes
+
 
 class LargestLogits(TorchDispatchMode):
     """The most elements of a tensor whose last dimension is the vocabulary, made inside."""
@@ -70,8 +72,7 @@ def test_nobody_makes_logits_of_all_tokens(
     """With weights that are equal within a micro-batch, and with others; of a loss of LLaMA-Factory, too."""
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
-    monkeypatch.setattr("odb_factory.model.chunked.TILE_ELEMENTS", {"cpu": 16 * vocabulary})
-    monkeypatch.setattr("odb_factory.model.chunked.FEW_ELEMENTS", 0)
+    monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, rows=16, tile=16 * vocabulary))
     stock, expected, of_stock = trained(tiny_text, tmp_path, loss=loss)
     ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160, loss_scaling=loss_scaling)
     assert of_stock > 100 * vocabulary

@@ -1,0 +1,335 @@
+"""Integers of a micro-batch whose values the host knows, so that nothing waits for the device to read them.
+
+A collator makes token ids, labels, masks, positions and grids of patches on the host. A model of transformers gets them
+on the device and reads them back from there: grids, to split images; masks, whose number of tokens is the size of a
+result. Each read waits until the device has computed all that was asked of it before. `Known` is such a tensor on the
+device for everybody, with its values on the host:
+
+- an operation on known integers alone is computed on the host, and its result is known;
+- a known mask that selects is replaced by the places that it selects, which are known;
+- everything else gets an ordinary tensor, which is copied to the device once, without waiting.
+
+The device computes every number that is not an integer, so losses and gradients are the same bit for bit. What reads
+memory by its address (a Triton kernel) gets that of the ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from odb_factory.log import get_logger
+from odb_factory.model.flat_row import copy_to
+
+logger = get_logger(__name__)
+
+LARGEST = 2**22
+"""Elements of a result of several known tensors that the host computes, at most: the device is faster with a mask of
+[tokens, tokens]."""
+ON_CPU = "ACCELERATE_TORCH_DEVICE" in os.environ
+"""Also on a CPU, which nothing waits for, where accelerate is told the device: to count what would wait for another."""
+
+aten = torch.ops.aten
+_BY_PLACES = {
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor,
+    aten._unsafe_index_put.default, aten._index_put_impl_.default,
+}  # fmt: skip
+"""Operations whose second argument are indices, masks among them."""
+
+
+class _Copy:
+    """What is made of one view of the host's values. writes: of its memory, when this was made."""
+
+    ordinary: Tensor | None = None
+    places: Sequence[Tensor] | None = None
+    writes = 0
+
+
+class Known(Tensor):
+    """An integer or bool tensor on `device` whose values are those of `host`, a tensor of the CPU.
+
+    Example::
+
+        grid = Known(torch.tensor([[1, 4, 6]]), torch.device("cuda", 0))
+        grid.prod(-1).tolist()  # does not wait
+        pixels.split(grid.prod(-1).tolist())
+    """
+
+    host: Tensor
+    _copy: _Copy
+    _writes: list[int]
+    """A single number, which all views of the same memory have in common: how often it was written to."""
+
+    @staticmethod
+    def __new__(cls, host: Tensor, device: torch.device, like: Known | None = None) -> Known:
+        """like: a known tensor with the same memory."""
+        layout: dict[str, Any] = {"strides": host.stride(), "storage_offset": host.storage_offset()}
+        made: Known = Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, device=device, **layout)
+        made.host, made._copy, made._writes = host, _Copy(), [0] if like is None else like._writes
+        return made
+
+    def __init__(self, host: Tensor, device: torch.device, like: Known | None = None):
+        super().__init__()
+
+    def ordinary(self) -> Tensor:
+        """The same as an ordinary tensor of the device."""
+        copy = self._current_copy()
+        if copy.ordinary is None:
+            expanded = [stride == 0 for stride in self.host.stride()]
+            dense = self.host[tuple(slice(1) if one else slice(None) for one in expanded)]
+            own = dense.clone() if dense.is_pinned() else dense  # the host may be written to before it is copied
+            copy.ordinary = copy_to(own, self.device).expand(self.host.shape)
+        return copy.ordinary
+
+    def places(self) -> Sequence[Tensor]:
+        """int64[selected] on the device for each dimension of this mask, without those at the end over which it is
+        expanded."""
+        copy = self._current_copy()
+        if copy.places is None:
+            host = self.host
+            while host.dim() > 1 and host.stride(-1) == 0 and host.shape[-1] > 0:
+                host = host[..., 0]
+            copy.places = [Known(one, self.device).ordinary() for one in host.nonzero(as_tuple=True)]
+        return copy.places
+
+    def _current_copy(self) -> _Copy:
+        if self._copy.writes != self._writes[0]:
+            self._copy = _Copy()
+            self._copy.writes = self._writes[0]
+        return self._copy
+
+    # What torch computes from the memory of a tensor, not by operations.
+
+    def tolist(self) -> Any:
+        return self.host.numpy().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.host.numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.host.numpy().__array__(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        return self.ordinary().data_ptr()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """torch would make a tensor of the device of a number."""
+        is_tensor = isinstance(value, Tensor)
+        super().__setitem__(index, value if is_tensor else Known(torch.tensor(value, dtype=self.dtype), self.device))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Known({self.host.numpy()}, device={self.device})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.host.numpy() if self.dim() else self.item(), spec)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.ordinary().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ordinary().__reduce_ex__(protocol)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags:
+            return NotImplemented  # the shape of a wrapper cannot change
+        leaves = list(_leaves((*args, *kwargs.values())))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        known = [one for one in tensors if isinstance(one, Known)]
+        device = known[0].device
+        # 1. values and copies for the host
+        if func is aten._local_scalar_dense.default:
+            return known[0].host.numpy().item()
+        if func is aten._to_copy.default and _names_another(leaves, device):
+            return func(known[0].host, *args[1:], **kwargs)
+        if func in (aten.detach.default, aten.alias.default):
+            return known[0]._alias()
+        # 2. on the host, where that knows all values and the result is known, too
+        if len(known) == len(tensors) and not _is_for_device(func, leaves, known):
+            result = _call(func, args, kwargs, _on_host)
+            if not any(isinstance(one, Tensor) and _has_fractions(one.dtype) for one in _leaves((result,))):
+                for one in _written(func, args, kwargs):
+                    one._writes[0] += 1
+                return _mapped(lambda one: _as_known(one, known), result)
+        # 3. on the device, by places in the place of masks
+        if (selected := _selected(func, args)) is not None:
+            return selected
+        if func in _BY_PLACES:
+            args = (args[0], [place for index in args[1] for place in _as_places(index)], *args[2:])
+        result = _call(func, args, kwargs, ordinary)
+        for one in _written(func, args, kwargs):  # only the device knows what was written: it is waited for
+            one.host.copy_(one.ordinary())
+            one._writes[0] += 1
+        return result
+
+    def _alias(self) -> Known:
+        alias = Known(self.host, self.device, self)
+        alias._copy = self._copy
+        return alias
+
+
+# What an operation is computed from
+
+
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
+    """Of arguments or results of an operation, among which lists and tuples may be."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    return type(value)(map(function, value)) if isinstance(value, list | tuple) else function(value)
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]) -> Any:
+    return func(*(_mapped(change, one) for one in args), **{key: _mapped(change, one) for key, one in kwargs.items()})
+
+
+def _is_for_device(func: Any, leaves: Sequence[Any], known: Sequence[Known]) -> bool:
+    """Whether the device computes the operation, though the host knows all values of its arguments."""
+    return (
+        func is aten.record_stream.default
+        or torch.Tag.nondeterministic_seeded in func.tags  # its random numbers are the device's
+        or any(isinstance(leaf, torch.dtype) and _has_fractions(leaf) for leaf in leaves)
+        or _names_another(leaves, known[0].device)
+        or (len(known) > 1 and _elements(known) > LARGEST)
+    )
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _names_another(leaves: Sequence[Any], device: torch.device) -> bool:
+    named = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    return any(one.type != device.type or one.index not in (None, device.index) for one in named)
+
+
+def _elements(known: Sequence[Known]) -> int:
+    """Of the result of an operation by element, or more; 0 where it cannot be one."""
+    if (at_most := math.prod(one.numel() for one in known)) <= LARGEST:
+        return at_most
+    try:
+        return math.prod(torch.broadcast_shapes(*(one.shape for one in known)))
+    except RuntimeError:
+        return 0
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    return leaf.host if isinstance(leaf, Known) else leaf
+
+
+def ordinary(value: Any) -> Any:
+    """The ordinary tensor of a known one, for code that needs one; all else as it is."""
+    return value.ordinary() if isinstance(value, Known) else value
+
+
+# What becomes of its result
+
+
+def _as_known(result: Any, known: Sequence[Known]) -> Any:
+    """result: on the host, of an operation on the values of `known`; it may be one of them, or a view of it."""
+    if not isinstance(result, Tensor):
+        return result
+    for one in known:
+        if result is one.host:
+            return one
+    memory = result.untyped_storage()._cdata
+    like = next((one for one in known if one.host.untyped_storage()._cdata == memory), None)
+    return Known(result, known[0].device, like)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Known]:
+    """The known tensors that an operation writes to."""
+    if not func._schema.is_mutable or func is aten.record_stream.default:
+        return []
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
+    aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
+    targets = [value for name, value in named.items() if aliases[name] is not None and aliases[name].is_write]
+    return [one for one in _leaves(targets) if isinstance(one, Known)]
+
+
+# Masks that select
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Known) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _selected(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """The result of an operation that selects values by one known mask; None: this is no such operation."""
+    if func in (aten.index.Tensor, aten._unsafe_index.Tensor) and len(args[1]) == 1 and _is_mask(args[1][0]):
+        return _select(ordinary(args[0]), args[1][0])
+    if func is aten.masked_select.default and _is_mask(args[1]):
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return _select(ordinary(args[0]).expand(shape), args[1].expand(shape))
+    if func is aten.masked_scatter_backward.default and _is_mask(args[1]):
+        gradient, mask, sizes = args
+        shape = torch.broadcast_shapes(gradient.shape, mask.shape)
+        values = _select(ordinary(gradient).expand(shape), mask.expand(shape))
+        return nn.functional.pad(values, (0, math.prod(sizes) - len(values))).view(sizes)
+    return None
+
+
+def _select(values: Tensor, mask: Known) -> Tensor:
+    """values[mask]; whole rows of a mask that is expanded over the last dimensions."""
+    places = mask.places()
+    return values[tuple(places)].flatten(0, mask.dim() - len(places))
+
+
+def _as_places(index: Any) -> Sequence[Any]:
+    if not _is_mask(index):
+        return [index]
+    places: Sequence[Tensor] = index.places()
+    if len(places) < index.dim():
+        return [Known(one, index.device).ordinary() for one in index.host.nonzero(as_tuple=True)]
+    return places
+
+
+# Micro-batches
+
+
+def with_known_integers(batch: Any, device: torch.device) -> Any:
+    """The batch of a collator with its integers and masks known, on `device`; all else stays where it is.
+
+    batch = with_known_integers(batch, torch.device("cuda", 0))
+    loss = model(**batch).loss  # a vision-language model: 40 to 100 reads fewer
+    """
+    if isinstance(batch, Mapping):
+        kind: Any = type(batch)
+        return kind({key: with_known_integers(value, device) for key, value in batch.items()})
+    is_plain = type(batch) is Tensor and batch.device.type == "cpu" and batch.layout is torch.strided
+    return Known(batch, device) if is_plain and not _has_fractions(batch.dtype) else batch
+
+
+def can_know(model: nn.Module, device: torch.device) -> bool:
+    """Whether the integers of its micro-batches are to be known: on a device that is waited for, and not by
+    torch.compile, whose graphs take ordinary tensors."""
+    if device.type == "cpu" and not ON_CPU:
+        return False
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if is_compiled or type(module).__name__ == "OptimizedModule":
+            return False
+        if getattr(config, "_attn_implementation", None) == "flex_attention":  # compiled
+            return False
+    try:
+        mask = Known(torch.tensor([[True, False]]), torch.empty(0, device=device).device)
+        works = (~mask).nonzero().tolist() == [[0, 1]] and len(torch.zeros(1, 2, device=device)[mask]) == 1
+    except Exception as error:
+        logger.info("the device is asked for integers that the host knows: this torch cannot do without (%s)", error)
+        return False
+    return works

@@ -1,0 +1,58 @@
+"""What would wait for a GPU in a training of LLaMA-Factory (I14), counted on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llamafactory.train.tuner import run_exp
+from support import ReadBacks, read_log, training_config
+from tiny_models import TinyModels
+
+from odb_factory.model import known
+from odb_factory.training.trainer import ODBTrainerMixin
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "qwen3_vl": ("vl", 4, {"disable_gradient_checkpointing": True}),
+    "qwen3_vl, LoRA": ("vl", 4, {"finetuning_type": "lora", "bf16": True, "use_reentrant_gc": False}),
+    "qwen3_5": ("vl_delta", 4, {"disable_gradient_checkpointing": True}),
+    "qwen2_5_vl": ("qwen2_5_vl", 18, {"disable_gradient_checkpointing": True}),
+}
+"""Model, read-backs a micro-batch at most, and what else the YAML says. Qwen2.5-VL reads the windows of its tower."""
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", CASES)
+def test_a_micro_batch_waits_at_most_four_times(name: str, tiny_vl, tiny_text, data_dir, tmp_path, monkeypatch) -> None:
+    """With the same losses as where integers are not known."""
+    kind, most, changes = CASES[name]
+    model, losses = TinyModels(tiny_text, tiny_vl, tmp_path)(kind), []
+    read_backs, micro_batches = ReadBacks(is_on=False), 0
+    step, forward_backward = ODBTrainerMixin.training_step, ODBTrainerMixin.odb_forward_backward
+
+    def counted_step(self: Any, *args: Any) -> Any:
+        read_backs.is_on = self.state.global_step == 1  # of three, with what the Trainer does after it
+        return step(self, *args)
+
+    def counted(self: Any, *args: Any) -> Any:
+        nonlocal micro_batches
+        micro_batches += read_backs.is_on
+        return forward_backward(self, *args)
+
+    for is_known in (False, True):
+        monkeypatch.setattr(known, "ON_CPU", is_known)
+        out = tmp_path / str(is_known)
+        config = training_config(model, data_dir, out, dataset="pictures", max_steps=3, freeze_vision_tower=False)
+        config |= {"gradient_accumulation_steps": 4, "odb": {"token_budget": 512}} | changes
+        config["template"] = "qwen2_vl" if kind == "qwen2_5_vl" else "qwen3_vl"
+        if is_known:
+            monkeypatch.setattr(ODBTrainerMixin, "training_step", counted_step)
+            monkeypatch.setattr(ODBTrainerMixin, "odb_forward_backward", counted)
+            with read_backs:
+                run_exp(config)
+        else:
+            run_exp(config)
+        losses.append([entry["loss"] for entry in read_log(out) if "loss" in entry])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert read_backs.lines.total() <= most * micro_batches, (micro_batches, read_backs.lines)
+    assert micro_batches

@@ -1,0 +1,261 @@
+"""Integers that the host knows: the same results, losses and gradients, and nobody reads from the device.
+
+The device of most tests is "meta", which has no values: whoever reads from it fails, as on a GPU it would wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model.test_tower import IMAGES, TEXT, VIDEOS, make_batch, make_model
+from support import ReadBacks
+
+from odb_factory.model import known as module
+from odb_factory.model.known import Known, can_know, ordinary, with_known_integers
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+GRID = torch.tensor([[1, 4, 6], [2, 2, 2], [1, 8, 2]])
+IDS = torch.tensor([[5, 90, 90, 7, 0], [90, 3, 4, 90, 90]])
+
+COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
+    "list": lambda grid, ids: grid.prod(-1).tolist(),
+    "number": lambda grid, ids: [grid.sum().item(), int(grid[0, 1]), bool((ids == 90).any())],
+    "range": lambda grid, ids: list(range(grid[2, 1])),
+    "loop": lambda grid, ids: [int(h * w) for _, h, w in grid],
+    "numpy": lambda grid, ids: grid.numpy().tolist(),
+    "format": lambda grid, ids: f"{grid[0, 2]} {grid[0, 2]:3d}",
+    "repeat": lambda grid, ids: torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0]).cumsum(0).tolist(),
+    "places": lambda grid, ids: (ids == 90).nonzero().tolist(),
+    "selected": lambda grid, ids: ids[ids == 90].shape,
+    "unique": lambda grid, ids: torch.unique_consecutive(ids.flatten()).tolist(),
+    "equal": lambda grid, ids: torch.equal(ids, ids.clone()),
+    "like": lambda grid, ids: (torch.zeros_like(ids) + ids.new_ones(5)).sum().item(),
+    "cat": lambda grid, ids: torch.cat([ids.flatten(), grid.flatten()]).tolist(),
+    "split": lambda grid, ids: [len(part) for part in torch.zeros(48).split(grid.prod(-1).tolist())],
+    "cpu": lambda grid, ids: grid.to("cpu").tolist(),
+    "device": lambda grid, ids: ids.to(ids.device, torch.int32).tolist(),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_is_computed_from_known_integers_is_known(name: str) -> None:
+    compute = COMPUTED[name]
+    assert compute(Known(GRID, META), Known(IDS, META)) == compute(GRID, IDS)
+
+
+SELECTED: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda values, mask: values[mask],
+    "elements": lambda values, mask: values[mask.unsqueeze(-1).expand_as(values)],
+    "masked_select": lambda values, mask: values.masked_select(mask.unsqueeze(-1)),
+    "with a slice": lambda values, mask: values[mask, 1:],
+    "beside an index": lambda values, mask: values[1, mask[0]],
+    "assigned rows": lambda values, mask: _assigned(values, mask, values[mask] * 2),
+    "assigned elements": lambda values, mask: _assigned(
+        values, mask.unsqueeze(-1).expand_as(values), values[mask].flatten()
+    ),
+    "masked_scatter": lambda values, mask: (values * 2).masked_scatter(
+        mask.unsqueeze(-1).expand_as(values), values.flip(1).flatten(0, 1)[:7]
+    ),
+    "masked_fill": lambda values, mask: values.masked_fill(mask.unsqueeze(-1), 0.0),
+    "embedding": lambda values, mask: torch.nn.functional.embedding(mask.long(), values.flatten(0, 1)),
+}
+
+
+def _assigned(values: torch.Tensor, mask: Any, rows: torch.Tensor) -> torch.Tensor:
+    values = values.clone()
+    values[mask] = rows
+    return values
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_known_masks_select_the_same_values_and_gradients(name: str) -> None:
+    """On the CPU bit for bit; on "meta", which cannot tell the number of places, they have the same shape."""
+    values, mask = torch.randn(2, 5, 3), IDS == 90
+
+    def run(device: torch.device, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = values.to(device).requires_grad_()
+        result = SELECTED[name](leaf, mask)
+        return result, torch.autograd.grad((result**2).sum(), leaf)[0]
+
+    for found, expected in zip(run(CPU, Known(mask, CPU)), run(CPU, mask), strict=True):
+        assert torch.equal(found, expected)
+    assert [one.shape for one in run(META, Known(mask, META))] == [one.shape for one in run(CPU, mask)]
+
+
+def test_writes_reach_all_views_on_both_sides() -> None:
+    """From known values on the host; from others by a read from the device."""
+    host = IDS.clone()
+    ids = Known(host, CPU)
+    row, second = ids[1], ids.ordinary()
+    ids[:, 0] = 1
+    row[2:4] += 1
+    ids[ids == 90] = -100
+    expected = IDS.clone()
+    expected[:, 0] = 1
+    expected[1, 2:4] += 1
+    expected[expected == 90] = -100
+    assert ids.tolist() == expected.tolist() and row.tolist() == expected[1].tolist()
+    assert torch.equal(ordinary(ids), expected) and torch.equal(ordinary(row), expected[1])
+    row.copy_(torch.arange(5))
+    assert ids[1].tolist() == list(range(5)) and torch.equal(ordinary(ids)[1], torch.arange(5))
+    assert second.shape == ids.shape
+    with pytest.raises(TypeError):
+        ids.unsqueeze_(0)
+
+
+def test_a_copy_on_the_device_is_made_once_and_again_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+
+    def copy_to(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copies.append(host.shape)
+        return host.to(device)
+
+    monkeypatch.setattr(module, "copy_to", copy_to)
+    ids = Known(IDS.clone(), META)
+    others = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    assert (ids + others).device == (ids.detach() * others).device == META
+    assert len(copies) == 1
+    ids[0, 0] = 3
+    assert (ids + others).shape == ids.shape and len(copies) == 2
+    wide = ids.unsqueeze(-1).expand(2, 5, 1000)
+    assert ordinary(wide).shape == wide.shape and copies[-1] == (2, 5, 1)
+
+
+def test_the_device_computes_what_is_no_integer_and_draws_random_numbers() -> None:
+    ids = Known(IDS, META)
+    for result in (ids / 2, ids.float(), ids.to(torch.bfloat16), torch.zeros_like(ids, dtype=torch.float), ids.sqrt()):
+        assert type(result) is torch.Tensor and result.device == META
+    assert type(torch.randint_like(ids, 7)) is torch.Tensor
+    torch.manual_seed(0)
+    expected = torch.randint_like(IDS, 7)
+    torch.manual_seed(0)
+    assert torch.equal(torch.randint_like(Known(IDS, CPU), 7), expected)
+
+
+def test_large_results_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = Known(torch.arange(100), META)
+    assert isinstance(positions[None] <= positions[:, None], Known)
+    monkeypatch.setattr(module, "LARGEST", 9_999)
+    assert type(positions[None] <= positions[:, None]) is torch.Tensor
+    assert isinstance(positions + positions, Known)
+
+
+def test_whoever_needs_the_memory_gets_an_ordinary_tensor() -> None:
+    ids = Known(IDS, CPU)
+    assert ids.data_ptr() == ids.ordinary().data_ptr() and ordinary(IDS) is IDS
+    for made in (copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
+        assert type(made) is torch.Tensor and torch.equal(made, IDS)
+
+
+def test_of_a_batch_integers_and_masks_are_known() -> None:
+    batch = {"ids": IDS, "mask": IDS == 90, "pixels": torch.zeros(2), "rows": {"ids": IDS}, "text": "a", "none": None}
+    made = with_known_integers(batch, META)
+    kinds = {key: type(value) for key, value in made.items()}
+    assert kinds == {"ids": Known, "mask": Known, "pixels": torch.Tensor, "rows": dict, "text": str, "none": type(None)}
+    assert type(made["rows"]["ids"]) is Known and with_known_integers(made, META)["ids"] is made["ids"]
+
+
+def test_integers_are_known_on_accelerators_and_not_in_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert can_know(model, META)
+    monkeypatch.setattr(module, "ON_CPU", False)
+    assert not can_know(model, CPU)
+    monkeypatch.setattr(module, "ON_CPU", True)
+    assert can_know(model, CPU)
+    assert not can_know(torch.nn.Sequential(torch.compile(model)), CPU)
+    model[0].compile()
+    assert not can_know(model, CPU)
+
+
+# Whole models
+
+
+def gemma3() -> tuple[Any, dict[str, Any]]:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Gemma3Config(
+        text_config=TEXT | {"num_experts": None, "sliding_window": 16},
+        vision_config=vision | {"image_size": 16, "patch_size": 4},
+        mm_tokens_per_image=4,
+        image_token_index=90,
+    )
+    kinds = {"token_type_ids": (IDS_OF_IMAGES == 90).long()}
+    return transformers.Gemma3ForConditionalGeneration(config), of_squares(16) | kinds
+
+
+def internvl() -> tuple[Any, dict[str, Any]]:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=vision | {"image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=90,
+        image_seq_length=4,
+    )
+    return transformers.InternVLForConditionalGeneration(config), of_squares(16)
+
+
+IDS_OF_IMAGES = torch.tensor([[3, 4, 90, 90, 90, 90, 5, 6, 7, 8], [90, 90, 90, 90, 9, 10, 11, 12, 0, 0]])
+
+
+def of_squares(side: int) -> dict[str, Any]:
+    """Two rows, each with an image of 4 tokens; the second is padded."""
+    ids = IDS_OF_IMAGES
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": ids.where((ids > 0) & (ids < 80), -100),
+        "pixel_values": torch.randn(2, 3, side, side, generator=generator),
+    }
+
+
+def of_qwen(family: str) -> Callable[[], tuple[Any, dict[str, Any]]]:
+    return lambda: (make_model(family), make_batch(IMAGES, VIDEOS))
+
+
+MODELS = {
+    "gemma3": gemma3,
+    "internvl": internvl,
+    "qwen2_vl": of_qwen("qwen2_vl"),
+    "qwen2_5_vl": of_qwen("qwen2_5_vl"),
+    "qwen3_vl": of_qwen("qwen3_vl"),
+    "qwen3_5": of_qwen("qwen3_5"),
+}
+READS = {"qwen2_5_vl": 26}
+if find_spec("transformers.vision_utils") is not None:
+    READS = {"qwen2_vl": 2, "qwen3_vl": 2, "qwen3_5": 2, "qwen2_5_vl": 28}
+"""Read-backs of a forward and backward with two runs of the tower, where that reads integers which it makes itself on
+the device: windows (three reads a layer), and in newer releases of transformers the size of a merged patch."""
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("family", MODELS)
+def test_loss_and_gradients_are_the_same_and_nothing_is_read(family: str) -> None:
+    """Bit for bit; forward and backward, also with checkpoints, are computed by a device that cannot be read."""
+    model, batch = MODELS[family]()
+    model.train()
+
+    def run(model: Any, batch: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+    for is_reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        model.enable_input_require_grads()
+        stock = run(model, batch)
+        with ReadBacks() as read_backs:
+            with_known = run(model, with_known_integers(batch, CPU))
+        assert read_backs.lines.total() == READS.get(family, 0), read_backs.lines
+        assert all(torch.equal(one, other) for one, other in zip(with_known, stock, strict=True))
+        if family not in READS:
+            there = {key: value if value.dtype == torch.long else value.to(META) for key, value in batch.items()}
+            run(copy.deepcopy(model).to(META), with_known_integers(there, META))
