@@ -76,7 +76,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 print(f"A loop, padded and flat, a Trainer and the planner have run with {odb_factory.__file__}.")
 # One line each, whatever is installed: what to install, or that the folder holds no run and the YAML is not there.
-for command in (["report", "none"], ["plan", "none.yaml"]):
+for command in (["compare", "none"], ["plan", "none.yaml"]):
     program = str(Path(sys.executable).with_name("odb-factory"))
     ended = subprocess.run([program, *command], capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr

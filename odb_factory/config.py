@@ -96,11 +96,10 @@ class ODBConfig:
             object.__setattr__(self, "loss_scaling", "stock" if self.keeps else "exact")
         if self.balance is None:
             object.__setattr__(self, "balance", self.join)
-        for name, key in _keys().items():
-            value = getattr(self, name)
-            if (problem := key.problem(value)) is not None:
-                raise ConfigError(f"odb.{name}: {quoted(value)} {problem}.")
-            if _is_whole(value):
+        if problems := _problems({name: getattr(self, name) for name in _keys()}):
+            raise ConfigError(" ".join(problems))
+        for name in _keys():
+            if _is_whole(value := getattr(self, name)):
                 object.__setattr__(self, name, int(value))  # numpy's integers are no JSON
         if self.length_buckets is not None:
             object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
@@ -212,19 +211,20 @@ class ODBConfig:
                 "it, or take it out (as the override `odb=null` does) to train without odb_factory."
             )
         keys = _keys()
-        for name in block:
-            if name not in keys:
-                raise ConfigError(_unknown_key(name, block[name]))
-        if "token_budget" not in block:
-            raise ConfigError(
-                "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
-                "for example `token_budget: 8192`."
-            )
         # YAML's own word for nothing is `null`; people write the word, as YAML or as Python spells it.
         values: dict[str, Any] = {
             name: None if value in ("none", "None") and keys[name].is_optional else value
             for name, value in block.items()
+            if name in keys
         }
+        problems = [_unknown_key(name, value) for name, value in block.items() if name not in keys]
+        if "token_budget" not in block:
+            problems.append(
+                "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
+                "for example `token_budget: 8192`."
+            )
+        if problems := problems + _problems(values):
+            raise ConfigError(" ".join(problems))
         if values.get("lr_reference_samples") is not None and "lr_scale" not in values:
             raise ConfigError(
                 f"odb.lr_reference_samples: {quoted(values['lr_reference_samples'])} has no effect without lr_scale; "
@@ -236,8 +236,6 @@ class ODBConfig:
                 f"odb.memory_fraction: {quoted(fraction)} has no effect without a budget of auto; set "
                 "`token_budget: auto` or `max_patches: auto`, or leave the key out."
             )
-        if values.get("loss_scaling") == _UNSET:  # not a choice that a user has
-            raise ConfigError(f"odb.loss_scaling: '' {keys['loss_scaling'].problem('')}.")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -333,6 +331,13 @@ def _keys() -> dict[str, _Key]:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the values of keys that exist, each in one sentence."""
+    keys = _keys()
+    found = {name: keys[name].problem(value) for name, value in values.items()}
+    return [f"odb.{name}: {quoted(values[name])} {problem}." for name, problem in found.items() if problem is not None]
 
 
 def _unknown_key(name: Any, value: Any) -> str:

@@ -27,12 +27,14 @@ gc.disable()
 
 
 HERE = Path(__file__).parent
-INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory", "run_report", "test_yaml_configs.py"}
+INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory", "test_yaml_configs.py"}
 """Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings. Others are unit tests."""
 OTHER_THAN_FOLDER = {
     "data/test_exhaustive.py",
+    "data/test_fill_epoch.py",
     "data/test_loader.py",
     "data/test_resume.py",
+    "data/test_workers.py",
     "llamafactory/test_batches.py",
     "llamafactory/test_block.py",
     "llamafactory/test_families.py",
@@ -41,7 +43,6 @@ OTHER_THAN_FOLDER = {
     "loop/test_own_loop_ranks.py",
     "loop/test_replicas.py",
     "plan/test_stages.py",
-    "run_report/test_figures.py",
     "training/test_auto_budget.py",
     "training/test_exact_gradient.py",
     "training/test_exact_gradient_llamafactory.py",
@@ -53,7 +54,7 @@ OTHER_THAN_FOLDER = {
     "training/test_without_logits.py",
 }
 """Unit tests in folders of integration tests, and the reverse."""
-SLOW = {"distributed", "examples", "training", "llamafactory", "integrations", "run_report", "cli", "loop"}
+SLOW = {"distributed", "examples", "training", "llamafactory", "integrations", "cli", "loop"}
 """Folders whose files take long."""
 
 

@@ -22,7 +22,7 @@ from distributed.shims.training_record import TrainingRecord
 from llamafactory.hparams import get_train_args
 from llamafactory.train import callbacks, tuner
 from safetensors.torch import load_file
-from support import noise, read_jsonl, training_config
+from support import CHECKPOINTS, noise, read_jsonl, training_config
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
@@ -342,7 +342,7 @@ def configurations(models: Callable[[str], Path], rows_dir: Path) -> Config:
                 eval_strategy="steps",
                 eval_steps=3,
                 include_num_input_tokens_seen=stage != "kto",
-                disable_gradient_checkpointing=stage != "sft",
+                disable_gradient_checkpointing=stage != "sft" or not CHECKPOINTS,
             )
             | steps
             | changes

@@ -204,6 +204,13 @@ def test_wrong_blocks_are_refused(keys: dict[str, Any], expected: str) -> None:
     assert message.startswith(expected.split("*")[0])
 
 
+def test_all_mistakes_of_a_block_are_named() -> None:
+    message = refusal(block(token_budget=-1, max_patches="many", balanc=True))
+    assert (
+        all(name in message for name in ("odb.token_budget", "odb.max_patches", "odb.balanc:")) and "\n" not in message
+    )
+
+
 @pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])
 def test_what_is_not_a_block_of_keys_is_refused(content: Any) -> None:
     message = refusal(content)

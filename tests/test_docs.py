@@ -123,7 +123,6 @@ def test_reference_has_every_public_name() -> None:
         "odb/lost_weight",
         "odb/model_tflops_per_s",
         "odb/mfu",
-        "odb/loss/<name>",
         "odb/left_out",
         "odb/over_budget",
     }

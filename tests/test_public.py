@@ -12,12 +12,9 @@ from toy import a_micro_batch
 import odb_factory
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Computing, StepStatistics, audit_line
-from odb_factory.cli.main import PAGE
 from odb_factory.data.samples import Measured
 from odb_factory.loop import iteration
 from odb_factory.planning import Media
-from odb_factory.report.read import RUN_LOG
-from odb_factory.training.run import RUN_LOG_FILE
 
 
 def test_names_of_the_package() -> None:
@@ -194,4 +191,3 @@ def test_audit_keys() -> None:
 
 def test_file_names() -> None:
     assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
-    assert (RUN_LOG_FILE, PAGE) == (RUN_LOG, "odb_report.html") == ("odb_log.jsonl", "odb_report.html")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from odb_factory.data.observe import IGNORE_INDEX
-from odb_factory.data.samples import Measured, MicroBatch
+from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.model.chunked import Watch, without_autocast
+from odb_factory.model.chunked import without_autocast
 from odb_factory.model.flat_row import copy_to, forward_replaced
 from odb_factory.model.head import WithoutLogits, has_routers
 from odb_factory.model.own_loss import model_with_labels, own_loss
@@ -121,14 +121,13 @@ def weighted_token_loss(
     segments: Sequence[int] = (),
     shift_labels: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
-    watch: Watch | None = None,
 ) -> Tensor:
     """Sum over the rows of row weight x the sum of the row's token losses, in float32 also in autocast (float64 stays).
 
     logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
     predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
     row_weights: one for each row; of a flat micro-batch one for each sample. segments: of a flat one, as in `Measured`;
-    segments after the samples weigh 0. watch: is shown the token losses.
+    segments after the samples weigh 0.
     The memory peak is that of the mean plus one number a token. Nothing waits for the device.
     Raises `DataError` if the logits are not those of these rows or segments.
     """
@@ -152,8 +151,6 @@ def weighted_token_loss(
         losses = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
         )
-        if watch is not None:
-            watch(losses.detach(), None, logits.shape[:2])
         weights = to_device(by_position(row_weights, segments), losses)
         return (losses.view(rows, -1) * weights).sum()
 
@@ -228,21 +225,20 @@ class TokenLoss:
         segments: Sequence[int] = (),
         num_units: int = 1,
         num_supervised: int | None = None,
-        watch: Watch | None = None,
         routers_weigh: float = 1.0,
     ) -> Iterator[None]:
         """For one forward with labels. row_weights: one for each row of the micro-batch, or each sample of a flat one
         with these segments (`Measured.segments`); None: all tokens weigh 1 / num_units, as in the model's own mean.
 
-        num_supervised: tokens with a loss, if known. watch: is shown the token losses, but where the model computes its
-        own mean. routers_weigh: times the coefficient that the model gives the losses of its routers.
+        num_supervised: tokens with a loss, if known. routers_weigh: times the coefficient that the model gives the
+        losses of its routers.
         Raises `ConfigError` at the end if the model has computed its loss otherwise and the weights differ.
         """
         weights: float | Tensor = 1 / num_units
         if row_weights is not None:
             weights = torch.from_numpy(by_position(row_weights, segments))
         models = [] if row_weights is None else self._models
-        self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments, watch=watch)
+        self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments)
         self._calls, self._lacks_gradient = 0, False
         own = [module.loss_function for module in models]
         door = self.without_logits
@@ -250,7 +246,7 @@ class TokenLoss:
         from_logits = (
             forward_replaced(self._computes_itself, self._from_logits) if replaces else contextlib.nullcontext()
         )
-        with door.weighing(weights, num_supervised, watch), door.router_losses_times(routers_weigh), from_logits:
+        with door.weighing(weights, num_supervised), door.router_losses_times(routers_weigh), from_logits:
             try:
                 for module in models:
                     module.loss_function = self
@@ -302,70 +298,6 @@ class TokenLoss:
                 f"compute_loss of the trainer returns another loss than that of {self._name}, which lacks them; make "
                 "that one a `compute_loss_func`, or set `loss_scaling: exact`."
             )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The mean loss of each data set, for the log.
-
-
-class DataSets(NamedTuple):
-    """The data sets that rows are from: their names, and int16[rows], the number of each row's data set."""
-
-    names: Sequence[str]
-    numbers: np.ndarray
-
-
-class LossBySet:
-    """Mean loss of the supervised tokens of each data set between two log entries, over all ranks.
-
-    What a forward adds stays on its device until an entry is made. Figures are of whole intervals: where the loss of
-    any micro-batch was computed without its token losses being seen, there are none.
-    """
-
-    def __init__(self, data_sets: DataSets):
-        self._names, self._set_of = data_sets
-        self._begin()
-
-    def _begin(self) -> None:
-        self._sums: Tensor | None = None
-        self._units = [0] * len(self._names)
-        self._num_unseen = 0
-
-    def watch(self, micro_batch: MicroBatch, measured: Measured, seen: list[Tensor]) -> Watch:
-        """Puts the sums of the token losses of a micro-batch into `seen`, float32[data sets]."""
-        numbers = [int(self._set_of[one]) + 1 for one in micro_batch.ids] + [0] * measured.filler_rows
-        of_position = by_position(numbers, measured.segments)
-
-        def see(losses: Tensor, places: Tensor | None, shape: torch.Size) -> None:
-            if len(of_position) != shape[0] or of_position.shape[1] not in (1, shape[1]):
-                return
-            number = to_device(of_position, losses).expand(shape).reshape(-1)
-            number = number if places is None else number[places]
-            every = torch.arange(1, len(self._names) + 1, device=losses.device)
-            seen[:] = [torch.where(number == every[:, None], losses, 0.0).sum(1)]  # also of one that is infinite
-
-        return see
-
-    def count(self, micro_batch: MicroBatch, seen: Sequence[Tensor]) -> None:
-        """Count a micro-batch (or a part of one) that was trained on. seen: as `watch` has filled it."""
-        if micro_batch.idle:
-            return
-        self._num_unseen += not seen
-        for sums in seen:
-            self._sums = sums if self._sums is None else self._sums + sums
-        for one in micro_batch.samples:
-            self._units[self._set_of[one.id]] += one.units
-
-    def metrics(self, add_up: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float]:
-        """The `odb/loss/...` entries since the last call. add_up: over all ranks. Collective; reads from the device."""
-        sums = torch.zeros(len(self._names), device=device) if self._sums is None else self._sums.float()
-        counts = torch.tensor([*self._units, self._num_unseen], dtype=sums.dtype)
-        found = add_up(torch.cat([sums, counts.to(sums.device)])).tolist()
-        self._begin()
-        if found.pop():
-            return {}
-        of_sets = zip(self._names, found[: len(self._names)], found[len(self._names) :])
-        return {f"odb/loss/{name}": round(total / units, 6) for name, total, units in of_sets if units}
 
 
 def _has_loss_function(module: nn.Module) -> bool:

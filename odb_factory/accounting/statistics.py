@@ -7,11 +7,9 @@ import math
 import mmap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
-
-from torch import Tensor
 
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch
@@ -190,7 +188,7 @@ class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
     is_weighed: the loss has been computed with its weights. encoded: runs of the vision tower whose work the ranks have
-    shared. seen: sums of `LossBySet`.
+    shared.
     """
 
     micro_batch: MicroBatch
@@ -198,7 +196,6 @@ class Computing:
     loss: MicroBatchLoss
     is_weighed: bool = False
     encoded: Sequence[EncoderPlan] = ()
-    seen: list[Tensor] = field(default_factory=list)
 
     @property
     def num_items(self) -> int:

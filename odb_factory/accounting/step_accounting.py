@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from odb_factory.accounting.losses import LossBySet, loss_of, token_weights
+from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Computing, Lines, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
@@ -209,7 +209,7 @@ class StepAccounting:
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
     computing: the micro-batch between `begin` and `end`. total: the sums of the run; interval: those between the last
-        two calls of `interval_metrics`. by_set: the losses of several data sets, where a trainer asks for them.
+        two calls of `interval_metrics`.
 
     Example::
 
@@ -232,7 +232,6 @@ class StepAccounting:
         self.total, self.interval = StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
-        self.by_set: LossBySet | None = None
         self.encoder_patches: list[int] = []
         self._checks = BatchChecks(config, loader.budget)
         self._audit: Lines | None = None
@@ -293,8 +292,6 @@ class StepAccounting:
         """Count a micro-batch as `end` does, which was trained on in these parts."""
         micro_batch = parts[0].micro_batch
         for part, done in enumerate(parts):
-            if self.by_set is not None:
-                self.by_set.count(done.micro_batch, done.seen)
             if self._audit is not None:
                 step = self.optimizer_steps + 1
                 self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))
@@ -360,18 +357,12 @@ class StepAccounting:
             **self.total.summary(),
             "encoder_patches": self.encoder_patches,
             "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
-            **self.rows_apart(),
-            "ranks": self.loader.world_size,
-            "config": self.config.to_dict(),
-        }
-
-    def rows_apart(self) -> dict[str, Any]:
-        """Summary entries of rows left out, remaining, or over a budget; in the current epoch as of its last plan."""
-        return {
             "left_out": dict(self.left_out),
             "remainder": self._remainder,
             "overlong": self._overlong + (0 if self._uncounted is None else self._uncounted.overlong),
             "over_budget": self.num_over_budget,
+            "ranks": self.loader.world_size,
+            "config": self.config.to_dict(),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import os
@@ -16,10 +15,9 @@ from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.version import __version__
 
 SAMPLES = 2000
-PAGE = "odb_report.html"
-EXTRAS = {"llamafactory": ("llamafactory",), "tools": ("jinja2", "matplotlib", "pydantic", "rich")}
+EXTRAS = {"llamafactory": ("llamafactory",), "tools": ("matplotlib", "rich")}
 """Packages of the extras that commands need."""
-NEEDS = {"demo": EXTRAS, "doctor": ("tools",), "plan": EXTRAS, "report": ("tools",), "train": ("llamafactory",)}
+NEEDS = {"compare": (), "demo": EXTRAS, "doctor": (), "plan": EXTRAS, "train": ("llamafactory",)}
 """Extras by command."""
 CHILD = Path(__file__).with_name("train_child.py")
 QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
@@ -46,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ODBError as error:
         print(f"odb-factory {arguments.command}: {error}", file=sys.stderr)
         return 1
+
+
+def compare(argv: Sequence[str]) -> int:
+    return importlib.import_module("odb_factory.cli.compare").main(argv)
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -92,7 +94,7 @@ def plan(argv: Sequence[str]) -> int:
         "--samples", type=_at_least_one, metavar="N", default=SAMPLES, help=f"rows to observe (default: {SAMPLES})"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw one page of plots there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw one picture there")
     given = parser.parse_intermixed_args(argv)
     if not _activated("plan", "unset it."):
         return 2
@@ -139,62 +141,14 @@ def _plan(given: argparse.Namespace) -> None:
         draw(found, given.png)
 
 
-def report(argv: Sequence[str]) -> int:
-    """Write the page; print the headline and where it is. Raises `ODBError` if there is no run to show."""
-    parser = argparse.ArgumentParser(
-        prog="odb-factory report",
-        description="What one run has done, or two side by side, as one HTML page and as JSON.",
-    )
-    parser.add_argument(
-        "output_dir", metavar="OUTPUT_DIR", type=Path, help="output_dir of a training, ended or under way"
-    )
-    parser.add_argument("other_dir", metavar="OTHER_DIR", type=Path, nargs="?", help="another one, to compare with")
-    parser.add_argument("--html", metavar="FILE", type=Path, help=f"the page (OUTPUT_DIR/{PAGE})")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="the figures of the page; - prints them")
-    given = parser.parse_args(argv)
-    page = given.html or given.output_dir / PAGE
-    prints_figures = str(given.json) == "-"
-    if given.json is not None and not prints_figures and given.json.resolve() == page.resolve():
-        raise ODBError(f"{page}: the page (--html) and its figures (--json) cannot be one file; give --json another.")
-
-    from odb_factory.report.figures import report_of, to_json
-    from odb_factory.report.page import make_page
-
-    figures = report_of([folder for folder in (given.output_dir, given.other_dir) if folder is not None])
-    _write(page, make_page(figures, datetime.datetime.now()), "--html")
-    if prints_figures:
-        print(to_json(figures), end="")
-        return 0
-    if given.json is not None:
-        _write(given.json, to_json(figures), "--json")
-    print(figures["headline"])
-    for run in figures["runs"]:
-        for note in run["notes"]:
-            print(f"{run['name']}: {note}")
-    for note in (figures["comparison"] or {}).get("notes", []):
-        print(note)
-    print(f"The page: {page}" + (f"; the figures: {given.json}" if given.json else ""))
-    return 0
-
-
 def doctor(argv: Sequence[str]) -> int:
-    """Returns 0 if `llamafactory-cli train` will be activated (or if a checkpoint is whole), 1 if not."""
-    parser = argparse.ArgumentParser(
-        prog="odb-factory doctor",
-        description="Say whether odb_factory will be active here, and how to fix what is in the way.",
-    )
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="compare the files of this checkpoint instead")
-    given = parser.parse_args(argv)
-
-    from odb_factory.cli.doctor import examine_checkpoint, examine_environment
-
-    return examine_environment() if given.checkpoint is None else examine_checkpoint(given.checkpoint)
+    return importlib.import_module("odb_factory.cli.doctor").main(argv)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "compare": (compare, "show what a training has done, or compare two"),
     "demo": (demo, "train a tiny model with and without odb and compare"),
     "doctor": (doctor, "say whether odb will be active here, and what to fix"),
-    "report": (report, "show what a run has done, or two side by side, as one HTML page"),
     "plan": (plan, "say what the budgets will do with a sample of the data"),
     "train": (train, "`llamafactory-cli train` with odb activated explicitly"),
 }
@@ -231,17 +185,6 @@ def _activated(command: str, fix: str) -> bool:
         switch = f"{activation.DISABLE}={os.environ.get(activation.DISABLE)}"
         print(f"odb-factory {command}: {switch} switches odb_factory off; {fix}", file=sys.stderr)
     return activation.is_active()
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    """An existing file stays whole until the new one is."""
-    aside = path.with_name(f"{path.name}.part") if path.is_file() or not path.exists() else path
-    try:
-        aside.write_text(text, encoding="utf-8")
-        if aside != path:
-            aside.replace(path)
-    except OSError as error:
-        raise ODBError(f"{path}: cannot be written ({error.strerror}); give another file with {option}.") from None
 
 
 if __name__ == "__main__":

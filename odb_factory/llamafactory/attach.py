@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llamafactory.data.mm_plugin import BasePlugin
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
-from odb_factory.accounting.losses import DataSets
 from odb_factory.config import CAPS, ODBConfig
 from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
     INVALID_ROW,
-    IndexedRows,
     OnlineDataset,
     OnlineStream,
     OpenMedia,
@@ -38,46 +36,6 @@ from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
 from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.trainer import enable_odb
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What `odb-factory report` shows of a training of LLaMA-Factory beside its training arguments.
-
-FINETUNING = ("stage", "finetuning_type")
-OF_KIND = {"lora": ("lora_rank", "lora_target"), "dpo": ("pref_loss", "pref_beta")}
-"""Arguments that mean something with this finetuning_type or stage alone."""
-DATA = (
-    "template", "cutoff_len", "train_on_prompt", "mask_history", "dataset", "eval_dataset", "mix_strategy",
-    "interleave_probs", "max_samples", "val_size", "streaming",
-)  # fmt: skip
-
-
-def about(trainer: Any, dataset: Any) -> dict[str, object]:
-    """JSON types. dataset: what it trains on."""
-    found = _values(trainer.finetuning_args, FINETUNING)
-    for kind in list(found.values()):
-        found |= _values(trainer.finetuning_args, OF_KIND.get(str(kind), ()))
-    processor = getattr(dataset, "processor", None)
-    if processor is not None:
-        found |= _values(processor.data_args, DATA)
-    return found
-
-
-def data_sets_of(dataset: Any) -> DataSets | None:
-    """The data sets that its rows are from, with the names of the YAML if each of these has rows; None where they are
-    not known, and for one alone."""
-    if not isinstance(dataset, OnlineDataset) or not isinstance(dataset.rows, IndexedRows):
-        return None
-    names, asked = dataset.rows.dataset_names, dataset.processor.data_args.dataset
-    if len(names) < 2:
-        return None
-    return DataSets(asked if len(asked) == len(names) else names, dataset.rows.source_numbers)
-
-
-def _values(arguments: Any, names: Iterable[str]) -> dict[str, object]:
-    """Those that are set."""
-    found = {name: getattr(arguments, name, None) for name in names}
-    return {name: value for name, value in found.items() if value not in (None, False, [], "", 0)}
-
 
 logger = get_logger(__name__)
 
@@ -220,8 +178,6 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         rows_from=rows_from(sample, collator.tokenizer, processor),
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
-        data_sets=data_sets_of(dataset),
-        about=about(trainer, dataset),
     )
     trainer.add_callback(HostCallback(trainer, stage, keeps=config.keeps))
     if not config.keeps and trainer.args.per_device_train_batch_size > 1:

@@ -42,7 +42,7 @@ STREAMING_KEYS = ("buffer_size",)
 """Those that mean something in LLaMA-Factory with `streaming: true` alone; elsewhere they are meant for the block."""
 WITHOUT = "odb=null"
 """The override with which a YAML is trained without its block."""
-FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb"
+FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb|token_budget"
 """Keys of a YAML that stand for the block: as people misspell it, and as patched forks of LLaMA-Factory have them."""
 ARGUMENTS = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
 

@@ -165,11 +165,6 @@ class IndexedRows:
         return self._sources[self._source[index]][int(self._row[index])]
 
     @property
-    def source_numbers(self) -> np.ndarray:
-        """For each row the number of its dataset among `dataset_names` (int16)."""
-        return np.searchsorted(list(self._sources), self._source).astype(np.int16)
-
-    @property
     def sources(self) -> tuple[Source, ...]:
         return tuple(self._sources.values())
 

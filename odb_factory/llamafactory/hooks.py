@@ -346,7 +346,6 @@ def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) ->
     stage = STAGES[trainer.finetuning_args.stage]
     others = TRAINERS.keys() - {stage.name}
     hooked = [seam for seam in seams() if seam.split(".")[2] not in others]
-    logger.info(
-        "online dynamic batching is on; stage %s, unit: %s; hooked: %s", stage.name, stage.unit, ", ".join(hooked)
-    )
+    logger.info("online dynamic batching is on; stage %s, unit: %s", stage.name, stage.unit)
+    logger.debug("hooked: %s", ", ".join(hooked))
     return trainer.train(*args, **kwargs)

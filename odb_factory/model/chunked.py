@@ -1,12 +1,12 @@
 """Losses and log-probabilities of labels from hidden states, with the logits of some tokens at a time.
 
-For each chunk of tokens, one product computes the logits, their gradient takes their place, and two products add it to
-the gradients of hidden states and of the head. If the weights of the tokens are known, forward does all three, so that
-no logits are computed twice; otherwise (preferences) forward needs the first product only, and backward all. Gradients
-are added up in float32. Between the products runs a Triton kernel (`odb_factory.model.kernel`), or plain operations.
+For each chunk of tokens, one product computes the logits, their gradient replaces them, and two products add it to the
+gradients of hidden states and of the head, in float32. If the weights of the tokens are known, forward does all three;
+otherwise (preferences) it needs the first product only, and backward all. Between the products a Triton kernel runs
+(`odb_factory.model.kernel`), or plain operations.
 
 The logits of a chunk have rows of an aligned length, and on an accelerator the number of tokens is padded: products of
-odd sizes run several times slower there.
+odd sizes are several times slower there.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ logger = get_logger(__name__)
 
 IGNORE_INDEX = -100
 ALIGNED = 64
-"""Rows of logits begin at multiples of this number of elements; tokens on an accelerator are padded to it."""
+"""Rows of logits begin at multiples of this number of elements."""
 
 
 Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
@@ -42,20 +43,20 @@ Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
 class Sizes:
     """How much is computed at a time.
 
-    chunk: bytes of the logits of a chunk of tokens, if they are not of fewer than H / 4 tokens, which makes adding to
-    the head's gradient cheap beside its products. rows: a chunk has a multiple of this number of tokens. tile: logits
-    that plain operations change. block: elements of the head's weight in a product; None: all.
+    chunk: bytes of the logits of a chunk of tokens; more if it has fewer than H / 4 tokens, because each chunk passes
+    the head's gradient once. tile: logits that plain operations change. block: elements of the head's weight in a
+    product. rows: the number of tokens is padded to a multiple of it.
     """
 
     chunk: int
     tile: int
-    block: int | None = None
-    rows: int = 128
+    block: int
+    rows: int
 
 
-ON_CPU = Sizes(chunk=2**25, tile=2**19, block=2**24, rows=16)
+ON_CPU = Sizes(chunk=2**25, tile=2**19, block=2**22, rows=1)
 """Tiles fit its cache, and copies of the weight in the dtype of autocast are small."""
-ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26)
+ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26, block=sys.maxsize, rows=ALIGNED)
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,12 @@ def weighted_loss_of(
         weighed = weighed * everywhere[places]
     else:
         weighed = weighed * weights
-    loss, values = _apply(linear, hidden, targets, places, after, weighed)
+    # The largest weight is 1 in the products: float16 would lose small ones.
+    largest = nn.functional.pad(weighed.abs(), (0, 1)).amax().clamp_min(torch.finfo(weighed.dtype).tiny)
+    loss, values, _ = _apply(linear, hidden, targets, places, after, weighed / largest)
     if watch is not None:
         watch(-values * (targets[places] != IGNORE_INDEX), places, labels.shape)
-    return loss
+    return loss * largest
 
 
 def log_probs_of(
@@ -127,7 +130,8 @@ def log_probs_of(
     hidden, labels, num_supervised, after: of `weighted_loss_of`.
     """
     targets, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
-    return places, *_apply(linear, hidden, targets, places, after)
+    _, values, means = _apply(linear, hidden, targets, places, after)
+    return places, values, means
 
 
 def _supervised(labels: Tensor, num_supervised: int | None) -> tuple[Tensor, Tensor]:
@@ -147,32 +151,32 @@ def _accurate(linear: nn.Linear) -> torch.dtype:
 
 def _apply(
     linear: nn.Linear, hidden: Tensor, targets: Tensor, places: Tensor, after: AfterHead, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of `_Head` at `places`."""
-    device, dtype = hidden.device.type, linear.weight.dtype
+    device, dtype, tokens = hidden.device.type, linear.weight.dtype, len(places)
     if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    tokens = len(places)
-    padding = 0 if device == "cpu" or not tokens else -tokens % ALIGNED
+    sizes = ON_CPU if device == "cpu" else ELSEWHERE
+    padding = -tokens % sizes.rows
     if padding:
-        places = torch.cat((places, places[:1].expand(padding)))
+        places = nn.functional.pad(places, (0, padding))
         weights = None if weights is None else nn.functional.pad(weights, (0, padding))
-    first, second = _Head.apply(
+    loss, values, means = _Head.apply(
         hidden.reshape(-1, hidden.shape[-1]).index_select(0, places),
         linear.weight,
         linear.bias,
         targets[places].clamp_min(0),
         weights,
-        _Pass(dtype, _accurate(linear), after, ON_CPU if device == "cpu" else ELSEWHERE),
+        _Pass(dtype, _accurate(linear), after, sizes),
         torch.is_grad_enabled(),
     )
-    return first if weights is not None else first[:tokens], second[:tokens]
+    return loss, values[:tokens], means[:tokens]
 
 
 class _Head(torch.autograd.Function):
-    """hidden: [S, H]; targets: [S]; weights: [S] or None. Returns -(weights x log-probabilities).sum() and the
-    log-probabilities of the targets [S], or without weights these and the means of logits [S]. The second output has no
-    gradient."""
+    """hidden: [S, H]; targets: [S]; weights: [S] or None. Returns -(weights x values).sum(); values, the
+    log-probabilities of the targets [S]; means of logits [S], zeros if a gradient is computed. The first output has a
+    gradient, or the second one without weights."""
 
     @staticmethod
     def forward(
@@ -184,35 +188,29 @@ class _Head(torch.autograd.Function):
         weights: Tensor | None,
         how: _Pass,
         with_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         needed = ctx.needs_input_grad[:3] if with_gradient and weights is not None else (False,) * 3
-        values, means, ctx.gradients = how(hidden, weight, bias, targets, weights, needed)
+        values, means, ctx.gradients = how.run(hidden, weight, bias, targets, weights, needed)
+        loss = values.new_zeros(()) if weights is None else -(values * weights).sum()
         ctx.how = how
         ctx.save_for_backward(hidden, weight, bias, targets, weights)
-        first, second = (values, means) if weights is None else (-(values * weights).sum(), values)
-        ctx.mark_non_differentiable(second)
-        return first, second
+        ctx.mark_non_differentiable(means, loss if weights is None else values)
+        return loss, values, means
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, of_loss: Tensor, of_values: Tensor, _: Any) -> Any:
         hidden, weight, bias, targets, weights = ctx.saved_tensors
-        # Computed in forward, used once, and changed in place: a second backward computes them again.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            known = -gradient if weights is None else weights
-            _, _, gradients = ctx.how(hidden, weight, bias, targets, known, ctx.needs_input_grad[:3])
-        unit, totals = gradients
-        factor = unit if weights is None else unit * gradient
-        found = (
-            None if total is None else ctx.how.times(total, factor, of.dtype)
-            for total, of in zip(totals, (hidden, weight, bias))
+        gradients, ctx.gradients = ctx.gradients, ()  # they are changed in place: a second backward computes its own
+        if not gradients:
+            known = -of_values if weights is None else weights
+            _, _, gradients = ctx.how.run(hidden, weight, bias, targets, known, ctx.needs_input_grad[:3])
+        factor = 1.0 if weights is None else of_loss
+        scaled = (
+            None if total is None else total.mul_(factor).to(one.dtype)
+            for total, one in zip(gradients, (hidden, weight, bias))
         )
-        return *found, None, None, None, None
-
-
-Gradients = tuple[Tensor, tuple[Tensor | None, ...]]
-"""A factor, and the gradients of hidden states, weight and bias before it, in float32; None: not needed."""
+        return *scaled, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ class _Pass:
     after: AfterHead
     sizes: Sizes
 
-    def __call__(
+    def run(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -232,29 +230,22 @@ class _Pass:
         targets: Tensor,
         weights: Tensor | None,
         needed: tuple[bool, ...],
-    ) -> tuple[Tensor, Tensor, Gradients | None]:
-        """Log-probabilities of the targets [S]; means of logits [S], or zeros if a gradient is needed; the gradients of
-        -(weights x log-probabilities).sum(), as far as needed."""
-        tokens, vocabulary = len(hidden), len(weight)
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        """Log-probabilities of the targets [S]; means of logits [S]; the gradients of -(weights x log-probabilities)
+        .sum() by hidden, weight and bias, None where not needed. () if none is needed."""
+        (tokens, width), vocabulary = hidden.shape, len(weight)
         values, means = hidden.new_zeros(2, tokens, dtype=self.accurate)
-        unit, of_hidden, of_weight, of_bias = None, None, None, None
-        if weights is not None and any(needed):
-            # The largest weight is 1 in the products: float16 would lose small ones.
-            unit = nn.functional.pad(weights.abs(), (0, 1)).amax().clamp_min(torch.finfo(self.accurate).tiny)
-            weights = weights / unit
-            shapes = (hidden.shape, weight.shape, weight.shape[:1])
-            of_hidden, of_weight, of_bias = (
-                hidden.new_empty(shape, dtype=self.accurate) if is_needed else None
-                for shape, is_needed in zip(shapes, needed)
-            )
+        of_hidden, of_weight, of_bias = gradients = tuple(
+            hidden.new_zeros(one.shape, dtype=self.accurate) if one is not None and is_needed else None
+            for one, is_needed in zip((hidden, weight, bias), needed)
+        )
         if hidden.device.type != "cpu":
             weight = weight.to(self.dtype)
-        blocks = list(self.blocks(weight))
-        size = self.chunk_size(tokens, weight)
+        blocks = _parts(vocabulary, self.sizes.block // width)
+        size = self.chunk_size(tokens, vocabulary, width)
         memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)[:, :vocabulary]
         with without_autocast(hidden.device.type):
-            for start in range(0, max(tokens, 1), max(size, 1)):
-                some = slice(start, start + size)
+            for some in _parts(tokens, size):
                 x = hidden[some].to(self.dtype)
                 logits = memory[: len(x)]
                 for block in blocks:
@@ -263,40 +254,34 @@ class _Pass:
                         torch.mm(x, w, out=logits[:, block])
                     else:
                         torch.addmm(bias[block].to(self.dtype), x, w, out=logits[:, block])
-                weighed = None if unit is None or weights is None else weights[some]
+                weighed = weights[some] if weights is not None and any(needed) else None
                 self.replace(logits, targets[some], weighed, values[some], means[some])
-                for block in blocks if unit is not None else ():
+                for block in blocks if any(needed) else ():
                     g = logits[:, block]
                     if of_hidden is not None:
-                        _add(of_hidden[some], g, weight[block].to(self.dtype), is_first=block.start == 0)
+                        _add(of_hidden[some], g, weight[block].to(self.dtype))
                     if of_weight is not None:
-                        _add(of_weight[block], g.T, x, is_first=start == 0)
+                        _add(of_weight[block], g.T, x)
                     if of_bias is not None:
-                        _add(of_bias[block, None], g.T, x.new_ones(len(x), 1), is_first=start == 0)
-        return values, means, None if unit is None else (unit, (of_hidden, of_weight, of_bias))
+                        of_bias[block] += g.sum(0, dtype=self.accurate)
+        return values, means, gradients if any(needed) else ()
 
-    def chunk_size(self, tokens: int, weight: Tensor) -> int:
-        """Tokens of a chunk. All chunks but the last have this size, which makes that one as large as possible."""
-        rows, (vocabulary, width) = self.sizes.rows, weight.shape
+    def chunk_size(self, tokens: int, vocabulary: int, width: int) -> int:
+        """Tokens of a chunk: all chunks have as many, up to `sizes.rows`."""
+        rows = self.sizes.rows
         most = max(self.sizes.chunk // (vocabulary * self.dtype.itemsize), width // 4) // rows * rows or rows
         num_chunks = max(math.ceil(tokens / most), 1)
-        return min(math.ceil(tokens / num_chunks / rows) * rows, tokens)
-
-    def blocks(self, weight: Tensor) -> Iterator[slice]:
-        """Rows of `weight`, as many as a product takes."""
-        size = max((self.sizes.block or weight.numel()) // math.prod(weight.shape[1:]), 1)
-        return (slice(start, start + size) for start in range(0, len(weight), size))
+        return math.ceil(tokens / num_chunks / rows) * rows
 
     def replace(self, logits: Tensor, targets: Tensor, weights: Tensor | None, values: Tensor, means: Tensor) -> None:
         """Write log-probabilities to `values`, and with weights the gradient of -(weights x values).sum() to `logits`;
         without, the means of logits to `means`."""
-        kernel = _kernel(logits.device) if _may_use_kernel(logits, values) else None
-        if kernel is not None:
-            kernel(logits, targets, weights, self.after.scale, self.after.cap, values, means)
-            return
-        at_a_time = max(self.sizes.tile // logits.shape[1], 1)
-        for start in range(0, len(logits), at_a_time):
-            some = slice(start, start + at_a_time)
+        if _may_use_kernel(logits, values):
+            kernel = _kernel(logits.device, logits.dtype, self.after.cap is not None, weights is not None)
+            if kernel is not None:
+                kernel(logits, targets, weights, self.after.scale, self.after.cap, values, means)
+                return
+        for some in _parts(len(logits), self.sizes.tile // logits.shape[1]):
             x, target = logits[some].to(self.accurate), targets[some, None]
             slope = self.after.change(x)
             if weights is None:
@@ -308,28 +293,22 @@ class _Pass:
             total = others + own.exp()
             values[some] = (own - total.log())[:, 0]
             if weights is not None:
-                x.scatter_(1, target, -others).mul_(weights[some, None] * self.after.scale / total)
-                logits[some] = x if slope is None else x.mul_(slope)
-
-    def times(self, total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """`total` x `factor` in one pass: in place, or rounded to `dtype`."""
-        if total.dtype == dtype:
-            return total.mul_(factor)
-        result = torch.empty_like(total, dtype=dtype)
-        for some in self.blocks(total):
-            torch.mul(total[some], factor, out=result[some])
-        return result
+                x = x.scatter_(1, target, -others) if slope is None else x.scatter_(1, target, -others).mul_(slope)
+                torch.mul(x, weights[some, None] * self.after.scale / total, out=logits[some])
 
 
-def _add(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """Add `a @ b` to `total`, which has no values yet if it is the first."""
-    beta = 0 if is_first else 1
+def _parts(length: int, size: int) -> list[slice]:
+    """`length` items, `size` (at least 1) at a time."""
+    size = max(size, 1)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`."""
     if total.dtype == b.dtype:
-        torch.addmm(total, a, b, beta=beta, out=total)
+        torch.addmm(total, a, b, out=total)
     elif _adds_unrounded(b.device, b.dtype):
-        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
-    elif is_first:
-        total.copy_(a @ b)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
 
@@ -351,16 +330,14 @@ def _may_use_kernel(logits: Tensor, values: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Callable[..., None] | None:
-    """The Triton kernel; None: Triton is missing, too old, or does not compile it for this device."""
+def _kernel(device: torch.device, dtype: torch.dtype, has_cap: bool, with_gradient: bool) -> Callable[..., None] | None:
+    """The Triton kernel. None: Triton is missing, too old, or does not compile it for these arguments."""
     try:
         from odb_factory.model.kernel import BLOCK, replace_rows
 
-        values = torch.zeros(2, 1, device=device)
-        logits = torch.zeros(1, BLOCK, device=device, dtype=torch.bfloat16)
-        replace_rows(
-            logits, torch.zeros(1, device=device, dtype=torch.long), values[1], 1.0, None, values[0], values[0]
-        )
+        row = torch.zeros(1, device=device)
+        logits = torch.zeros(1, BLOCK, device=device, dtype=dtype)
+        replace_rows(logits, row.long(), row if with_gradient else None, 1.0, 1.0 if has_cap else None, row, row)
     except Exception as error:  # a compiler runs, of any version
         logger.info("loss: plain operations in place of a Triton kernel: %s", one_line(error))
         return None

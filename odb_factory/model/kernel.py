@@ -23,14 +23,11 @@ NUM_STAGES = 3
 
 @triton.jit
 def _after_head(x, scale, cap, HAS_CAP: tl.constexpr):
-    """What the model does to its logits, and the derivative of that."""
+    """What the model does to its logits."""
     x = x * scale
-    slope = scale
     if HAS_CAP:
-        tanh = 2 * tl.sigmoid(2 * x / cap) - 1
-        x = cap * tanh
-        slope = scale * (1 - tanh * tanh)
-    return x, slope
+        x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # tanh
+    return x
 
 
 @triton.jit
@@ -52,7 +49,7 @@ def _rows(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    own, _ = _after_head(tl.load(logits + target).to(tl.float32), scale, cap, HAS_CAP)
+    own = _after_head(tl.load(logits + target).to(tl.float32), scale, cap, HAS_CAP)
     lanes = tl.arange(0, BLOCK)
     # The sum of exponentials leaves the label's own out: 1 - probability would cancel if the model is confident.
     largest = tl.zeros([BLOCK], tl.float32) + own
@@ -61,7 +58,7 @@ def _rows(
     for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         places = start + lanes
         x = tl.load(logits + places, mask=places < size, other=0.0).to(tl.float32)
-        x, _ = _after_head(x, scale, cap, HAS_CAP)
+        x = _after_head(x, scale, cap, HAS_CAP)
         if not GRADIENT:
             total += tl.where(places < size, x, 0.0)
         x = tl.where((places < size) & (places != target), x, -float("inf"))
@@ -73,13 +70,14 @@ def _rows(
     row_total = row_others + tl.exp(own - row_largest)
     tl.store(values + row, own - row_largest - tl.log(row_total))
     if GRADIENT:
-        weight = tl.load(weights + row)
-        factor = weight / row_total
+        factor = tl.load(weights + row) * scale / row_total
         for back in tl.range(0, size, BLOCK, num_stages=STAGES):
             places = (size - 1) // BLOCK * BLOCK - back + lanes
             x = tl.load(logits + places, mask=places < size, other=0.0).to(tl.float32)
-            x, slope = _after_head(x, scale, cap, HAS_CAP)
-            gradient = tl.where(places == target, -row_others, tl.exp(x - row_largest)) * factor * slope
+            x = _after_head(x, scale, cap, HAS_CAP)
+            gradient = tl.where(places == target, -row_others, tl.exp(x - row_largest)) * factor
+            if HAS_CAP:
+                gradient *= 1 - (x / cap) * (x / cap)
             tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=places < size)
     else:
         tl.store(means + row, tl.sum(total, 0) / size)
@@ -99,7 +97,6 @@ def replace_rows(
     logits: [n, V], rows of contiguous logits. targets: int64[n]. weights: float32[n]; None: no gradient is computed,
     and the means of the logits are written to `means`, float32[n]. scale, cap: of `AfterHead`.
     """
-    block = min(triton.next_power_of_2(logits.shape[1]), BLOCK)
     with torch.cuda.device_of(logits):
         _rows[(len(logits),)](
             logits,
@@ -113,7 +110,7 @@ def replace_rows(
             1.0 if cap is None else cap,
             HAS_CAP=cap is not None,
             GRADIENT=weights is not None,
-            BLOCK=block,
+            BLOCK=BLOCK,
             STAGES=NUM_STAGES,
             num_warps=NUM_WARPS,
         )

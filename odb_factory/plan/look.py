@@ -41,7 +41,6 @@ class Look:
     budgets: list[Figures]
     other_layout: Figures
     fixed: Figures
-    length_grouped: Figures
     bound_by_longest: float
     examples: dict[str, str]
 
@@ -98,7 +97,6 @@ def look(asked: Asked, samples: int) -> Look:
         budgets=[own if one == config.token_budget else under(one) for one in budgets],
         other_layout=under(config.token_budget, "padded" if layout.name == "flat" else "flat"),
         fixed=simulation.fixed(),
-        length_grouped=simulation.length_grouped(),
         bound_by_longest=sum(longest) / len(longest),
         examples=examples,
     )

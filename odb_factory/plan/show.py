@@ -1,4 +1,4 @@
-"""A look as text for a terminal, as plain values for machines, and as one page of plots."""
+"""A look as text for a terminal, as plain values for machines, and as one picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -15,11 +14,11 @@ from rich.text import Text
 
 from odb_factory.plan import simulate
 from odb_factory.plan.look import Advice, Look
-from odb_factory.plan.rows import ALL, Part, Spread
+from odb_factory.plan.rows import Part, Spread
 from odb_factory.plan.simulate import Figures
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,7 +48,7 @@ def to_dict(found: Look, advice: Advice) -> dict[str, Any]:
     } | {
         ("data" if name == "parts" else name): _plain(getattr(found, name))
         for name in ("layout", "layout_reason", "parts", "examples", "own", "budgets", "other_layout", "fixed",
-                     "length_grouped", "bound_by_longest")
+                     "bound_by_longest")
     }  # fmt: skip
 
 
@@ -146,7 +145,6 @@ def _budgets(found: Look) -> Table:
     table.add_section()
     table.add_row(*_figures(has_patches, f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
     table.add_row(*_figures(has_patches, f"fixed x {size}", found.fixed))
-    table.add_row(*_figures(has_patches, f"by length x {size}", found.length_grouped))
     return table
 
 
@@ -178,85 +176,23 @@ def _table(title: str, *columns: str) -> Table:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A look as one page of plots.
-
-ODB, OTHER, FIXED, GROUPED, OWN = "#2a6f97", "#8ecae6", "#e9c46a", "#6a994e", "#9b2226"
+# A look as one picture.
 
 
 def draw(found: Look, path: Path) -> None:
-    """Save a PNG: how long the samples are, what budgets and ranks do with them."""
-    import matplotlib
+    """Save a PNG: padding, balance, fill and efficiency under each budget; the YAML's budget is dashed."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, grid = plt.subplots(1, 3, figsize=(17, 4.4), layout="constrained")
-    for axes, plot in zip(grid, (_samples, _speed, _shares)):
-        plot(axes, found)
-    layout, ranks = f"layout {found.layout}", f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}"
-    size = "filled optimizer steps" if found.step_size is None else f"{found.step_size:,} samples an optimizer step"
-    figure.suptitle(
-        f"{found.asked.path.name}: {len(found.sample.seen):,} rows, {size}, {ranks}, {layout}",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def _samples(axes: Axes, found: Look) -> None:
-    names = [part.name for part in found.parts if part.name != ALL]
-    seen = [row for row in found.sample.seen if row.cost is not None]
-    groups = [[row for row in seen if row.source == name] for name in names] or [seen]
-    lengths = [np.array([row.cost.tokens for row in group if row.cost is not None]) for group in groups]
-    every = np.concatenate(lengths)
-    bins = np.geomspace(max(every.min(), 1), every.max() + 1, 40)
-    axes.hist(lengths, bins=bins.tolist(), stacked=True, label=names or ["samples"])
-    axes.axvline(found.asked.parsed.data.cutoff_len, color=OWN, linestyle=":", linewidth=1, label="cutoff_len")
-    axes.set_ylabel("samples")
-    _tokens_along(axes, "tokens of a sample", found)
-    axes.legend(fontsize=8)
-    axes.set_title("lengths of the samples; dashed: token_budget", loc="left", fontsize=10)
-
-
-def _speed(axes: Axes, found: Look) -> None:
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="token_budget", ylim=(0, 1.05))
     budgets = [one.token_budget or 0 for one in found.budgets]
-    axes.plot(budgets, [one.speed for one in found.budgets], marker="o", color=ODB, label=f"odb, {found.layout}")
-    other = found.other_layout
-    axes.plot(
-        [found.config.token_budget], [other.speed], marker="s", color=OTHER, linestyle="", label=f"odb, {other.layout}"
-    )
-    axes.axhline(found.length_grouped.speed, color=GROUPED, linewidth=1.5, label="length-grouped")
-    axes.axhline(found.fixed.speed, color=FIXED, linewidth=1.5, label="fixed batches")
-    axes.set(ylabel="times fixed batches", ylim=(0, None))
-    _tokens_along(axes, "token_budget", found)
-    axes.legend(fontsize=8)
-    axes.set_title("predicted speed (by the cost model, not measured)", loc="left", fontsize=10)
-
-
-def _shares(axes: Axes, found: Look) -> None:
-    budgets = [one.token_budget or 0 for one in found.budgets]
-    for name, color in (
-        ("padding_ratio", FIXED),
-        ("balance", GROUPED),
-        ("budget_use", OTHER),
-        ("step_efficiency", ODB),
-    ):
-        values = [getattr(one, name) for one in found.budgets]
-        axes.plot(budgets, values, marker="o", markersize=3, color=color, label=name.replace("_", " "))
-    axes.plot(
-        budgets, [one.limit or 0.0 for one in found.budgets], color="black", linestyle=":", label="limit of efficiency"
-    )
-    axes.set(ylim=(0, 1.05))
-    _tokens_along(axes, "token_budget", found)
-    axes.legend(fontsize=8)
-    axes.set_title("what a budget does", loc="left", fontsize=10)
-
-
-def _tokens_along(axes: Axes, label: str, found: Look) -> None:
-    """Powers of two, written out, and the YAML's budget."""
-    axes.axvline(found.config.token_budget, color=OWN, linestyle="--", linewidth=1)
+    for name in ("padding_ratio", "balance", "budget_use", "step_efficiency", "limit"):
+        values = [getattr(one, name) or 0.0 for one in found.budgets]
+        axes.plot(budgets, values, ":" if name == "limit" else "o-", label=name.replace("_", " "))
+    axes.axvline(found.config.token_budget, color="grey", linestyle="--", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.tick_params(axis="x", labelsize=8)
-    axes.minorticks_off()
-    axes.set_xlabel(label)
+    axes.legend(fontsize=8)
+    ranks = f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}"
+    axes.set_title(f"{found.asked.path.name}: {len(found.sample.seen):,} rows, {ranks}, layout {found.layout}")
+    figure.savefig(path, dpi=100)

@@ -1,4 +1,4 @@
-"""Simulate a training of the observed samples: by the planner under a budget, by fixed batches, grouped by length."""
+"""Simulate a training of the observed samples: by the planner under a budget, by fixed batches."""
 
 from __future__ import annotations
 
@@ -128,10 +128,8 @@ def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Figures:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What other ways to form micro-batches do with the same samples: fixed batches, and grouping by length.
+# What fixed batches do with the same samples.
 
-MEGA_BATCH = 50
-"""Batches of all ranks that the Trainer sorts at a time, where it groups by length."""
 NO_LIMIT = 1 << 62
 
 
@@ -147,17 +145,6 @@ def fixed_batches(samples: np.ndarray, batch_size: int, ranks: int, collation: C
     ]
     owner = np.zeros(len(samples), dtype=np.int64)
     return to_plan(steps, samples, [0, len(samples)], owner, Budget(NO_LIMIT, None, collation), False).totals
-
-
-def length_grouped(samples: np.ndarray, batch_size: int, ranks: int, collation: Collation) -> list[MicroStepTotals]:
-    """The same, sorted by length within mega-batches of 50 batches of all ranks, as the Trainer does.
-
-    All lengths must be known before training, and other samples share an optimizer step.
-    """
-    mega = MEGA_BATCH * batch_size * ranks
-    parts = [samples[start : start + mega] for start in range(0, len(samples), mega)]
-    ordered = [part[np.argsort(-part["row_tokens"].astype(np.int64), kind="stable")] for part in parts]
-    return fixed_batches(np.concatenate(ordered or [np.zeros(0, ROW)]), batch_size, ranks, collation)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,12 +249,6 @@ class Simulation:
         """Batches of this YAML's size in the order of the samples."""
         found = self._fixed(self.sample.steps)
         return outcome("fixed", found, self.asked.ranks, found)
-
-    def length_grouped(self) -> Figures:
-        asked, table = self.asked, np.concatenate([step.rows for step in self.sample.steps])
-        together = length_grouped(table, asked.batch_size, asked.ranks, self.collation)
-        found = list(_chunks(together, asked.accumulation))
-        return outcome("length-grouped", found, asked.ranks, self._fixed(self.sample.steps))
 
     def _encoded(self, plans: Sequence[tuple[Plan, np.ndarray]]) -> dict[str, Any]:
         """What the vision towers of the ranks encode, all images of a sample on one rank: those in `Figures`."""

@@ -575,53 +575,6 @@ def _asked_folder(asked: Any, output_dir: str) -> Path | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `odb-factory doctor CHECKPOINT`: every file of a checkpoint, of all ranks.
-
-
-def examine(folder: Path) -> Iterator[tuple[str, bool]]:
-    """A line for each part of a checkpoint, and whether it is a problem; else the line says how far it was compared."""
-    if not folder.is_dir():
-        yield f"{folder}: it is no folder", True
-        return
-    for text, check in _parts(folder):
-        try:
-            check()
-        except DataError as error:
-            yield str(error), True
-        else:
-            yield text, False
-
-
-def _parts(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What holds of each part of a checkpoint, and a check that raises `DataError` unless it does."""
-
-    def read_hashes(path: Path) -> None:
-        with _naming(path):
-            entries.update(read_checked(path, files=dict[str, Any])["files"])
-
-    entries: dict[str, dict[str, Any]] = {}
-    yield "trainer_state.json is readable", partial(read_trainer_state, folder)
-    ranks = by_rank(folder, RANK_FILE)
-    if ranks:
-        yield "odb_state.json is readable: all ranks have saved", partial(read_marker, folder)
-    for rank in ranks:
-        yield f"the state of rank {rank} is readable", partial(read_rank_state, folder, rank)
-    for rank, path in by_rank(folder, HASHES).items():
-        yield f"the hashes of rank {rank} are readable", partial(read_hashes, path)
-    yield "weights are there", partial(check_weights, folder)
-    yield "optimizer and schedule are there", partial(check_optimizer, folder)
-    for path in sorted({*files_of(folder), *(folder / name for name in entries)}):
-        name = path.relative_to(folder).as_posix()
-        entry = entries.get(name)
-        depth = "no hash was written; its head and its end are those of a whole file"
-        if entry is not None:
-            depth = f"all {entry['bytes']:,} bytes are as it was saved"
-            if entry["sampled"]:
-                depth = f"{NUM_BLOCKS} blocks are as they were saved, of {entry['bytes']:,} bytes; the rest has no hash"
-        yield f"{name}: {depth}", partial(check_file, path, entry)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Set a run to where a checkpoint left it.
 
 EPOCHS_ROUNDING = 1e-6

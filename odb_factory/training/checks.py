@@ -21,6 +21,7 @@ from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
 from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
+from odb_factory.data.order import DataLoaderParts, read
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
@@ -207,13 +208,14 @@ class _Stopped(Exception):
         self.batch = batch
 
 
-def row_alone(dataloader: Any) -> Any:
-    """The batch of the first row of a dataloader's dataset; None if it cannot be made, which its reader reports."""
-    rows = dataloader.dataset
-    try:
-        return dataloader.collate_fn([rows[0] if hasattr(rows, "__getitem__") else next(iter(rows))])
-    except Exception:
+def row_alone(trainer: Any, parts: DataLoaderParts) -> Any:
+    """The batch of the first row; None if the trainer's methods are transformers' own, for which nobody needs it, and
+    if it cannot be made, which is reported where rows are read."""
+    if all(_is_of_transformers(trainer, name) for name in ("compute_loss", "training_step", "_prepare_inputs")):
         return None
+    with kept_random_numbers(), contextlib.suppress(Exception):
+        return parts.collate_fn(list(read(parts.dataset, [0], parts)))
+    return None
 
 
 def check_pairs(trainer: Any, batch: Any) -> None:

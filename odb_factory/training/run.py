@@ -5,10 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import time
-import zlib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
-from odb_factory.accounting.losses import DataSets
-from odb_factory.accounting.statistics import Computing, Lines, StepStatistics, summary_line, write_summary
+from odb_factory.accounting.statistics import Computing, StepStatistics, summary_line, write_summary
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
@@ -29,118 +25,8 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
 from odb_factory.model.encoder import find_tower
 from odb_factory.planning import Limits
-from odb_factory.version import installed_version
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `odb_log.jsonl`: the settings of a run, and each log entry with its time and its sums; `odb-factory report` reads it.
-# Rank 0 writes a line when training begins (or is resumed), one with each log entry, and one at the end.
 
 logger = get_logger(__name__)
-
-RUN_LOG_FILE = "odb_log.jsonl"
-ARGUMENTS = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio",
-    "warmup_steps", "num_train_epochs", "max_steps", "optim", "weight_decay", "max_grad_norm", "bf16", "fp16",
-    "gradient_checkpointing", "dataloader_num_workers", "dataloader_drop_last", "deepspeed", "fsdp", "seed",
-    "data_seed", "logging_steps", "eval_strategy", "resume_from_checkpoint",
-)  # fmt: skip
-"""Training arguments shown in a report."""
-PACKAGES = ("odb_factory", "llamafactory", "torch", "transformers", "accelerate", "deepspeed")
-
-
-class RunLog(TrainerCallback):
-    """Runs after the other callbacks; appends to the log of a resumed run.
-
-    training: a `Training`. Its `odb.about` has facts missing in the training arguments, such as the template (JSON
-        types); the numbers of `odb.data_sets` are written to a file beside the log, once.
-    """
-
-    def __init__(self, training: Any):
-        self._training, self._odb = training, training.odb
-        self._begin: dict[str, Any] | None = None
-        self._file: Lines | None = None
-        self._is_over = not training.trainer.is_world_process_zero()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Now the arguments have the user's values."""
-        given = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
-        run, model = self._training.run, self._training.trainer.model
-        path = getattr(getattr(model, "config", None), "_name_or_path", "")
-        self._begin = {
-            "event": "begin",
-            "time": round(time.time(), 3),
-            "optimizer_steps": state.global_step,
-            "max_steps": run.total_steps,
-            "ranks": run.loader.world_size,
-            "arguments": {name: value for name, value in given.items() if value not in (None, "", [])},
-            "about": {"model": str(path or type(model).__name__), "device": device_of(args), **self._odb.about},
-            "versions": {name: installed_version(name) for name in PACKAGES if installed_version(name)},
-        }
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first line: by now budget and layout are settled, and the training is not refused."""
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            layout, data_sets = self._training.layout, self._odb.data_sets
-            begin["config"] = self._training.run.config.to_dict()
-            begin["layout"] = {"name": layout.name, "reason": layout.reason}
-            if data_sets is not None and not self._is_over:
-                begin["about"]["rows_of"] = _in_file(data_sets, Path(args.output_dir))
-            self._write(begin, args.output_dir)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        run = self._training.run
-        line = {
-            "event": "log",
-            "time": round(time.time(), 3),
-            "optimizer_step": state.global_step,
-            "epoch": run.epoch,
-            "logs": {key: value for key, value in (logs or {}).items() if isinstance(value, int | float)},
-        }
-        if "odb/balance" in line["logs"] and "loss" in line["logs"]:  # the Trainer's own entry, not the last one
-            line |= {"sums": vars(run.accounting.interval), "rows": run.accounting.rows_apart()}
-        self._write(line, args.output_dir)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._write(
-            {"event": "end", "time": round(time.time(), 3), "optimizer_step": state.global_step}, args.output_dir
-        )
-        if self._file is not None:
-            self._file.close()
-        self._is_over = True
-
-    def _write(self, line: Mapping[str, Any], folder: str) -> None:
-        """A failing log must not end the training."""
-        if self._is_over or self._begin is not None:  # of no interest before the first optimizer step
-            return
-        try:
-            if self._file is None:
-                self._file = Lines(Path(folder) / RUN_LOG_FILE, "the log of the run")
-                self._file.append = line.get("optimizer_steps", 0) > 0
-            self._file.add(line)
-            self._file.flush()
-        except (OSError, ConfigError) as error:
-            self._is_over = True
-            logger.warning(
-                "%s cannot be written (%s), so `odb-factory report` will know less; training continues",
-                Path(folder) / RUN_LOG_FILE,
-                one_line(error.__cause__ or error),
-            )
-
-
-def _in_file(data_sets: DataSets, folder: Path) -> dict[str, object]:
-    """The names, and the name of a file with the numbers, which is a checksum: a restart writes none."""
-    numbers = data_sets.numbers.astype("<i2").tobytes()
-    path = folder / f"odb_data_sets_{zlib.crc32(numbers):08x}.zlib"
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            part.write_bytes(zlib.compress(numbers))
-            part.replace(path)
-    except OSError as error:
-        logger.warning("%s cannot be written (%s), so a report will not know rows by data set", path, one_line(error))
-    return {"names": data_sets.names, "file": path.name}
 
 
 def device_of(args: Any) -> str:
@@ -183,8 +69,9 @@ class Operations:
     peak: float | None
 
     @classmethod
-    def of(cls, model: nn.Module, device: str) -> Operations | None:
-        """model: as loaded, not yet wrapped by an engine. None where its weights do not show what is computed."""
+    def of(cls, model: nn.Module, device: str, *, has_peak: bool = True) -> Operations | None:
+        """model: as loaded, not yet wrapped by an engine. None where its weights do not show what is computed.
+        has_peak: it computes in 16 bits, for which peaks are known."""
         inner = unwrapped(model)
         if not isinstance(inner, PreTrainedModel) or getattr(inner, "is_quantized", False):
             return None
@@ -222,7 +109,7 @@ class Operations:
         width = heads and heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
         square = 2 * layers * width * (1 + 2 * passed["token"] / max(every["token"], 1))  # half of all pairs: causal
         token, unit, patch = (2 * (every[kind] + passed[kind] + trained[kind]) for kind in ("token", "unit", "patch"))
-        return cls(token, unit, patch, round(square), peak_of(device))
+        return cls(token, unit, patch, round(square), peak_of(device) if has_peak else None)
 
     def metrics(self, done: StepStatistics, world_size: int) -> dict[str, float]:
         """The entries of a log line; done: sums over all ranks."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from odb_factory.accounting.losses import DataSets, LossBySet, TokenLoss, in_float32
+from odb_factory.accounting.losses import TokenLoss, in_float32
 from odb_factory.accounting.statistics import Computing, StepStatistics
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import gather_once
@@ -148,8 +148,6 @@ class Session:
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None
     not_flat: str | None
     memory_meter: PeakMeter | None
-    data_sets: DataSets | None
-    about: Mapping[str, object]
     before_step: Callable[[Any, Sequence[Collated]], None] | None = None
     training: Training | None = None
     evaluation: Evaluation | None = None
@@ -253,15 +251,12 @@ class Session:
         segments, num_supervised = ((), None) if measured is None else (measured.segments, measured.num_supervised)
         if computing is not None and row_weights is None and num_supervised is None:
             return contextlib.nullcontext()  # the model's own mean
-        watch, times = None, 1.0
-        if computing is not None and training is not None and self.evaluation is None:
-            by_set, step = training.run.accounting.by_set, computing.micro_batch.step
-            if by_set is not None and not computing.micro_batch.idle:
-                watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
-            if self.config.loss_scaling == "stock":
-                times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
-                times *= computing.num_items / num_items
-        return self._loss_of(model).weighing(row_weights, segments, num_items, num_supervised, watch, times)
+        times, is_stock = 1.0, self.config.loss_scaling == "stock" and self.evaluation is None
+        if computing is not None and training is not None and is_stock:
+            step = computing.micro_batch.step
+            times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
+            times *= computing.num_items / num_items
+        return self._loss_of(model).weighing(row_weights, segments, num_items, num_supervised, times)
 
     @property
     def is_measured_with_args(self) -> bool:
@@ -304,7 +299,8 @@ class Session:
             number = number_like(stock.number, units, logits.device)
             row, start, end = place
             alone = SampleModel(self.trainer.model, logits[row : row + 1, start:end])
-            loss = compute_loss(alone, cut(inputs, *place), num_items_in_batch=number)
+            with flat_row(()):  # a reference model computes the sample, not the row
+                loss = compute_loss(alone, cut(inputs, *place), num_items_in_batch=number)
             total = total + in_float32(loss) * (weight * units)
         return total, output
 
@@ -374,16 +370,17 @@ class Training:
         stock: the Trainer's train dataloader.
         """
         odb, args, dataset = self.odb, self.trainer.args, self.trainer.train_dataset
-        if (batch := row_alone(stock)) is not None:
-            check_pairs(self.trainer, batch)
-            check_keeps_rows(self.trainer, batch)
         self._seed = self._seed_of_order()
         self._parts = dismantle(stock, self._seed, stream=dataset)
+        if (batch := row_alone(self.trainer, self._parts)) is not None:
+            check_pairs(self.trainer, batch)
+            check_keeps_rows(self.trainer, batch)
         if odb.observer is None:
             self._parts = with_all_columns(self._parts, dataset, odb.cost_fn)
         if not odb.equal_weights:
             with contextlib.suppress(AttributeError):  # of a config of another kind
-                self._operations = Operations.of(self.trainer.model, device_of(args))
+                is_half = args.bf16 or args.fp16 or self.trainer.model.dtype in (torch.bfloat16, torch.float16)
+                self._operations = Operations.of(self.trainer.model, device_of(args), has_peak=is_half)
         config, self.lacks_budgets = first_config(odb.config, self.checkpoint)
         self._sampler_at_begin = SamplerState(self._parts.sampler)
         self.stock = self._ask_stock()
@@ -501,8 +498,6 @@ class Training:
             # 2. the run
             is_shuffled = getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler))
             run = self._run = ODBRun(loader, args, is_shuffled=is_shuffled)
-            if odb.data_sets is not None and not odb.equal_weights and not self.stock.is_trainers:
-                run.accounting.by_set = LossBySet(odb.data_sets)
         if odb.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
         cuts_nothing = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
@@ -575,6 +570,8 @@ class Training:
         if self.has_begun:
             self.run.close()
         self.layout.undo()
+        if (noise := getattr(self.trainer, "neftune_hook_handle", None)) is not None:
+            noise.remove()  # stock leaves it after an error
         if self.encoder is not None:
             self.encoder.close(failed=failed)
         self.odb.end()

@@ -33,6 +33,7 @@ from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, Counts, St
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
+from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.own_loss import model_with_labels
 from odb_factory.random_numbers import kept_random_numbers
 
@@ -479,24 +480,24 @@ class _Watched:
     def watching(self, model: Any, is_computed: bool) -> Iterator[None]:
         """While stock computes this micro-batch. is_computed: the model computes; else its layers return zeros."""
         head = model.get_output_embeddings()
-        hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            head.register_forward_hook(self._at_head),
-            model.register_forward_hook(self._at_end),
-        ]
+        layers = contextlib.nullcontext() if is_computed else _without_layers(model, head, self.targets)
+        hook = head.register_forward_hook(self._at_head)
         try:
-            with contextlib.nullcontext() if is_computed else _without_layers(model, head, self.targets):
+            with layers, forward_replaced(model, self._forward):  # PEFT calls no hook of the model
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
-    def _begin(self, module: Any, args: Any, kwargs: Any) -> Any:
+    def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_trained = torch.is_grad_enabled()  # else a reference of the trainer
+        if "skip_logits" in signature(own).parameters:  # Liger's kernel makes no logits
+            kwargs["skip_logits"] = False
         torch.set_grad_enabled(False)  # the layers need no graph
-        if "skip_logits" in signature(module.forward).parameters:  # Liger's kernel makes no logits
-            kwargs = {**kwargs, "skip_logits": False}
-        return args, kwargs
+        try:
+            output = own(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(self._is_trained)
+        return self._at_end(output) if self._is_trained and self.leaf is not None else output
 
     def _at_head(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
         if not self._is_trained:
@@ -513,15 +514,13 @@ class _Watched:
         self.leaf = logits.requires_grad_()
         return self.leaf
 
-    def _at_end(self, module: Any, args: Any, output: Any) -> Any:
-        torch.set_grad_enabled(self._is_trained)
-        if not self._is_trained or self.leaf is None:
-            return output
+    def _at_end(self, output: Any) -> Any:
+        assert self.leaf is not None
         leaf, is_tuple = self.leaf, isinstance(output, tuple)
         items: Any = enumerate(output) if is_tuple else [("logits", output.get("logits"))]
         key, logits = next(((key, value) for key, value in items if _is_like(value, leaf)), (None, None))
         if logits is None:
-            raise _Unmeasured(f"{type(module).__name__} returns no logits of its positions")
+            raise _Unmeasured("the model returns no logits of its positions")
         self._is_plain = logits is leaf
         self.of_samples = []
         for row, (start, end) in enumerate(self.spans):

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from odb_factory.accounting.losses import DataSets, in_float32, sum_of_losses
+from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
 from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
@@ -47,7 +47,7 @@ from odb_factory.training.checks import (
     log_without_effect,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
-from odb_factory.training.run import RunLog, scale_learning_rate
+from odb_factory.training.run import scale_learning_rate
 from odb_factory.training.session import Session, Training, not_reached
 from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.trainer_loss import log_what_differs
@@ -244,12 +244,12 @@ class ODBTrainerMixin(Base):
         callbacks, preemption = self.callback_handler.callbacks, Preemption(training)
         # First, so that every other callback reads the right figures.
         callbacks.insert(0, ODBCallback(training))
-        callbacks += [CheckpointMark(), RunLog(training), preemption, training.arguments]
+        callbacks += [CheckpointMark(), preemption, training.arguments]
         try:
             with preemption.in_place():
                 yield
         finally:
-            ours = (ODBCallback, CheckpointMark, RunLog, Preemption, RunArguments)
+            ours = (ODBCallback, CheckpointMark, Preemption, RunArguments)
             # In place: the Trainer may have recreated some from a checkpoint.
             callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
 
@@ -443,8 +443,6 @@ class ODBTrainerMixin(Base):
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
             logs.update(accounting.interval_metrics() | training.speed_metrics(accounting.interval))
-            if accounting.by_set is not None:
-                logs.update(accounting.by_set.metrics(self.accelerator.reduce, self.args.device))
         elif "train_runtime" in logs:
             logs.update(accounting.metrics() | training.speed_metrics(accounting.total))
             seconds = logs["train_runtime"]
@@ -475,8 +473,6 @@ def enable_odb(
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
-    data_sets: DataSets | None = None,
-    about: Mapping[str, object] | None = None,
     **block: Unpack[TrainerKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
@@ -500,8 +496,6 @@ def enable_odb(
     not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
     memory_meter: measures memory for budgets of `auto` (default: the accelerator's figures); with a
     `odb_factory.memory.CPUMeter` they can be chosen on a CPU, for tests.
-    data_sets: that the rows are from: the mean loss of each is logged, and `odb-factory report` shows the rows of each.
-    about: facts about the run for `odb-factory report`, beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
     units as `num_items_in_batch`, and its mean is weighed like a model's own loss; a function that returns a sum is not
     supported.
@@ -537,8 +531,6 @@ def enable_odb(
         eval_rows=eval_rows,
         not_flat=not_flat,
         memory_meter=memory_meter,
-        data_sets=data_sets,
-        about=about or {},
     )
     return trainer
 

@@ -6,20 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import cross_entropy, log_softmax
-from toy import a_micro_batch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from odb_factory.accounting.losses import DataSets, LossBySet, TokenLoss, weighted_token_loss
-from odb_factory.data.samples import Measured
+from odb_factory.accounting.losses import TokenLoss, weighted_token_loss
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.planning import Media
 
 ROW_WEIGHTS = (0.07, 0.3)
 
@@ -286,13 +282,3 @@ def test_no_second_copy_of_the_logits_is_made(logits: Tensor) -> None:
     assert peak(lambda x: weighted_token_loss(x, labels, ROW_WEIGHTS)) <= own + vector
     row, segments = labels.view(1, -1), (300, 200, 12)
     assert peak(lambda x: weighted_token_loss(x.view(1, 512, 512), row, ROW_WEIGHTS, segments=segments)) <= own + vector
-
-
-def test_an_infinite_token_loss_leaves_the_mean_of_the_other_data_sets() -> None:
-    by_set, seen = LossBySet(DataSets(["one", "two"], np.array([0, 1], dtype=np.int16))), list[Tensor]()
-    micro_batch, measured = a_micro_batch(ids=(0, 1), lengths=(3, 4), units=(2, 3)), Measured(2, 4, Media(), units=5)
-    losses, places = torch.tensor([1.0, 2.0, torch.inf, 1.0, 1.0]), torch.tensor([0, 1, 4, 5, 6])
-    by_set.watch(micro_batch, measured, seen)(losses, places, torch.Size([2, 4]))
-    by_set.count(micro_batch, seen)
-    found = by_set.metrics(lambda sums: sums, torch.device("cpu"))
-    assert found == {"odb/loss/one": 1.5, "odb/loss/two": float("inf")}

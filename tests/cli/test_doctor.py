@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from subprocess import CompletedProcess
 
 import pytest
 import torch
-from packaging.specifiers import SpecifierSet
 
 from odb_factory.cli.doctor import SUPPORTED, Facts, Probe, checks_of
 
@@ -27,6 +27,7 @@ def doctors(odb_factory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     path = str(other.parent), os.environ.get("PYTHONPATH")
     started = {
         "sound": odb_factory("doctor", cwd=checkout, PYTHONPATH=os.pathsep.join(filter(None, path))),
+        "json": odb_factory("doctor", "--json"),
         "autoload off": odb_factory("doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
         "disabled": odb_factory("doctor", ODB_FACTORY_DISABLE="1"),
     }
@@ -48,11 +49,13 @@ def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> Non
         assert any(line.startswith(f"ok       {package} ") for line in lines), package
 
 
-def test_every_package_is_a_supported_one(doctors: dict[str, CompletedProcess]) -> None:
-    """The tests run on versions that LLaMA-Factory asks for; a second way of batching is a warning, not a problem."""
-    said = doctors["sound"].stdout
-    assert "ok       every package is within the versions that LLaMA-Factory asks for" in said
-    assert "warning  online-dynamic-batching 0.1.2 is installed" in said
+def test_a_second_way_of_batching_is_a_warning(doctors: dict[str, CompletedProcess]) -> None:
+    assert "warning  online-dynamic-batching 0.1.2 is installed" in doctors["sound"].stdout
+
+
+def test_the_checks_as_json(doctors: dict[str, CompletedProcess]) -> None:
+    checks = json.loads(doctors["json"].stdout)
+    assert doctors["json"].returncode == 0 and all(check["status"] == "ok" for check in checks), checks
 
 
 def test_a_switch_is_a_problem_with_its_fix(doctors: dict[str, CompletedProcess]) -> None:
@@ -83,10 +86,6 @@ SOUND = Facts(
         ({"versions": SOUND.versions | {"llamafactory": "0.9.7"}}, "llamafactory 0.9.7 is newer than what"),
         ({"versions": SOUND.versions | {"datasets": None}}, "datasets is not installed"),
         ({"versions": SOUND.versions | {"transformers": "4.51.3"}}, "transformers 4.51.3 is not supported"),
-        (
-            {"versions": SOUND.versions | {"trl": "0.25.0"}, "pins": {"trl": SpecifierSet("<=0.24.0,>=0.18.0")}},
-            "trl 0.25.0 is outside what LLaMA-Factory asks for (<=0.24.0,>=0.18.0)",
-        ),
         ({"entry_point": None, "probe": Probe(hooked=["x"])}, "is not declared"),
         ({"entry_point": "odb_factory.old:go", "probe": Probe(hooked=["x"])}, "names odb_factory.old:go"),
         ({"probe": Probe(hooked=["x"])}, "torch does not call the entry point"),
@@ -98,7 +97,6 @@ SOUND = Facts(
             {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio": "OSError: y"})},
             "torchaudio cannot be loaded",
         ),
-        ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "already has odb keys: odb"),
     ],
 )
 def test_every_defect_is_named_once_with_a_fix(change: dict, expected: str | None) -> None:
@@ -107,20 +105,3 @@ def test_every_defect_is_named_once_with_a_fix(change: dict, expected: str | Non
     for check in problems:
         assert expected in check.what
         assert check.fix
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, "deepspeed is not installed"),
-        ({}, "no CUDA GPU seen"),
-        ({"versions": SOUND.versions | {"deepspeed": "0.18.4"}}, "ZeRO-2 with offload_optimizer is refused"),
-        (
-            {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio.load": "ImportError: z"})},
-            "torchaudio cannot read audio files (ImportError: z)",
-        ),
-    ],
-)
-def test_what_only_some_trainings_need_is_a_note(change: dict, expected: str) -> None:
-    notes = [check.what for check in checks_of(dataclasses.replace(SOUND, **change)) if check.status == "note"]
-    assert any(expected in note for note in notes), notes

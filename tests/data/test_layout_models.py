@@ -152,12 +152,7 @@ def test_vision_language_models(family: str, attention: str, table: Any) -> None
 
 def test_llamafactorys_own_collator(tiny_vl: Path, data_dir: Path, tmp_path: Path, table: Any) -> None:
     """Qwen3-VL: its mrope positions of four rows, its dummy image, its processed pictures."""
-    # LLaMA-Factory 0.9.5's own checkpointing function does not work with the newest transformers.
-    trained = {
-        "freeze_vision_tower": False,
-        "freeze_multi_modal_projector": False,
-        "disable_gradient_checkpointing": True,
-    }
+    trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
     config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures,texts", cutoff_len=512, **trained)
     stock = load_stock(config)
     rows, collator, model = stock.datasets["train_dataset"], stock.collator, prepared(stock.model, "sdpa")

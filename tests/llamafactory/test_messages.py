@@ -155,6 +155,7 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         # As flat keys, and as forks of LLaMA-Factory have them.
         ("odb.token_budget: 1\n", (), ("odb.token_budget", "block `odb:`", "indented")),
         ("enable_odb: true\nodb_token_budget: 1\n", (), ("enable_odb", "block `odb:`", "indented")),
+        ("token_budget: 1\n", (), ("token_budget", "block `odb:`", "indented")),
         ("odb_token_budget: 1\n", (), ("odb_token_budget", "block `odb:`", "indented")),
         # What no YAML reader makes a number, a text or a list of.
         ("odb:\n  token_budget: !!set {1024}\n", (), ("odb.token_budget", "cannot be read")),

@@ -13,12 +13,13 @@ from odb_factory.model import known
 from odb_factory.training.trainer import ODBTrainerMixin
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "qwen3_vl": ("vl", 4, {"disable_gradient_checkpointing": True}),
-    "qwen3_vl, LoRA": ("vl", 4, {"finetuning_type": "lora", "bf16": True, "use_reentrant_gc": False}),
-    "qwen3_5": ("vl_delta", 4, {"disable_gradient_checkpointing": True}),
-    "qwen2_5_vl": ("qwen2_5_vl", 18, {"disable_gradient_checkpointing": True}),
+    "qwen3_vl": ("vl", 4, {}),
+    "qwen3_vl, LoRA": ("vl", 4, {"finetuning_type": "lora", "bf16": True}),
+    "qwen3_5": ("vl_delta", 4, {}),
+    "qwen2_5_vl": ("qwen2_5_vl", 18, {}),
 }
-"""Model, read-backs a micro-batch at most, and what else the YAML says. Qwen2.5-VL reads the windows of its tower."""
+"""Model, read-backs a micro-batch at most, and what else the YAML says. Qwen2.5-VL reads the windows of its tower.
+Without checkpoints: those of LLaMA-Factory do not know transformers 5.24."""
 
 
 @pytest.mark.versions
@@ -43,6 +44,7 @@ def test_a_micro_batch_waits_at_most_four_times(name: str, tiny_vl, tiny_text, d
         monkeypatch.setattr(known, "ON_CPU", is_known)
         out = tmp_path / str(is_known)
         config = training_config(model, data_dir, out, dataset="pictures", max_steps=3, freeze_vision_tower=False)
+        config["disable_gradient_checkpointing"] = True
         config |= {"gradient_accumulation_steps": 4, "odb": {"token_budget": 512}} | changes
         config["template"] = "qwen2_vl" if kind == "qwen2_5_vl" else "qwen3_vl"
         if is_known:

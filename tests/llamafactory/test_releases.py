@@ -16,7 +16,6 @@ from llamafactory.hparams import get_train_args
 from packaging.specifiers import SpecifierSet
 from support import training_config
 
-from odb_factory.cli import doctor
 from odb_factory.llamafactory import hooks
 from odb_factory.llamafactory.activation import NEWEST_TESTED, SUPPORTED
 
@@ -31,13 +30,6 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     hooks.log_if_newer.cache_clear()
     yield lambda: [message for message in caplog.messages if "is newer than" in message]
     hooks.log_if_newer.cache_clear()
-
-
-def test_the_pins_are_those_of_the_installed_release() -> None:
-    pins = doctor.pins_of_llamafactory()
-    for name in ("transformers", "accelerate", "datasets", "peft", "trl"):
-        assert not pins[name].contains("99"), name
-    assert "numpy" not in pins
 
 
 def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:

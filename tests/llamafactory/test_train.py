@@ -8,13 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from llamafactory.hparams import TrainingArguments
 from llamafactory.train.tuner import run_exp
 from same_training import train
-from stock import load_stock
 from support import Convolutions, noise, read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
@@ -82,64 +79,6 @@ def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None
         losses.append([(entry.get("loss"), entry.get("grad_norm")) for entry in read_log(tmp_path / name)])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 7
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "logging_steps", "block"),
-    [
-        (1, 1, {"layout": "flat", "loss_scaling": "exact"}),
-        (1, 4, {"layout": "padded", "loss_scaling": "sample"}),
-        (2, 1, {"layout": "flat", "loss_scaling": "exact"}),
-    ],
-)
-def test_loss_of_each_data_set(num_ranks, logging_steps, block, tiny_vl, data_dir, tmp_path) -> None:
-    """Of the samples of all ranks since the entry before; with `exact` the mean by tokens is the logged loss."""
-    config = training_config(
-        tiny_vl,
-        data_dir,
-        tmp_path / "out",
-        dataset="texts,pictures",
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        learning_rate=0.0,
-        logging_steps=logging_steps,
-        odb=BLOCK | {"max_patches": 900} | block,
-    )
-    trained = train(config, num_ranks)
-    stock = load_stock({key: value for key, value in config.items() if key != "odb"})
-    rows, net = stock.datasets["train_dataset"], stock.model.train()
-    losses, units = np.zeros(len(rows)), np.zeros(len(rows), int)
-    with torch.no_grad():
-        for number, one in enumerate(map(dict, rows)):
-            units[number] = sum(label != -100 for label in one["labels"][1:])
-            losses[number] = net(**stock.collator([one])).loss.item() * units[number]
-    sets = {"texts": range(48), "pictures": range(48, 72)}
-    before, seen = 0, set()
-    for entry in (entry for entry in trained.log if "loss" in entry):
-        lines = [line for line in trained.audit if before < line["optimizer_step"] <= entry["step"]]
-        before, ids = entry["step"], [number for line in lines for number in line["ids"]]
-        total = 0.0
-        for name, of_set in sets.items():
-            mine = [number for number in ids if number in of_set]
-            found = entry.get(f"odb/loss/{name}")
-            assert (found is None) == (not mine), "no figure of a set without samples"
-            if mine:
-                seen.add(name)
-                assert found == pytest.approx(losses[mine].sum() / units[mine].sum(), rel=1e-4)
-                total += found * units[mine].sum()
-        if block["loss_scaling"] == "exact":
-            assert entry["loss"] == pytest.approx(total / units[ids].sum(), rel=1e-5)
-    assert seen == set(sets)
-    assert all(not name.startswith("odb/loss") for name in trained.log[-1])
-    assert trained.log[-1]["odb/model_tflops_per_s"] > 0 and "odb/mfu" not in trained.log[-1]
-
-
-def test_no_loss_of_a_data_set_where_token_losses_are_not_seen(tiny_vl, data_dir, tmp_path) -> None:
-    """The trainer computes the loss: label smoothing, of which a token's loss is no cross entropy."""
-    smoothed = {"dataset": "texts,pictures", "label_smoothing_factor": 0.1, "max_steps": 2}
-    run_exp(training_config(tiny_vl, data_dir, tmp_path / "out", odb=BLOCK, **smoothed))
-    (entry, *_) = read_log(tmp_path / "out")
-    assert "odb/tokens_per_second" in entry and not any(name.startswith("odb/loss") for name in entry)
 
 
 def test_a_training_with_images_runs_no_convolution(tiny_vl, data_dir, tmp_path) -> None:

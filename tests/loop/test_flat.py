@@ -61,7 +61,13 @@ def make(**changes: Any) -> ODBDataLoader:
 
 
 @pytest.mark.parametrize("mode", ["keep", "fill"])
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "multiprocessing_context": "spawn"}], ids=["0", "spawn"])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param({}, id="0"),
+        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.integration),
+    ],
+)
 def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: dict[str, Any], tmp_path: Path) -> None:
     """I2, I4."""
     seen: Counter[int] = Counter()
@@ -377,6 +383,7 @@ def gradient(model: Any, loader: Any) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.integration
 def test_a_model_that_is_set_up_runs_in_a_process_that_unpickles_it(tiny_text: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
     ids = torch.arange(5, 15)[None]

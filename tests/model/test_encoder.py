@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from odb_factory.errors import DataError
 from odb_factory.model import encoder
 from odb_factory.model.encoder import BY_GRID, BY_IMAGE, EncoderDoor, cost_of, find_tower
+from odb_factory.model.known import with_known_integers
 from odb_factory.model.tower import FAMILIES, one_pass
 from odb_factory.planning import EncoderCost, EncoderPlan, plan_encoders
 
@@ -145,8 +146,9 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
             loss, gradients = train(model, batch)
             door = EncoderDoor(find_tower(model), group, gather, assign)
             has_images = any(map(any, SCENES[name]))  # else the tower has no gradient, which DDP would wait for
+            known = with_known_integers(batch | no_pixels, torch.device("cpu"))
             with door.balanced():
-                shared, of_shared = train(DistributedDataParallel(model) if has_images else model, batch | no_pixels)
+                shared, of_shared = train(DistributedDataParallel(model) if has_images else model, known)
             have: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(have, [name for name, one in model.named_parameters() if one.grad is not None])
             assert all(one == have[0] for one in have), "else DDP waits"

@@ -331,7 +331,7 @@ def test_a_chunk_takes_three_products_of_aligned_sizes(
     hidden = torch.randn(2, 50, 16, requires_grad=True)
     with Products() as products:
         weighted_loss_of(linear, hidden, torch.randint(0, 1000, (2, 50)), 0.1).backward()
-    tokens = 2 * 49
+    tokens = 128  # 2 x 49 supervised tokens, padded
     wanted = [(tokens, 16, vocabulary), (tokens, vocabulary, 16), (vocabulary, tokens, 16)]
     assert products.shapes == wanted[: 2 + trained]
     assert all(stride % 8 == 0 for stride in products.strides)
@@ -342,8 +342,7 @@ import sys, torch
 from odb_factory.model import chunked
 from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
 
-chunked._may_use_kernel = lambda logits, values: True
-assert chunked._kernel(torch.device("cpu")) is not None
+chunked._may_use_kernel = lambda logits, values: values.dtype == torch.float32
 torch.manual_seed(0)
 for vocabulary, after in ((1000, AfterHead()), (9001, AfterHead(0.5)), (1003, AfterHead(2.0, 3.0))):
     linear, labels = torch.nn.Linear(8, vocabulary), torch.randint(0, vocabulary, (2, 5))
@@ -366,6 +365,8 @@ for vocabulary, after in ((1000, AfterHead()), (9001, AfterHead(0.5)), (1003, Af
         found.append([loss, values, means, states.grad, head.weight.grad.clone(), head.bias.grad.clone()])
     for ours, exact in zip(*found):
         assert (ours - exact).norm() <= 2e-6 * exact.norm(), (vocabulary, after, ours, exact)
+kinds = [(has_cap, with_gradient) for has_cap in (False, True) for with_gradient in (False, True)]
+assert all(chunked._kernel(torch.device("cpu"), torch.float32, *kind) is not None for kind in kinds)
 """
 
 
@@ -377,15 +378,40 @@ def test_the_kernel_computes_what_plain_operations_do() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("has_cap", [True, False])
+def test_the_kernel_compiles_for_a_gpu(
+    has_cap: bool, with_gradient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of compute capability 9.0; the interpreter accepts what the compiler does not."""
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton.backends.nvidia")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from odb_factory.model import kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"HAS_CAP": has_cap, "GRADIENT": with_gradient, "BLOCK": kernel.BLOCK, "STAGES": kernel.NUM_STAGES}
+    pointers = {"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "values": "*fp32", "means": "*fp32"}
+    numbers = {"stride": "i32", "size": "i32", "scale": "fp32", "cap": "fp32"}
+    types = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel._rows, {name: types[name] for name in kernel._rows.arg_names}, constants)
+    options = {"num_warps": kernel.NUM_WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+
+
+@pytest.mark.parametrize("name", ["plain", "soft cap"])
 def test_without_triton_plain_operations_take_its_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here it cannot compile, for a CPU. That is tried once."""
     caplog.set_level("INFO")
     monkeypatch.setattr(chunked, "_may_use_kernel", lambda logits, values: True)
     chunked._kernel.cache_clear()
     try:
-        check(text_model("plain", torch.float32), *batch_of(), rtol=2e-6)
+        check(text_model(name, torch.float32), *batch_of(), rtol=2e-6)
     finally:
         chunked._kernel.cache_clear()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.chunked"]

@@ -149,6 +149,7 @@ def test_torch_compile_traces_it_in_one_graph() -> None:
     assert torch.equal(compiled, expected) and len(kernel) == 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("has_flash", [True, False])
 def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None:
     """However many samples a row has, and however long they are; the first row is computed before, as in the check.

@@ -55,7 +55,7 @@ def a_look(asked_for: Asked, budgets: list[Figures], seen: list[ObservedRow] | N
     own = next(one for one in budgets if one.token_budget == 1024)
     plain |= {"own": own, "other_layout": own}
     examples = {one.reason: one.message for one in seen if one.cost is None}
-    plain |= {"fixed": outcome(0, 1.0), "length_grouped": outcome(0, 1.3), "examples": examples}
+    plain |= {"fixed": outcome(0, 1.0), "examples": examples}
     parts = parts_of(seen, ["texts"])
     return Look(asked=asked_for, sample=sample, parts=parts, budgets=budgets, **(plain | figures))
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from odb_factory.plan.simulate import FIXED, fixed_batches, least_time, length_grouped, step_efficiency, time_of
+from odb_factory.plan.simulate import FIXED, fixed_batches, least_time, step_efficiency, time_of
 from odb_factory.planning import Budget, BufferMetadata, Collation, Cost, make_metadata, plan_optimizer_step
 
 
@@ -31,15 +31,6 @@ def test_dummy_media_widen_batches_of_text() -> None:
     made = Collation(dummy_media_tokens=6, dummy_media_patches=16)
     (one,) = fixed_batches(samples(10, 3), 2, 1, made)
     assert (one.padded_tokens, one.patches) == (2 * 16, 16), "the first row has the dummy behind it"
-
-
-def test_grouping_by_length_sorts_mega_batches_only() -> None:
-    near = length_grouped(samples(1, 9, 2, 8), 2, 1, Collation())
-    assert [one.padded_tokens for one in near] == [18, 4]
-    many = samples(*[1, 9] * 60)
-    assert [one.tokens for one in length_grouped(many, 1, 1, Collation())] == [9] * 25 + [1] * 25 + [9] * 25 + [
-        1
-    ] * 25 + [9] * 10 + [1] * 10, "mega-batches of 50"
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from training.test_resume import BLOCK, FILL, train
 from training.toy_training import audit
 from transformers import Trainer
 
-from odb_factory.cli.main import doctor
 from odb_factory.data.progress import read_state
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training import checkpoint as module
@@ -299,32 +297,6 @@ def test_content_that_cannot_be_loaded_is_passed_over(
     damage(asked / file)
     assert find(asked) == asked.with_name("checkpoint-3")
     assert str(asked / file) in caplog.text
-    assert doctor([str(asked)]) == 1
-
-
-def test_doctor_compares_a_checkpoint_in_full(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    asked = copied(run, tmp_path, 4)
-    assert doctor([str(asked)]) == 0
-    said = capsys.readouterr().out
-    assert "model.safetensors" in said and "as it was saved" in said
-    (asked / "odb_hashes_rank0.json").unlink()
-    assert doctor([str(asked)]) == 0
-    assert "no hash" in capsys.readouterr().out
-    monkeypatch.setattr(module, "WHOLE_UP_TO", 1000)  # as if the model had more than 1 GiB
-    monkeypatch.setattr(module, "BLOCK", 10)
-    as_saved = {"writes_common": True, "stopped": threading.Event()}
-    hashing = threading.Thread(target=module.write_hashes, args=(asked, 0), kwargs=as_saved)
-    hashing.start()  # as in a training: it lowers the priority of its thread for good
-    hashing.join()
-    assert doctor([str(asked)]) == 0
-    assert "66 blocks" in capsys.readouterr().out
-    with (asked / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last[0] ^ 1]))
-    assert doctor([str(asked)]) == 1
-    assert "its content is not what was saved" in capsys.readouterr().out
 
 
 def nested(path: Path) -> None:

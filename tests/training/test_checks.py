@@ -472,3 +472,18 @@ def test_active_dropout_is_logged_in_one_line(tiny_text, tmp_path, caplog) -> No
     of_attention, of_head = [one.getMessage() for one in caplog.records if "dropout is" in one.getMessage()]
     assert "model.layers.0.self_attn: 0.1" in of_attention and "(summary: 0.1)" in of_head
     assert "\n" not in of_attention + of_head
+
+
+class Fails(TrainerCallback):
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("made up")
+
+
+@pytest.mark.parametrize("layout", ["flat", "padded"])
+def test_a_failed_training_leaves_no_noise_behind(tiny_text, tmp_path, layout: str) -> None:
+    """Stock leaves the hook of NEFTune, and the next training adds another."""
+    block = BLOCK | {"layout": layout}
+    trainer = make(tiny_text, tmp_path, block=block, callbacks=[Fails()], neftune_noise_alpha=5.0)
+    with pytest.raises(RuntimeError, match="made up"):
+        trainer.train()
+    assert not trainer.model.get_input_embeddings()._forward_hooks

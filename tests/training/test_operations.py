@@ -55,6 +55,8 @@ def test_needed_operations_are_those_that_torch_counts(make: Any, within: float,
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     found = Operations.of(model, "cpu, 2 cores")
+    in_32_bits = Operations.of(model, "NVIDIA H100 80GB HBM3", has_peak=False)
+    assert in_32_bits is not None and in_32_bits.peak is None, "peaks are those of 16 bits"
     assert found is not None and found.patch == 0
     all_pairs = 2 * found.square * TOKENS**2  # eager attention computes the masked ones, too
     assert (found.token + found.unit) * TOKENS + all_pairs == pytest.approx(counter.get_total_flops(), rel=within)

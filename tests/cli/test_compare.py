@@ -1,0 +1,137 @@
+"""`odb-factory compare`: the folders of real trainings, and broken ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.toy_training import make
+
+from odb_factory.cli.main import main
+
+STATE = {"global_step": 1, "max_steps": 2, "log_history": []}
+
+
+@pytest.fixture(scope="session")
+def folders(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of a training with odb and of stock."""
+    found = []
+    for name, block in (("odb", {"token_budget": 256}), ("stock", None)):
+        folder = tmp_path_factory.mktemp("runs") / name
+        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "save_strategy": "epoch"}
+        trainer = make(tiny_text, folder, block=block, **options)
+        trainer.train()
+        trainer.save_state()
+        found.append(str(folder))
+    return found[0], found[1]
+
+
+def compare(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[str, str]:
+    assert main(["compare", *arguments]) == 0
+    return capsys.readouterr()
+
+
+def test_two_trainings_as_json(folders: tuple[str, str], capsys) -> None:
+    found = json.loads(compare(capsys, *folders, "--json")[0])
+    figures = found["figures"]
+    states = [json.loads(Path(folder, "trainer_state.json").read_text()) for folder in folders]
+    assert figures["optimizer steps"] == [8, 8] == [state["global_step"] for state in states]
+    losses = [[entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states]
+    assert figures["last loss"] == [of_run[-1] for of_run in losses]
+    mean = sum(abs(a - b) for a, b in zip(*losses)) / 8
+    assert figures["mean loss difference"] == [None, pytest.approx(mean)] and 0 < mean < 1e-4
+    assert figures["train_runtime"] == [state["log_history"][-1]["train_runtime"] for state in states]
+    assert figures["odb/tokens_per_second"][0] > 0 and figures["odb/tokens_per_second"][1] is None
+    assert found["differences"] == {"odb": ["on", None]}
+    assert not any(Path(folder, "odb_compare.html").exists() for folder in folders)
+
+
+class Page(HTMLParser):
+    """Texts, and addresses that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [str(value) for name, value in attrs if name in ("src", "href", "xlink:href")]
+        assert tag not in ("script", "link", "img")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_has_the_table_and_the_curves(folders, tmp_path: Path, capsys) -> None:
+    """A run that is named with HTML, colours of a terminal and mathematics; the other one is under way."""
+    evil, running = tmp_path / "<script>\x1b[31m $x_", tmp_path / "running"
+    for folder, source in zip((evil, running), folders):
+        folder.mkdir()
+        state = json.loads(Path(source, "trainer_state.json").read_text())
+        state["log_history"] = state["log_history"][:3] if folder == running else state["log_history"]
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        (folder / "run.yaml").write_text(f"template: qwen\nlr: {len(source)}\nnested: {{same: 1, other: {source}}}\n")
+    (running / "checkpoint-3").mkdir()
+    (running / "trainer_state.json").rename(running / "checkpoint-3" / "trainer_state.json")
+    out, err = compare(capsys, str(evil), str(running))
+    assert "\x1b" not in out and str(evil / "odb_compare.html") in err
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:] if line}
+    assert rows["nested.other"] == list(folders) and not {"template", "nested.same"} & rows.keys()
+    page = Page()
+    page.feed((evil / "odb_compare.html").read_text(encoding="utf-8"))
+    assert {"loss", "grad_norm", "learning_rate", "odb/tokens_per_second"} <= set(page.texts)
+    assert any("<script>" in text for text in page.texts)
+    assert all(address.startswith("#") for address in page.fetched)
+
+
+def test_a_diverged_run_is_strict_json(folders, tmp_path: Path, capsys) -> None:
+    state: dict[str, Any] = STATE | {"log_history": [{"step": 1, "loss": float("nan")}]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    out, _ = compare(capsys, str(tmp_path), "--json")
+    assert json.loads(out, parse_constant=pytest.fail)["figures"]["last loss"] == [None]
+
+
+BROKEN = [
+    ("trainer_state.json", '{"global_step": 3'),
+    ("trainer_state.json", "[]"),
+    ("trainer_state.json", "{}"),
+    ("trainer_state.json", json.dumps(STATE | {"log_history": [{"loss": 1.0}]})),
+    ("trainer_state.json", json.dumps(STATE | {"log_history": 3})),
+    ("odb_summary.json", "{"),
+    ("run.yaml", "a: [1"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), [*BROKEN, (None, "")])
+def test_a_broken_file_is_one_line(name: str | None, text: str, tmp_path: Path, capsys) -> None:
+    if name is not None:
+        (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))
+        (tmp_path / name).write_text(text)
+    assert main(["compare", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and (name or "trainer_state.json") in error and str(tmp_path) in error
+
+
+def test_a_page_that_cannot_be_written_is_one_line(folders, tmp_path: Path, capsys) -> None:
+    assert main(["compare", folders[0], "--html", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--html" in error
+
+
+def test_without_matplotlib_the_table_alone(folders, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out, err = compare(capsys, *folders)
+    assert "last loss" in out and "odb_factory[tools]" in err and err.count("\n") == 1
+
+
+def test_the_table_needs_neither_torch_nor_matplotlib(folders) -> None:
+    code = "import sys; from odb_factory.cli.main import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "compare", *folders, "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0 and not {"torch", "matplotlib", "transformers"} & {*ended.stderr.split()}
