@@ -76,7 +76,6 @@ class ODBConfig:
     collate_workers: int | None = _number(None, minimum=0, maximum=MOST_WORKERS)
     loss_scaling: LossScaling = _UNSET  # stock, or exact with fill
     lr_scale: Literal["none", "sqrt", "linear"] = "none"
-    lr_reference_samples: int | None = _number(None)
     join: bool = True
     balance: bool | None = None
     balance_group_size: int = _number(256)
@@ -171,11 +170,6 @@ class ODBConfig:
                 "balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
                 "together; set `join: true`, or leave balance out"
             )
-        if self.lr_scale != "none" and self.lr_reference_samples is None:
-            yield (
-                f"lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the samples "
-                "of an optimizer step for which learning_rate was chosen, or leave lr_scale out"
-            )
 
     @property
     def keeps(self) -> bool:
@@ -225,11 +219,6 @@ class ODBConfig:
             )
         if problems := problems + _problems(values):
             raise ConfigError(" ".join(problems))
-        if values.get("lr_reference_samples") is not None and "lr_scale" not in values:
-            raise ConfigError(
-                f"odb.lr_reference_samples: {quoted(values['lr_reference_samples'])} has no effect without lr_scale; "
-                "set `lr_scale: sqrt` or `linear`, or leave the key out."
-            )
         fraction = values.get("memory_fraction", cls.memory_fraction)
         if fraction != cls.memory_fraction and AUTO not in [values.get(name) for name in BUDGETS]:
             raise ConfigError(

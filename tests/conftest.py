@@ -35,7 +35,7 @@ OTHER_THAN_FOLDER = {
     "data/test_loader.py",
     "data/test_resume.py",
     "data/test_workers.py",
-    "llamafactory/test_batches.py",
+    "demo/test_mm_mix.py",
     "llamafactory/test_block.py",
     "llamafactory/test_families.py",
     "llamafactory/test_releases.py",
@@ -46,14 +46,19 @@ OTHER_THAN_FOLDER = {
     "training/test_auto_budget.py",
     "training/test_exact_gradient.py",
     "training/test_exact_gradient_llamafactory.py",
+    "training/test_layout_falls_back.py",
+    "training/test_lifetime.py",
     "training/test_oom.py",
     "training/test_resume.py",
     "training/test_same_training.py",
     "training/test_saving.py",
+    "training/test_step_loss.py",
+    "training/test_stock_losses.py",
     "training/test_trl.py",
     "training/test_without_logits.py",
 }
 """Unit tests in folders of integration tests, and the reverse."""
+UNIT_TIER = "not integration and not nightly"
 SLOW = {"distributed", "examples", "training", "llamafactory", "integrations", "cli", "loop"}
 """Folders whose files take long."""
 
@@ -62,7 +67,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Without `-m`: the unit tests, or all but the nightly ones of the paths that are named."""
     if not config.option.markexpr:
         are_named = config.args_source == pytest.Config.ArgsSource.ARGS
-        config.option.markexpr = "not nightly" if are_named else "not integration and not nightly"
+        config.option.markexpr = "not nightly" if are_named else UNIT_TIER
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Unit tests do not wait for the imports of the others."""
+    is_file = collection_path.suffix == ".py"
+    return True if is_file and config.option.markexpr == UNIT_TIER and is_integration(collection_path) else None
+
+
+def is_integration(path: Path) -> bool:
+    path = path.relative_to(HERE)
+    return (path.parts[0] in INTEGRATION) != (path.as_posix() in OTHER_THAN_FOLDER)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -77,9 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     its workers end at the same time; the others by their names, so that those of tests/distributed, which mostly wait,
     run beside some that do not."""
     for item in items:
-        path = item.path.relative_to(HERE)
-        is_integration = (path.parts[0] in INTEGRATION) != (path.as_posix() in OTHER_THAN_FOLDER)
-        if is_integration and item.get_closest_marker("nightly") is None:
+        if is_integration(item.path) and item.get_closest_marker("nightly") is None:
             item.add_marker("integration")
     items.sort(key=lambda item: (item.path.relative_to(HERE).parts[0] not in SLOW, item.path.name, item.path))
 

@@ -35,7 +35,6 @@ DEFAULTS = {
     "collate_workers": None,
     "loss_scaling": "stock",
     "lr_scale": "none",
-    "lr_reference_samples": None,
     "join": True,
     "balance": True,
     "balance_group_size": 256,
@@ -57,7 +56,6 @@ OPTIONAL_NUMBERS = [
     "eval_token_budget",
     "pad_to_multiple_of",
     "collate_workers",
-    "lr_reference_samples",
     "seed",
 ]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse", "length_buckets", "cost_model"]
@@ -85,8 +83,8 @@ yaml_values = st.recursive(
 
 
 def block(**keys: Any) -> dict[str, Any]:
-    """A right block with these keys: some are right with `fill` only, and lr_reference_samples beside lr_scale only."""
-    needed: dict[str, Any] = {"lr_scale": "none"} if "lr_reference_samples" in keys else {}
+    """A right block with these keys: some are right with `fill` only."""
+    needed: dict[str, Any] = {}
     if "memory_fraction" in keys:
         needed["token_budget"] = "auto"
     if keys.get("join") is False or keys.get("lr_scale") in ("sqrt", "linear"):
@@ -140,13 +138,11 @@ def test_values_are_normalised() -> None:
 
 WRONG = [
     # Keys that contradict each other.
-    ({"lr_scale": "sqrt"}, "odb.lr_scale: 'sqrt' needs a batch to scale from; set `lr_reference_samples`"),
-    ({"lr_scale": "linear"}, "odb.lr_scale: 'linear' needs a batch to scale from; set `lr_reference_samples`"),
     ({"balance": True, "join": False}, "odb.balance: with `join: false` the epoch ends * set `join: true`"),
     ({"join": False, "global_batch_size": "keep"}, "odb.join: false * set `global_batch_size: fill`"),
     ({"join": False, "global_batch_size": 64}, "odb.join: false * set `global_batch_size: fill`"),
     (
-        {"lr_scale": "sqrt", "lr_reference_samples": 16, "global_batch_size": 64},
+        {"lr_scale": "sqrt", "global_batch_size": 64},
         "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps* set `global_batch_size: fill`",
     ),
     (FILL | {"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' * choose exact"),
@@ -173,7 +169,6 @@ WRONG = [
     ({"oom": "split", "balance_encoder": "auto"}, "odb.oom: 'split' * `balance_encoder` * leave one of both out"),
     ({"balance_encoder": "yes"}, "odb.balance_encoder: 'yes' is not true or false (or auto)*"),
     # Keys without an effect.
-    ({"lr_reference_samples": 8, "lr_scale": ...}, "odb.lr_reference_samples: 8 has no effect without lr_scale"),
     (
         {"memory_fraction": 0.5, "token_budget": 64},
         "odb.memory_fraction: 0.5 has no effect without a budget of auto",
@@ -278,7 +273,7 @@ def test_whole_numbers(key: str) -> None:
 def test_words(key: str) -> None:
     """`loss_scaling: none` is a choice, not an absent value."""
     for word in WORDS[key]:
-        assert getattr(ODBConfig.from_block(block(lr_reference_samples=8, **{key: word})), key) == word
+        assert getattr(ODBConfig.from_block(block(**{key: word})), key) == word
     for value in ("Exact", "", "exact ", True, False, None, 0, 1.5, ["drop"], {"a": 1}):
         message = refusal(block(**{key: value}))
         assert message.startswith(f"odb.{key}: {value!r} is not one of ")

@@ -78,6 +78,7 @@ def _log(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.integration
 def test_ranks_that_are_spawned_know_their_number(tmp_path: Path) -> None:
     """RANK is not set there, and was not known when the logger was made."""
     torch.multiprocessing.spawn(_log, (tmp_path,), nprocs=2)

@@ -71,7 +71,6 @@ def test_keys_of_the_block() -> None:
         "collate_workers",
         "loss_scaling",
         "lr_scale",
-        "lr_reference_samples",
         "join",
         "balance",
         "balance_group_size",
@@ -96,7 +95,6 @@ def test_typed_keys_are_those_of_the_block() -> None:
     only_for_a_trainer = iteration.TrainerKeys.__annotations__.keys() - iteration.LoopKeys.__annotations__.keys()
     assert only_for_a_trainer == {
         "lr_scale",
-        "lr_reference_samples",
         "oom",
         "rehearse",
         "audit",

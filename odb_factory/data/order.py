@@ -629,7 +629,7 @@ def _raising(error: Exception) -> Iterator[Any]:
 # The optimizer steps of stock training: which samples they are made of, and what they weigh there.
 
 
-Counts = Literal["tokens", "labels", "samples"]
+Counts = Literal["tokens", "labels", "samples", "all labels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -640,7 +640,8 @@ class StockMean:
         ranks at the same time) or of a "micro_batch".
     divisor: the loss is the sum of these means divided by it; None: divided by their number.
     counts: what a mean divides by: "tokens" that are predicted, "labels" (the first label of a sample too, which no
-        token predicts) or "samples" (it is the mean of their own means).
+        token predicts), "samples" (it is the mean of their own means) or "all labels" (as labels, and first labels have
+        a loss, too).
     factor: the loss is multiplied by it.
     """
 
@@ -743,7 +744,7 @@ class StockSteps:
         """What each sample counts in a mean, the number of that mean, and of its micro-batch (int64[3, n]); the numbers
         of the means [m], the tokens of each [m], and the place in these of the mean of each sample [n]."""
         counted = rows["units"].astype(np.int64)
-        if self.mean.counts == "labels":
+        if "labels" in self.mean.counts:
             counted += rows["leading_label"]
         elif self.mean.counts == "samples":
             counted[:] = 1

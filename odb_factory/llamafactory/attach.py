@@ -180,7 +180,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         not_flat=why_not_flat(trainer),
     )
     trainer.add_callback(HostCallback(trainer, stage, keeps=config.keeps))
-    if not config.keeps and trainer.args.per_device_train_batch_size > 1:
+    if not config.keeps and config.lr_scale == "none" and trainer.args.per_device_train_batch_size > 1:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )

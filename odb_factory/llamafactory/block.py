@@ -363,7 +363,6 @@ V1_MEANINGLESS = {
     "rehearse": V1_STEPS,
     "balance_encoder": V1_STEPS,
     "lr_scale": "optimizer steps have the samples of v1's",
-    "lr_reference_samples": "optimizer steps have the samples of v1's",
     "join": "all ranks take all optimizer steps of v1",
     "global_batch_size": "v1 has a key of that name, which stands beside the block",
     "loss_scaling": "v1's trainer weighs the losses",

@@ -92,7 +92,6 @@ class TrainerKeys(CommonKeys, total=False):
     oom: Literal["raise", "split", "skip"]
     balance_encoder: bool | Literal["auto"]
     rehearse: bool | None
-    lr_reference_samples: int | None
     audit: bool
 
 
@@ -116,7 +115,6 @@ NOT_IN_A_LOOP = {
     "rehearse": "runs the model before training, which a custom loop does by itself; leave it out.",
     "lr_scale": "has no effect in a custom loop, which sets its learning rate; leave it out, and scale by "
     "optimizer_step_samples of the step info.",
-    "lr_reference_samples": "has no effect in a custom loop; leave it out.",
 }
 """Keys that only a trainer can honour, and what another value than the default would need."""
 

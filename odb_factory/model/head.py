@@ -152,42 +152,13 @@ class WithoutLogits:
             raise ConfigError(
                 f"odb.layout: 'flat' is not right for preferences with {self._name}: {self.reason}; set it to padded."
             )
-        try:
-            return self._log_probs(run, labels, num_supervised)
-        except _OtherShape as error:
-            raise DataError(str(error)) from error
-
-    @contextlib.contextmanager
-    def in_place_of_logits(self, labels: Tensor, num_supervised: int | None = None) -> Iterator[list[Tensor]]:
-        """Within it a forward without labels returns as `logits` the log-probabilities of `labels` at the supervised
-        positions, [S]. Yields a list that will hold these positions, int64[S] in [N]; empty where the door is not
-        used (`reason`).
-        """
-        found: list[Tensor] = []
-
-        def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            run = functools.partial(own, *args, **kwargs)
-            if self.reason is None:
-                try:
-                    output, places, values, _ = self._log_probs(run, labels, num_supervised)
-                except _OtherShape as error:
-                    self.reason = str(error)
-                else:
-                    found[:] = [places]
-                    return type(output)(**{**output, "logits": values})
-            self._log()
-            return run()
-
-        with self.replacing_forward(forward) if self._model is not None else contextlib.nullcontext():
-            yield found
-
-    def _log_probs(
-        self, run: Callable[[], Any], labels: Tensor, num_supervised: int | None
-    ) -> tuple[Any, Tensor, Tensor, Tensor]:
         found: list[Tensor] = []
 
         def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            self._check(hidden, labels)
+            try:
+                self._check(hidden, labels)
+            except _OtherShape as error:
+                raise DataError(str(error)) from error
             places, of_labels, means = log_probs_of(linear, hidden, labels, num_supervised, self._after)
             found.extend((places, means))
             return of_labels.reshape(1, -1, 1)
@@ -196,6 +167,25 @@ class WithoutLogits:
             output = run()
         places, means = found
         return output, places, outputs[0].reshape(-1), means
+
+    @property
+    def gives_states(self) -> bool:
+        """Whether `at_head` can be used: the model does nothing to its logits."""
+        return self.reason is None and self._after == AfterHead()
+
+    def at_head(self, run: Callable[[], Any], function: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Any:
+        """The output of a forward without labels and logits, and the scalar that `function` computes in their place.
+
+        run: the forward, of the model as it is wrapped. function: called with what makes logits of hidden states, and
+        the hidden states [rows, length, H].
+        """
+
+        def scalar(linear: nn.Linear, hidden: Tensor) -> Tensor:
+            return function(functools.partial(nn.Linear.forward, linear), hidden).reshape(1, 1, 1)
+
+        with self.head_computes(scalar) as outputs:
+            output = run()
+        return output, outputs[0].reshape(())
 
     @contextlib.contextmanager
     def head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from odb_factory.model.chunked import AfterHead
 
 LABELS = ((-100, 5, 6, 7, 8), (-100, -100, 4, 3, -100))
 """Of the trial: [rows, length]. The last token of the second row is padding."""
-NUM_ITEMS = 7
-"""What the trial gives as `num_items_in_batch`; the rows have 6 supervised tokens."""
 SWITCHED_OFF = ("output_router_logits", "skip_logits")
 """Arguments of forwards: the loss of routers, and Liger's kernel that computes the loss without logits."""
 
@@ -38,12 +36,11 @@ class OwnLoss:
     """The loss of a model that is given labels.
 
     why_another: why the loss without logits cannot take its place; None where it is the mean cross entropy of the
-    supervised tokens, each predicted by the token before it. counts_items: it is divided by `num_items_in_batch` where
-    that is given. after: what the model does to its logits, where it is not another loss.
+    supervised tokens, each predicted by the token before it. after: what the model does to its logits, where it is not
+    another loss.
     """
 
     why_another: str | None
-    counts_items: bool
     after: AfterHead | None = None
 
 
@@ -56,46 +53,28 @@ def model_with_labels(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def counts_items(model: nn.Module) -> bool:
-    """Whether the model's own loss is divided by `num_items_in_batch`. Several families take the number and return the
-    mean of the micro-batch all the same. True where nothing else is known."""
-    inner: Any = model_with_labels(model)
-    if inner is None or inner.get_output_embeddings() is None:
-        return True
-    return own_loss(inner).counts_items
-
-
 def own_loss(model: Any) -> OwnLoss:
     """Try the loss code of `model`, a transformers model that takes labels and has an output embedding."""
     parameters = signature(model.forward).parameters
     switched_off = {name: False for name in SWITCHED_OFF if name in parameters}
-    takes_items = "num_items_in_batch" in parameters or any(
-        one.kind is Parameter.VAR_KEYWORD for one in parameters.values()
-    )
     try:
         with _without_layers(model) as trial, torch.no_grad():
             run = functools.partial(model.forward, **trial.batch, **switched_off, return_dict=True)
             labels = trial.batch["labels"]
             output, targets = run(labels=labels), labels[:, 1:].flatten()
             mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), targets))
-            is_mean, is_sum = _is_close(output["loss"], mean), False
-            if takes_items:
-                total = mean * int((targets != -100).sum())
-                is_sum = _is_close(
-                    run(labels=labels, num_items_in_batch=targets.new_tensor(NUM_ITEMS))["loss"], total / NUM_ITEMS
-                )
-            if not is_mean:
-                return OwnLoss("its loss is not the mean cross entropy of its tokens", is_sum)
+            if not _is_close(output["loss"], mean):
+                return OwnLoss("its loss is not the mean cross entropy of its tokens")
             trial.logits, trial.calls = _known_logits(model.config.get_text_config().vocab_size, labels.device), 0
             output = run(labels=None)
     except Exception as error:  # any code may stand there
-        return OwnLoss(f"its loss code cannot be tried ({one_line(error)})", True)
+        return OwnLoss(f"its loss code cannot be tried ({one_line(error)})")
     if trial.calls != 1:
-        return OwnLoss(f"it calls its output embedding {trial.calls} times in a forward", is_sum)
+        return OwnLoss(f"it calls its output embedding {trial.calls} times in a forward")
     after = _after_head(trial.logits, output["logits"])
     if after is None:
-        return OwnLoss("it changes its logits in another way than by a factor or a cap", is_sum)
-    return OwnLoss(None, is_sum, after)
+        return OwnLoss("it changes its logits in another way than by a factor or a cap")
+    return OwnLoss(None, after)
 
 
 def _known_logits(size: int, device: torch.device) -> Tensor:

@@ -174,8 +174,8 @@ class FillSchedule:
         self._lr_factor: float | None = None
 
     def learning_rate_factor(self) -> float:
-        """The factor of `lr_scale` (linear or sqrt) for the samples of an optimizer step, estimated from the first
-        plan.
+        """The factor of `lr_scale`: the samples of an optimizer step, estimated from the first plan, as a multiple of
+        those of stock (rows of a batch x accumulation x ranks), linear or sqrt.
 
         Raises `ConfigError` if the first window need not be like the rest: few samples, or an order that is not random.
         """
@@ -194,16 +194,17 @@ class FillSchedule:
                 f"{name} goes by the first {window} of {num_samples} samples, and {why} like the rest; raise "
                 "buffer_size, or leave lr_scale out and set learning_rate itself."
             )
-        assert config.lr_reference_samples is not None  # checked with the block
         samples = num_samples / self.loader.estimate_optimizer_steps()
-        ratio = samples / config.lr_reference_samples
+        rule = self.loader.rule
+        of_stock = rule.batch_size * rule.accumulation * self.loader.world_size
+        ratio = samples / of_stock
         self._lr_factor = ratio if config.lr_scale == "linear" else math.sqrt(ratio)
         logger.info(
-            "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
+            "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, %d by the training arguments)",
             self._lr_factor,
             config.lr_scale,
             samples,
-            config.lr_reference_samples,
+            of_stock,
         )
         return self._lr_factor
 

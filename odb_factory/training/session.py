@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import datasets
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as checkpoint_function
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
@@ -51,6 +53,7 @@ from odb_factory.model.check import (
 )
 from odb_factory.model.engine import engine_of, gradients_deferred
 from odb_factory.model.flat_row import flat_row, noise_by_sample
+from odb_factory.model.head import WithoutLogits
 from odb_factory.model.known import can_know, with_known_integers
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation, Limits
@@ -223,6 +226,8 @@ class Session:
         samples, stock = computing.micro_batch.samples, training.stock
         if not samples or not stock.takes_stock_number or computing.loss.row_weights is not None:
             return None
+        if self.is_computed_by_sample:
+            return None
         return number_like(stock.number, samples[0].stock_units, self.trainer.args.device)
 
     @contextlib.contextmanager
@@ -271,38 +276,62 @@ class Session:
         if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
             return False
         stock = training.stock
-        return stock.is_trainers and (not stock.adds_up or computing.loss.row_weights is not None)
+        has_weights = computing.loss.row_weights is not None
+        return stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states)
 
     def loss_by_sample(self, compute_loss: Callable[..., Tensor], model: Any, inputs: Mapping[str, Any]) -> Any:
         """The weighted sum of the losses of the samples of the micro-batch in forward, each computed from its own
-        logits, and the output of the model. compute_loss: of the trainer."""
+        logits, and the output of the model. compute_loss: of the trainer. Where the model allows it, the logits of one
+        sample exist at a time."""
         computing, training = self.computing, self.training
         assert computing is not None and training is not None
-        stock, micro_batch, measured = training.stock, computing.micro_batch, computing.measured
-        output = model(**{key: value for key, value in inputs.items() if key != "labels"})
+        stock, samples, measured = training.stock, computing.micro_batch.samples, computing.measured
         rows, length = inputs["labels"].shape
-        logits = output["logits"] if isinstance(output, dict) else output[0]
-        if not isinstance(logits, Tensor) or logits.shape[:2] != (rows, length):
-            raise ConfigError(
-                f"compute_loss of {type(self.trainer).__name__}: odb calls it once a sample, and "
-                f"{type(unwrapped(self.trainer.model)).__name__} returns no logits of its rows; train without odb."
-            )
         if measured.segments:
             ends = list(itertools.accumulate(measured.segments))
             places = [(0, end - size, end) for end, size in zip(ends, measured.segments)]
         else:
-            starts = [length - size if stock.pads_left else 0 for size in micro_batch.lengths]
-            places = [(row, start, start + size) for row, (start, size) in enumerate(zip(starts, micro_batch.lengths))]
-        weights = computing.loss.row_weights or [1 / computing.num_items] * len(micro_batch.samples)
-        total = logits.new_zeros((), dtype=torch.float32)
-        for weight, units, place in zip(weights, micro_batch.units, places):
-            number = number_like(stock.number, units, logits.device)
-            row, start, end = place
-            alone = SampleModel(self.trainer.model, logits[row : row + 1, start:end])
+            sizes = computing.micro_batch.lengths
+            starts = [length - size if stock.pads_left else 0 for size in sizes]
+            places = [(row, start, start + size) for row, (start, size) in enumerate(zip(starts, sizes))]
+        counts_first = self.is_measured_with_args and stock.mean.counts == "all labels"
+        weights = computing.loss.row_weights or [1 / computing.num_items] * len(samples)
+
+        def loss_of(number: int, logits: Tensor) -> Tensor:
+            sample, alone = samples[number], SampleModel(self.trainer.model, logits)
+            num_items = number_like(stock.number, sample.units, logits.device)
             with flat_row(()):  # a reference model computes the sample, not the row
-                loss = compute_loss(alone, cut(inputs, *place), num_items_in_batch=number)
-            total = total + in_float32(loss) * (weight * units)
-        return total, output
+                loss = compute_loss(alone, cut(inputs, *places[number]), num_items_in_batch=num_items)
+            return in_float32(loss) * (weights[number] * (sample.stock_counted if counts_first else sample.units))
+
+        def total_of(values: Tensor, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
+            """values: logits, or hidden states, [rows, length, ...]."""
+            if values.shape[:2] != (rows, length):
+                raise ConfigError(
+                    f"compute_loss of {type(self.trainer).__name__}: odb calls it once a sample, and "
+                    f"{type(unwrapped(self.trainer.model)).__name__} makes no logits of its rows; train without odb."
+                )
+            parts = [values[row : row + 1, start:end] for row, start, end in places[: len(samples)]]
+            losses = [of_part(number, part) for number, part in enumerate(parts)]
+            return torch.stack(losses).sum()
+
+        def run() -> Any:
+            return model(**{key: value for key, value in inputs.items() if key != "labels"})
+
+        if training.sample_door.gives_states:
+
+            def of_states(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+                def of_part(number: int, states: Tensor) -> Tensor:
+                    function = functools.partial(lambda number, states: loss_of(number, logits_of(states)), number)
+                    loss: Tensor = checkpoint_function(function, states, use_reentrant=False, preserve_rng_state=False)
+                    return loss
+
+                return total_of(hidden, of_part)
+
+            output, total = training.sample_door.at_head(run, of_states)
+            return total, output
+        output = run()
+        return total_of(output["logits"] if isinstance(output, dict) else output[0], loss_of), output
 
     def check_gradient(self) -> None:
         """After the backward of a micro-batch. Raises `ConfigError` if it did not reach the loss that was weighed."""
@@ -352,6 +381,11 @@ class Training:
         self._operations: Operations | None = None
         self._doors: list[UnpadDoor] = []
         self._knows_integers: bool | None = None
+
+    @functools.cached_property
+    def sample_door(self) -> WithoutLogits:
+        """Where code of the trainer computes the loss of a sample from its hidden states."""
+        return WithoutLogits(self.trainer.model_wrapped)
 
     @property
     def has_begun(self) -> bool:

@@ -69,11 +69,11 @@ class StockLoss:
     @property
     def takes_stock_number(self) -> bool:
         """Whether stock's own number of items makes any cut of the optimizer step stock's."""
-        return self.mean.over == "step" and self.mean.counts != "samples" and self.adds_up
+        return self.number is not None and self.mean.over == "step" and self.adds_up
 
 
 def assumed(trainer: Any) -> StockLoss:
-    """Of a loss that is no sum over the tokens of logits, such as that of pairs."""
+    """The rule of a loss that cannot be measured here, such as that of pairs."""
     return StockLoss(MEAN_OF_STEP if trainer.model_accepts_loss_kwargs else MEAN_OF_MICRO_BATCH)
 
 
@@ -118,7 +118,7 @@ def candidates(world_size: int) -> Iterator[StockMean]:
     comes with factors.
     """
     for factor in dict.fromkeys((1.0, float(world_size), 1 / world_size)):
-        kinds: tuple[Counts, ...] = ("tokens", "labels", "samples")
+        kinds: tuple[Counts, ...] = ("tokens", "labels", "samples", "all labels")
         for counts in kinds[:2]:
             yield StockMean("step", counts=counts, factor=factor)
             if world_size > 1:
@@ -132,7 +132,9 @@ def weights_by(mean: StockMean, table: Sequence[Sequence[Row]]) -> list[list[flo
     keys = [[("step",), (rank,), (rank, row.micro_batch)] for rank, rows in enumerate(table) for row in rows]
     place = {"step": 0, "rank": 1, "micro_batch": 2}[mean.over]
     every = [row for rows in table for row in rows]
-    own = [1 if mean.counts == "samples" else row.units for row in every]
+    own = [
+        1 if mean.counts == "samples" else row.units + (mean.counts == "all labels" and row.has_first) for row in every
+    ]
     amounts = [n + (mean.counts == "labels" and row.has_first) for n, row in zip(own, every)]
     totals: dict[Any, int] = {}
     for key, amount in zip(keys, amounts):
@@ -154,10 +156,12 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
     Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits.
     """
     model: Any = model_with_labels(trainer.model)
-    has_logits = model is not None and model.get_output_embeddings() is not None
-    attempts = [("rows", True), ("rows", False)] * bool(rows.features) + [("made up", True)]
+    own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows.features)}
+    ranks = gather(own)
+    has_logits, has_rows = (all(rank[key] for rank in ranks) for key in own)
+    attempts = [("rows", True), ("rows", False)] * has_rows + [("made up", True)]
     why = ""
-    for source, reveals in attempts if all(gather(has_logits)) else ():
+    for source, reveals in attempts if has_logits else ():
         measurement = _Measurement(trainer, model)
         try:
             is_real = source == "rows"
@@ -196,7 +200,9 @@ def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) ->
     answer: dict[str, Any] = {"problem": "", "rows": [], "alone": [], "stock": [], "together": 0.0}
     is_tried = bool(rows.features) and measurement.is_computed
     if not all(gather(is_tried)):
-        return assumed(trainer), ""
+        stock = assumed(trainer)
+        logger.warning("loss: taken for %s; this cannot be measured here (a stream, or a sharded model)", stock.mean)
+        return stock, ""
     with kept_random_numbers(trainer.args.device):
         try:
             answer |= measurement.values(rows, collate)
@@ -224,7 +230,7 @@ def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) ->
                 sums[row.micro_batch] += weight * loss
             fits += map(is_near, one["stock"], sums)
         if all(fits):
-            return StockLoss(mean, number=measurement.number), ""
+            return StockLoss(mean), ""
     return None, "the values of its losses are those of no rule"
 
 
@@ -238,7 +244,7 @@ def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tupl
         off[mean] = max(abs(a - b) / b for a, b in zip(measured, weights))
     rules = [mean for mean in off if off[mean] < TOLERANCE]
     if not knows_first:  # then no row shows whether first labels count
-        rules = [mean for mean in rules if mean.counts != "labels"]
+        rules = [mean for mean in rules if "labels" not in mean.counts]
     if not rules:
         nearest = min(off, key=off.__getitem__)
         return None, f"the nearest is {nearest}, {off[nearest]:.1%} off"
@@ -544,7 +550,7 @@ def _probe_of(trainer: Any) -> Any:
     probe = copy.copy(trainer)
     probe.odb = None
     for name, value in vars(trainer).items():
-        if isinstance(value, dict | list):  # figures that a trainer collects
+        if isinstance(value, dict | list) and not name.endswith("dataset"):  # figures that a trainer collects
             with contextlib.suppress(Exception):
                 setattr(probe, name, copy.deepcopy(value))
     probe.state, accelerator = copy.copy(trainer.state), copy.copy(trainer.accelerator)

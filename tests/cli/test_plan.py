@@ -206,7 +206,7 @@ def test_mistakes_end_in_one_line(tiny_text, rows_dir, tmp_path, capsys) -> None
         (str(asked), "cutoff_length=8"): ("cutoff_length",),
         (str(asked), "dataset=nowhere"): ("dataset: nowhere", "dataset_info.json"),
         (str(asked), "dataset=empty"): ("dataset: empty", "has no row"),
-        (str(asked), "dataset=unanswered"): ("3 invalid", "unanswered"),
+        (str(asked), "dataset=unanswered"): ("dataset_info.json", "unanswered"),
         (str(asked), "model_name_or_path=./nowhere"): ("there is no './nowhere'",),
         (str(asked), "--png", str(tmp_path / "no" / "plan.png")): ("there is no folder",),
     }

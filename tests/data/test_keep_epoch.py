@@ -67,7 +67,9 @@ def cases(draw: st.DrawFn, whole: bool = False) -> Case:
         batch_size=batch_size,
         world_size=world_size,
         drop_last=draw(st.booleans()),
-        mean=draw(st.sampled_from([MEAN_OF_STEP, StockMean("rank"), MEAN_OF_MICRO_BATCH])),
+        mean=draw(
+            st.sampled_from([MEAN_OF_STEP, StockMean("step", counts="labels"), StockMean("rank"), MEAN_OF_MICRO_BATCH])
+        ),
     )
     return rows, stock, {"budget": draw(budgets), "balance": draw(st.booleans())}
 
@@ -163,7 +165,7 @@ def test_the_optimizer_steps_are_those_of_stock(case: Case) -> None:
             "micro_batch": [batch for micro_step in batches for batch in micro_step],
         }[stock.mean.over]
         # A model that takes its own mean shifts the labels first; the Trainer counts them all.
-        counted = {id: one.units + (one.leading_label and stock.mean.counts_first) for id, one in cost.items()}
+        counted = {id: one.units + ("labels" in stock.mean.counts and one.leading_label) for id, one in cost.items()}
         divided_by = {id: sum(counted[other] for other in group) for group in groups for id in group}
         for rank, epoch in enumerate(epochs):
             step = epoch.steps[k]

@@ -26,6 +26,8 @@ from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Budget
 
+pytestmark = pytest.mark.stock
+
 BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
 PATCH_BYTES = 3 * 2 * 16 * 16 * 4
 """A patch of the tiny Qwen3-VL, as of the real one: 3 channels, 2 frames, 16 x 16 pixels, float32."""

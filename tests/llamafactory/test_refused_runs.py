@@ -57,7 +57,7 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 WITH_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"odb": {"token_budget": 16, "overlong": "error"}}, ("overlong",)),
     (
-        {"odb": FILL | {"lr_scale": "sqrt", "lr_reference_samples": 8, "buffer_size": 8}, "disable_shuffling": True},
+        {"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True},
         ("odb.lr_scale: 'sqrt' goes by the first",),
     ),
     ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ("checkpoint-3",)),

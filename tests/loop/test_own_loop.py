@@ -36,7 +36,7 @@ from odb_factory import (
 )
 from odb_factory.accounting.losses import TokenLoss
 
-FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt", lr_reference_samples=8)
+FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt")
 
 # What a loop needs to know
 
@@ -536,7 +536,7 @@ def test_a_stream_that_raises_says_where(num_workers: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
+        ({"lr_scale": "sqrt"}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
         ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes"),
         ({"sampler": (k for k in range(9))}, "sampler: a generator can be iterated only once"),
         ({"batch_size": 0}, "batch_size: 0 is not a whole number"),

@@ -13,13 +13,12 @@ import pytest
 import torch
 import transformers
 from model.test_head import batch_of, check, state, text_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from training.flat_models import COMMON
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory.model.head import WithoutLogits
-from odb_factory.model.own_loss import counts_items, own_loss
+from odb_factory.model.own_loss import own_loss
 
 TEXT = COMMON | {"vocab_size": 200, "head_dim": 8}
 SIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -68,23 +67,23 @@ def frames(number: int) -> Tensor:
     return (torch.arange(96) < 16).long().expand(number, -1)
 
 
-FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], int, bool]] = {
-    "Gemma3": (gemma3, lambda: pixels(2) | {"token_type_ids": torch.zeros(3, 11, dtype=torch.long)}, 4, False),
-    "Llama4": (llama4, lambda: pixels(2), 4, False),
-    "Qwen2Audio": (qwen2_audio, lambda: sounds(2) | {"feature_attention_mask": frames(2)}, 4, False),
-    "Voxtral": (voxtral, lambda: sounds(1), 12, True),
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], int]] = {
+    "Gemma3": (gemma3, lambda: pixels(2) | {"token_type_ids": torch.zeros(3, 11, dtype=torch.long)}, 4),
+    "Llama4": (llama4, lambda: pixels(2), 4),
+    "Qwen2Audio": (qwen2_audio, lambda: sounds(2) | {"feature_attention_mask": frames(2)}, 4),
+    "Voxtral": (voxtral, lambda: sounds(1), 12),
 }
-"""Configuration, media of a batch, tokens of a medium, whether it counts items."""
+"""Configuration, media of a batch, tokens of a medium."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_with_loss_code_of_their_own(name: str) -> None:
-    configure, media, tokens, counts = FAMILIES[name]
+    configure, media, tokens = FAMILIES[name]
     torch.manual_seed(0)
     model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(configure()).train()
     before = state(model)
     found = own_loss(model)
-    assert found.why_another is None and found.counts_items == counts_items(model) == counts
+    assert found.why_another is None
     assert state(model) == before
     batch, weights = batch_of(length=11 if tokens < 8 else 14)
     given = media()
@@ -95,22 +94,6 @@ def test_families_with_loss_code_of_their_own(name: str) -> None:
     expected = model(**batch | given).loss
     with WithoutLogits(model).weighing(1 / int((batch["labels"][:, 1:] != -100).sum())):
         assert model(**batch | given).loss.item() == pytest.approx(expected.item(), rel=1e-6), "its own mean"
-
-
-@pytest.mark.parametrize(("kind", "counts"), [("qwen2", True), ("mamba", False), ("xglm", False), ("gpt2", True)])
-def test_text_models_that_count_items_are_told_from_those_that_do_not(kind: str, counts: bool) -> None:
-    """As their own losses with two numbers say; the trial needs no weights."""
-    more = {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48} if kind == "xglm" else {}
-    config = AutoConfig.for_model(kind, **{"n_embd": 32, "n_head": 4, "n_layer": 2} | COMMON | more)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
-    batch, _ = batch_of()
-    one, other = (model(**batch, num_items_in_batch=torch.tensor(number)).loss.item() for number in (10, 20))
-    assert (one == pytest.approx(2 * other)) == counts and (one == pytest.approx(other)) != counts
-    with torch.device("meta"):
-        unloaded: Any = AutoModelForCausalLM.from_config(config)
-    assert counts_items(model) == counts_items(unloaded) == counts
-    assert own_loss(model).why_another is own_loss(unloaded).why_another is None
-    assert counts_items(nn.Linear(2, 2)), "nothing is known"
 
 
 def another_loss(kind: str) -> Callable[..., Any]:

@@ -175,10 +175,10 @@ def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, powe
     rates = Rates()
     changes = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "callbacks": [rates]}
     # One window holds everything, so that the estimate is exact.
-    block = FILL | {"buffer_size": 1024, "lr_scale": scale, "lr_reference_samples": 4}
+    block = FILL | {"buffer_size": 1024, "lr_scale": scale}
     train(tiny_text, tmp_path, block=block, **changes)
     samples = NUM_ROWS / max(line["optimizer_step"] for line in audit(tmp_path))
-    assert rates.rates == [pytest.approx(1e-3 * (samples / 4) ** power)] * len(rates.rates)
+    assert rates.rates == [pytest.approx(1e-3 * (samples / 16) ** power)] * len(rates.rates)
 
 
 def labelled(k: int) -> dict[str, Any]:

@@ -289,7 +289,7 @@ def test_a_row_that_cannot_be_collated_does_not_decide_the_layout(
     assert len(told) == (times > 1)
 
 
-@pytest.mark.parametrize("block", [{}, {"global_batch_size": "fill", "lr_scale": "sqrt", "lr_reference_samples": 8}])
+@pytest.mark.parametrize("block", [{}, {"global_batch_size": "fill", "lr_scale": "sqrt"}])
 def test_what_the_check_finds_is_trained_padded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, block: dict[str, Any]
 ) -> None:

@@ -64,7 +64,7 @@ def test_the_curve_has_something_left_after_its_warmup(total: int, warmup: int) 
 @pytest.mark.parametrize("case", ["in order", "small window"])
 def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(tiny_text, tmp_path, case: str) -> None:
     rates = Rates()
-    block = FILL | {"buffer_size": 64, "lr_scale": "linear", "lr_reference_samples": 8}
+    block = FILL | {"buffer_size": 64, "lr_scale": "linear"}
     with pytest.raises(ConfigError, match=r"^odb.lr_scale: 'linear' .* buffer_size") as refused:
         train_short_then_long(tiny_text, tmp_path, block, in_order=case == "in order", rates=rates)
     assert "\n" not in str(refused.value)
@@ -73,7 +73,7 @@ def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(ti
 
 def test_lr_scale_in_order_is_exact_where_the_window_holds_all(tiny_text, tmp_path) -> None:
     rates = Rates()
-    block = FILL | {"buffer_size": 1024, "lr_scale": "linear", "lr_reference_samples": 8}
+    block = FILL | {"buffer_size": 1024, "lr_scale": "linear"}
     train_short_then_long(tiny_text, tmp_path, block, rates=rates, lr_scheduler_type="constant")
     assert rates.rates[0] == pytest.approx(1e-3 * len(SHORT_THEN_LONG) / len(rates.rates) / 8)
 

@@ -41,21 +41,17 @@ class TrainingRecord(TrainerCallback):
 
 
 def row_checksums(inputs):
-    """Of the real tokens of each sample and their labels; padding and fake media are left out.
-
-    A label that stands first is left out too: nothing predicts it, and a flat row has none there. Trainers that make
-    their losses themselves give the model no labels.
-    """
+    """Of the real tokens of each sample; padding and fake media are left out. Labels show in the losses: trainers that
+    make their losses themselves may give the model none."""
     inputs = {"labels": torch.zeros_like(inputs["input_ids"])} | inputs
     if "attention_mask" in inputs:
-        pairs = zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"].bool())
-        return [checksum(ids[mask], labels[mask]) for ids, labels, mask in pairs]
+        return [checksum(ids[mask]) for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool())]
     positions = inputs["position_ids"][..., 0, :].reshape(-1, inputs["input_ids"].shape[1])[0]
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     ids, labels = inputs["input_ids"][0], inputs["labels"][0]
     samples = [(ids[start:end], labels[start:end]) for start, end in itertools.pairwise(starts)]
-    return [checksum(*sample) for sample in samples if (sample[1] != -100).any()]
+    return [checksum(ids) for ids, labels in samples if (labels != -100).any()]
 
 
-def checksum(ids, labels):
-    return zlib.crc32(ids.cpu().numpy().tobytes() + labels[1:].cpu().numpy().tobytes())
+def checksum(ids):
+    return zlib.crc32(ids.cpu().numpy().tobytes())
