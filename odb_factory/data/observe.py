@@ -331,10 +331,13 @@ class ItemObserver:
         self.loss_scaling = loss_scaling
         self.units_from: UnitsFrom | None = None if takes_any_loss and cost_fn is not None else "labels"
         self.keeps_unsupervised = False
+        self._longest_same, self._shortest_changed = 0, LARGEST_COST
         self.needs_units = loss_scaling not in ("approx", "none")
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:
         cost = self._cost(item)
+        changed = self._changed_by_collator(item, cost)
+        cost = changed or cost
         if cost.tokens == 0 and self.cost_fn is None and not self.keeps_unsupervised:
             raise RowDropped("unsupervised", "it has no tokens, so none that carries loss.")
         sizes = cost.tokens, cost.patches, cost.units
@@ -346,6 +349,8 @@ class ItemObserver:
         features = item
         if isinstance(item, Mapping):
             features = {key: value for key, value in item.items() if key != PATCHES_KEY}
+        if changed is not None:
+            return features, cost
         if self.units_from is None:
             self.units_from = "cost_fn" if cost.units else "labels" if self._has_token_labels(features) else "items"
         if cost.units == 0 and self.units_from == "items":
@@ -387,6 +392,29 @@ class ItemObserver:
         if given is not None and media.patches != int(given):
             media = Media(video_patches=int(given)) if modality == VIDEO else Media(int(given))
         return Cost(tokens, media.patches, has_media=media.patches > 0, modality=modality, media=media)
+
+    def _changed_by_collator(self, item: Any, cost: Cost) -> Cost | None:
+        """The cost of an item that its collator changes (it truncates, or adds tokens): of what the collator makes.
+
+        An item is collated for this if it is longer than those that were left as they are, or as long as one that was
+        changed.
+        """
+        tokens = cost.tokens
+        if self.cost_fn is not None or not isinstance(item, Mapping) or item.get("labels") is None:
+            return None
+        if item.get("input_ids") is None or self._longest_same >= tokens < self._shortest_changed:
+            return None
+        try:
+            if self._alone(item).get("attention_mask") is None:
+                return None
+            own, collated = _with_units(cost, item["labels"]), self._collated_cost(item)
+        except Exception:  # reported when the item is collated with others
+            return None
+        if (own.tokens, own.units, own.leading_label) == (collated.tokens, collated.units, collated.leading_label):
+            self._longest_same = max(self._longest_same, tokens)
+            return None
+        self._shortest_changed = min(self._shortest_changed, tokens)
+        return collated
 
     def _collated_cost(self, item: Mapping[str, Any]) -> Cost:
         """The cost of an item whose collator makes the model inputs."""

@@ -35,10 +35,6 @@ ALIGNED = 64
 """Rows of logits begin at multiples of this number of elements."""
 
 
-Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
-"""Is shown token losses without gradient [S], their places in [N] (None: all N in order), the shape of the labels."""
-
-
 @dataclass(frozen=True)
 class Sizes:
     """How much is computed at a time.
@@ -85,12 +81,11 @@ def weighted_loss_of(
     weights: float | Tensor,
     num_supervised: int | None = None,
     after: AfterHead = AfterHead(),
-    watch: Watch | None = None,
 ) -> Tensor:
     """Sum of weight x token loss over the supervised positions, a scalar in float32 (float64 of float64 weights).
 
-    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised, watch:
-    of `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast where that is on;
+    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
+    `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast where that is on;
     everything else is in float32.
     Raises `DataError` where the weights are not those of these rows.
     """
@@ -111,9 +106,7 @@ def weighted_loss_of(
         weighed = weighed * weights
     # The largest weight is 1 in the products: float16 would lose small ones.
     largest = nn.functional.pad(weighed.abs(), (0, 1)).amax().clamp_min(torch.finfo(weighed.dtype).tiny)
-    loss, values, _ = _apply(linear, hidden, targets, places, after, weighed / largest)
-    if watch is not None:
-        watch(-values * (targets[places] != IGNORE_INDEX), places, labels.shape)
+    loss, _, _ = _apply(linear, hidden, targets, places, after, weighed / largest)
     return loss * largest
 
 

@@ -28,6 +28,7 @@ from odb_factory.model.tower import FAMILIES, TWICE
 BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
 """By the `model_type` of their config: the tower takes patches of all images in one tensor [patches, ...], and a grid
 (frames, height, width) of each."""
+LAST = "last"
 BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
 """It takes images (or tiles) of one size, [images, 3, height, width]."""
 TOWERS = ("visual", "vision_tower")
@@ -210,7 +211,9 @@ class EncoderDoor:
 
     def _layers(self) -> Any:
         config = self._module.config
-        return getattr(config, "vision_feature_layer", getattr(config, "vision_feature_layers", None))
+        layers = getattr(config, "vision_feature_layer", getattr(config, "vision_feature_layers", None))
+        # InternVL reads `last_hidden_state` for the last layer, whether the tower returns all hidden states or not.
+        return LAST if layers == -1 and config.model_type == "internvl" else layers
 
     def _agree(self, images: _Images) -> _Step:
         """Collective."""
@@ -357,12 +360,12 @@ def _width(projector: nn.Module) -> int:
 
 def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
     """The tensors of a tower's output that a model reads, by where they stand. layers: of the hidden states, a number
-    or several, where the model takes those."""
+    or several, where the model takes those; LAST: it takes `last_hidden_state`."""
     if isinstance(output, Tensor):
         return {(): output}
     if not isinstance(output, Mapping):  # transformers 4: the features, and those for deeper layers
         output = {"pooler_output": output[0], "deepstack_features": output[1]}
-    if output.get("hidden_states") is not None and layers is not None:
+    if output.get("hidden_states") is not None and layers not in (None, LAST):
         states = output["hidden_states"]
         numbers = [layers] if isinstance(layers, int) else layers
         return {("hidden_states", number % len(states)): states[number] for number in numbers}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
-from odb_factory.model.chunked import AfterHead, Watch, log_probs_of, weighted_loss_of
+from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
 from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.own_loss import model_with_labels, own_loss
 
@@ -66,14 +66,11 @@ class WithoutLogits:
                 self.reason, self._after = own.why_another, own.after or AfterHead()
 
     @contextlib.contextmanager
-    def weighing(
-        self, weights: float | Tensor, num_supervised: int | None = None, watch: Watch | None = None
-    ) -> Iterator[None]:
+    def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
         """Within it a forward with labels [rows, length] returns as `loss` the weighted sum of its token losses.
 
         weights: of the loss at each position, which is that of the next token's label: [rows, length], [rows, 1], or
             one number. num_supervised: positions with a loss, if the host knows them: the device is not waited for.
-            watch: is shown the token losses.
         Where the door is not used (`reason`), a forward is the model's own. `acted` tells, at the end.
         """
         self.acted = False
@@ -81,7 +78,7 @@ class WithoutLogits:
             self._log()
             yield
             return
-        with self.replacing_forward(functools.partial(self._forward, weights, num_supervised, watch)):
+        with self.replacing_forward(functools.partial(self._forward, weights, num_supervised)):
             yield
 
     @contextlib.contextmanager
@@ -105,7 +102,6 @@ class WithoutLogits:
         self,
         weights: float | Tensor,
         num_supervised: int | None,
-        watch: Watch | None,
         own: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
@@ -119,7 +115,7 @@ class WithoutLogits:
 
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
             self._check(hidden, labels)
-            loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after, watch)
+            loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after)
             return loss.reshape(1, 1, 1)
 
         try:
@@ -131,7 +127,7 @@ class WithoutLogits:
             return own(*args, **kwargs)
         if len(outputs) != 1:
             raise DataError(f"{self._name} called its output embedding {len(outputs)} times in a forward with labels.")
-        loss = outputs[0].reshape(())
+        loss = outputs[0].sum()  # no view: the Trainer multiplies it in place, and FSDP2 has hooks on outputs
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
             (_, _, coefficient), *_ = _router_coefficients(self._model)
@@ -185,7 +181,7 @@ class WithoutLogits:
 
         with self.head_computes(scalar) as outputs:
             output = run()
-        return output, outputs[0].reshape(())
+        return output, outputs[0].sum()
 
     @contextlib.contextmanager
     def head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:

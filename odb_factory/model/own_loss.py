@@ -106,7 +106,7 @@ def _is_close(loss: Tensor, wanted: float) -> bool:
     return math.isclose(float(loss), wanted, rel_tol=1e-5)
 
 
-class _HiddenStates:
+class HiddenStates:
     """The output of a body: hidden states, and nothing else."""
 
     def __init__(self, hidden: Tensor):
@@ -147,7 +147,7 @@ def _without_layers(model: Any) -> Iterator[_Trial]:
         given = args[0] if args else None
         if isinstance(given, Tensor) and given.is_floating_point():
             return given
-        return hidden if module is embedding else _HiddenStates(hidden)
+        return hidden if module is embedding else HiddenStates(hidden)
 
     mask = torch.ones_like(labels)
     mask[-1, -1] = 0

@@ -365,6 +365,7 @@ class Training:
     memory: MemoryWatch
     stock = StockLoss()
     is_measured = False
+    _refusal: ConfigError | None = None
     _parts: DataLoaderParts
     _sampler_at_begin: SamplerState
 
@@ -421,6 +422,8 @@ class Training:
         models, is_stream = models_of(self.trainer), isinstance(dataset, IterableDataset)
         layout = resolve_layout(models, odb.config.layout, args, refused=odb.not_flat, is_stream=is_stream)
         self._make_run(layout, config)
+        if self._refusal is not None:
+            raise self._refusal
         self.is_unchecked = layout.name == "flat"
 
     def _ask_stock(self) -> StockLoss:
@@ -433,8 +436,9 @@ class Training:
                 stock = measure(trainer, self._rows_to_measure(), self._parts.collate_fn, odb.gather)
             except ConfigError as error:
                 if odb.config.loss_scaling == "stock":
-                    raise
-                logger.warning("%s", error)
+                    self._refusal = error  # raised once a checkpoint has been compared, whose message may be the cause
+                else:
+                    logger.warning("%s", error)
                 return assumed(trainer)
         self.is_measured = True
         return stock

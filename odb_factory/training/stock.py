@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,8 +35,11 @@ from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
 from odb_factory.model.flat_row import forward_replaced
-from odb_factory.model.own_loss import model_with_labels
+from odb_factory.model.head import has_routers
+from odb_factory.model.own_loss import HiddenStates, model_with_labels
 from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.training.arguments import replaced
+from odb_factory.training.oom import is_out_of_memory
 
 logger = get_logger(__name__)
 
@@ -46,7 +50,10 @@ SUPERVISED = (2, 5, 3, 7, 4, 9)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
 TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
 """Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
-GREW_FROM_PADDING = "a label is predicted from padding"
+FROM_PADDING = (
+    "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
+    "-100, or pad on the right"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,7 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
             continue
         answers = gather(measurement.run(batches))
         why = next((answer["problem"] for answer in answers if answer["problem"]), "")
-        if why == GREW_FROM_PADDING and reveals:
+        if why == FROM_PADDING and reveals:
             continue  # the labels that were changed may be what is predicted from padding
         if why:
             break
@@ -261,7 +268,8 @@ class _Measurement:
         self._trainer, self._model, self._probe = trainer, model, _probe_of(trainer)
         device = trainer.args.device
         self.number: Any = None
-        self.is_computed = all(
+        # An engine that will shard the model has not wrapped it yet.
+        self.is_computed = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and all(
             one.device.type == device.type and not _is_sharded(one) for one in trainer.model.parameters()
         )
 
@@ -304,6 +312,7 @@ class _Measurement:
     def run(self, batches: Sequence[Any]) -> dict[str, Any]:
         """What this rank has measured: the weight of each sample (JSON types)."""
         answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
+        without = [one for one in self._trainer.model.parameters() if one.grad is None]
         with kept_random_numbers(self._trainer.args.device), _grad_mode_kept():
             try:
                 watched = self._stock(batches)
@@ -312,6 +321,8 @@ class _Measurement:
                 answer["problem"] = str(error)
             except Exception as error:  # any code may stand there
                 answer["problem"] = one_line(error)
+        for parameter in without:  # of a loss term that is made of weights
+            parameter.grad = None
         return answer
 
     def evaluate(self, batch: Any, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -327,6 +338,8 @@ class _Measurement:
         finally:
             hook.remove()
             probe.model.train(was_training)
+        if loss is None:
+            return {"has_loss": False}
         rows, means = [], []
         for row, (start, end) in enumerate(spans):
             own = targets[row, start : end - 1].to(seen[0].device)
@@ -367,38 +380,52 @@ class _Measurement:
         return {"rows": own, "alone": alone, "stock": losses, "together": together}
 
     def _stock(self, batches: Sequence[Any]) -> list[_Watched]:
-        probe, watched = self._probe, [_Watched(_targets(batch), spans) for batch, spans in batches]
+        probe, backward = self._probe, self._probe.accelerator.backward
+        watched = [_Watched(_targets(batch), spans, backward) for batch, spans in batches]
         probe.current_gradient_accumulation_steps = len(batches)
         copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
         samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
         for one, inputs in zip(watched, samples):
-            with one.watching(self._model, self.is_computed):
-                probe.training_step(probe.model, inputs, self.number)
+            step = functools.partial(self._step, one)
+            try:
+                step(dict(inputs))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.is_computed = False  # the layers return zeros, which needs no memory
+                step(dict(inputs))
             if one.leaf is None:
                 raise _Unmeasured(f"{type(self._model).__name__} computes its loss without its output embedding")
         return watched
+
+    def _step(self, watched: _Watched, inputs: Any) -> None:
+        probe = self._probe
+        with watched.watching(self._model, self.is_computed), replaced(probe.accelerator, backward=watched.backward):
+            probe.training_step(probe.model, inputs, self.number)
 
     def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
         is_trainers = any(one.is_trainers for one in watched)
         rows, weights, alone = [], [], []
         for number, ((batch, spans), one) in enumerate(zip(batches, watched)):
-            stock, scale = one.gradient(is_trainers), one.gradient(is_trainers).norm()
+            stock, scale, value = one.gradient(is_trainers), one.gradient(is_trainers).norm(), 0.0
             for row, (start, end) in enumerate(spans):
                 targets = one.targets[row, start : end - 1]
                 units = max(int((targets != IGNORE_INDEX).sum()), 1)
                 outside = stock[row].clone()
                 outside[start:end] = 0
                 if outside.norm() > TOLERANCE * scale:
-                    raise _Unmeasured(GREW_FROM_PADDING)
+                    raise _Unmeasured(FROM_PADDING)
                 theirs = stock[row, start:end]
                 if is_trainers:
                     logits = one.of_model[row : row + 1, start:end].detach().requires_grad_()
-                    self._loss(logits, cut(batch, row, start, end), units).backward()
+                    loss = self._loss(logits, cut(batch, row, start, end), units)
+                    loss.backward()
                     assert logits.grad is not None
                     own = logits.grad[0]
                     alone.append((logits.detach(), cut(batch, row, start, end), units, own))
                 else:
-                    own = one.of_samples[row][start:end]
+                    loss, own = one.of_samples[row]
+                    own = own[start:end]
                 if not float(own.norm()) or not float(theirs.norm()):
                     raise _Unmeasured("a sample has no gradient")
                 weight = float((own * theirs).sum() / own.square().sum())
@@ -406,6 +433,9 @@ class _Measurement:
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
                 rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
                 weights.append(weight)
+                value += weight * float(loss)
+            if not has_routers(self._model) and abs(one.value - value) > TOLERANCE * max(abs(value), abs(one.value)):
+                raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
         pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
         adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone)
         return {
@@ -455,16 +485,22 @@ class _Watched:
     """One micro-batch of stock: the leaves of its logits.
 
     targets: labels of the next token [rows, length]; spans: of each row, the places of its sample. leaf: behind the
-    output embedding. of_model: behind the model, a leaf as well. of_samples: the gradients at `leaf` of the mean cross
-    entropy of each sample.
+    output embedding. of_model: behind the model, a leaf as well. of_samples: the mean cross entropy of each sample, and
+    its gradient at `leaf`. value: of the loss that stock hands to backward.
     """
 
     leaf: Tensor | None = None
     of_model: Tensor
-    of_samples: list[Tensor]
+    of_samples: list[tuple[Tensor, Tensor]]
+    value = 0.0
 
-    def __init__(self, targets: Tensor, spans: Sequence[tuple[int, int]]):
-        self.targets, self.spans = targets, spans
+    def __init__(self, targets: Tensor, spans: Sequence[tuple[int, int]], backward: Callable[..., None]):
+        self.targets, self.spans, self._backward = targets, spans, backward
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """In the place of accelerate's, which it calls."""
+        self.value = float(loss)
+        self._backward(loss, **kwargs)
 
     @property
     def is_trainers(self) -> bool:
@@ -533,7 +569,7 @@ class _Watched:
             targets = self.targets[row, start : end - 1]
             loss = cross_entropy(logits[row, start : end - 1].to(leaf.dtype), targets, ignore_index=IGNORE_INDEX)
             (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-            self.of_samples.append(gradient[row])
+            self.of_samples.append((loss.detach(), gradient[row]))
         self.of_model = logits.detach().requires_grad_()
         if is_tuple:
             return tuple(self.of_model if number == key else value for number, value in enumerate(output))
@@ -579,19 +615,6 @@ def _is_sharded(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor"
 
 
-class _HiddenStates:
-    """The output of a body: hidden states, and nothing else."""
-
-    def __init__(self, hidden: Tensor):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self.last_hidden_state
-
-    def __getattr__(self, _: str) -> None:
-        return None
-
-
 @contextlib.contextmanager
 def _without_layers(model: Any, head: nn.Module, targets: Tensor) -> Iterator[None]:
     """Meanwhile the parts of `model` return zeros and its output embedding random logits: their weights are sharded, or
@@ -599,14 +622,19 @@ def _without_layers(model: Any, head: nn.Module, targets: Tensor) -> Iterator[No
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
 
-    def hidden(*args: Any, **kwargs: Any) -> _HiddenStates:
+    def hidden(*args: Any, **kwargs: Any) -> HiddenStates:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return _HiddenStates(torch.zeros(*targets.shape, config.hidden_size, device=device))
+        return HiddenStates(torch.zeros(*targets.shape, config.hidden_size, device=device))
 
     def logits(states: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.randn(*targets.shape, config.vocab_size, generator=generator).to(states.device)
 
-    parts = {part: hidden for part in model.children() if part is not head and head not in part.modules()}
+    def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+        for part in module.children():
+            if part is not head:
+                yield from parts_of(part) if head in part.modules() else [part]
+
+    parts: dict[Any, Any] = dict.fromkeys(parts_of(model), hidden)
     before = {part: vars(part).get("forward") for part in (*parts, head)}
     try:
         for part, forward in {**parts, head: logits}.items():
@@ -664,13 +692,18 @@ def measure_evaluation(
     rows, collate, gather: of `measure`.
     """
     model: Any = model_with_labels(trainer.model)
-    answer: dict[str, Any] = {"rows": [], "means": [], "loss": None}
-    if model is not None and model.get_output_embeddings() is not None and rows.features:
+    answer: dict[str, Any] = {"rows": [], "means": [], "loss": None, "has_loss": True}
+    if model is not None and model.get_output_embeddings() is not None:
         measurement = _Measurement(trainer, model)
         with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
-            (batch, spans), *_ = measurement.collated(rows.features, collate, reveals=True)
+            try:
+                (batch, spans), *_ = measurement.collated(rows.features, collate, reveals=True)
+            except Exception:  # reported when the rows are evaluated
+                (batch, spans), *_ = measurement.made_up()
             answer |= measurement.evaluate(batch, spans)
     answers = gather(answer)
+    if not any(one["has_loss"] for one in answers):  # tokens are generated
+        return StockMean("micro_batch", len(answers))
     if any(one["loss"] is None for one in answers):
         return None
     ranks, table = len(answers), [[Row(*row) for row in one["rows"]] for one in answers]

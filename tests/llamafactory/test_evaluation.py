@@ -44,7 +44,7 @@ MORE = {stage: Cell(stage, EVALUATED, block=BLOCK) for stage in ("dpo", "rm")}
 """Of the full grid: their trainings on two ranks are evaluated in `test_same_training.py`."""
 STOCK_S = (
     "this evaluation: figures of CustomKTOTrainer depend on which rows share a batch",
-    "this evaluation: the trainer computes the loss in place of the model, by label_smoothing_factor: 0.1",
+    "this evaluation: the trainer computes the loss in place of the model",
 )
 
 

@@ -112,7 +112,7 @@ def check(model: Any, batch: dict[str, Tensor], weights: Tensor, run: Any = None
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_by_logits(name: str) -> None:
     in_float32 = name == "loss code of its own"  # its forward rounds logits
-    check(text_model(name), *batch_of(), rtol=1e-7 if in_float32 else 1e-11)
+    check(text_model(name), *batch_of(), rtol=5e-7 if in_float32 else 1e-11)
 
 
 @pytest.mark.parametrize("name", ["tied", "soft cap"])

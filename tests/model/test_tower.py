@@ -199,6 +199,7 @@ def test_a_batch_for_which_other_ranks_would_wait_is_refused(family: str, is_sha
         args=SimpleNamespace(world_size=2),
         is_fsdp_enabled=is_shared,
         model=SimpleNamespace(config=SimpleNamespace(model_type=family)),
+        model_wrapped=torch.nn.Linear(1, 1),
     )
     batch = {"pixel_values": torch.zeros(1), "pixel_values_videos": torch.zeros(1)}
     refused = family == "llava_next_video" and is_shared

@@ -138,7 +138,7 @@ def test_a_first_label_behind_padding_is_not_lost(first_label: bool, tmp_path: P
 
     case = Case(of, lambda rows: collate(rows, left=True))
     if first_label:
-        with pytest.raises(ConfigError, match=r"odb\.layout"):
+        with pytest.raises(ConfigError, match="predicted from padding"):
             run(case, tmp_path / "flat", "flat")
         return
     auto = run(case, tmp_path / "auto", "auto")

@@ -70,6 +70,15 @@ def collate_with_names(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     return collate(rows) | {"scale": torch.tensor([1.0 + len(row["labels"]) % 3 for row in rows])}
 
 
+def truncate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    return collate([{key: values[:40] for key, values in row.items()} for row in rows])
+
+
+def end_rows(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Adds a token to every row, which has a loss."""
+    return collate([{key: [*values, 7] for key, values in row.items()} for row in rows])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Losses.
 
@@ -157,6 +166,15 @@ class Scales(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Penalizes(Trainer):
+    """Adds a term that is made of weights: how often it counts depends on how an optimizer step is cut."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 0.01 * sum(parameter.square().sum() for parameter in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
 class Stores(Trainer):
     """Stores the number of items and does not divide by it."""
 
@@ -210,6 +228,8 @@ CASES = {
     "short rows": Case(SHORT, masks_first=False),
     "short rows in bf16": Case(SHORT, masks_first=False, arguments={"bf16": True}, close=2e-3),
     "left padding": Case(collate=functools.partial(collate, side="left")),
+    "a collator that truncates": Case(masks_first=False, collate=truncate),
+    "a collator that adds a token": Case(collate=end_rows),
     "tokens of a rank": Case(masks_first=False, arguments={"average_tokens_across_devices": False}),
     "no accumulation": Case(arguments={"gradient_accumulation_steps": 1}),
     "label smoothing": Case(masks_first=False, arguments={"label_smoothing_factor": 0.1}),
@@ -230,6 +250,7 @@ REFUSED = {
     "in-batch negatives": Case(loss=in_batch_negatives),
     "no scalar": Case(loss=no_scalar),
     "one sample raises": Case(loss=raises),
+    "a term that is made of weights": Case(trainer=Penalizes),
     "a label is predicted from padding": Case(masks_first=False, collate=functools.partial(collate, side="left")),
 }
 
