@@ -433,7 +433,7 @@ class _Measurement:
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
                 rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
                 weights.append(weight)
-                value += weight * float(loss)
+                value += weight * float(loss.detach())
             if not has_routers(self._model) and abs(one.value - value) > TOLERANCE * max(abs(value), abs(one.value)):
                 raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
         pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
@@ -499,7 +499,7 @@ class _Watched:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """In the place of accelerate's, which it calls."""
-        self.value = float(loss)
+        self.value = float(loss.detach())
         self._backward(loss, **kwargs)
 
     @property
