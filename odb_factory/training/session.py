@@ -51,7 +51,7 @@ from odb_factory.model.check import (
     resolve_layout,
     unwrapped,
 )
-from odb_factory.model.engine import engine_of, gradients_deferred
+from odb_factory.model.engine import Engine, engine_of, gradients_deferred
 from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.known import can_know, with_known_integers
@@ -217,18 +217,24 @@ class Session:
         return None if self.training is None else self.training.trial_units
 
     @property
-    def stock_number(self) -> Any:
-        """Stock's own number of items of the optimizer step, if it makes the micro-batch in forward weigh as in stock;
-        else None: the micro-batch is weighed here."""
+    def takes_stock_number(self) -> bool:
+        """Whether stock's own number of items makes the micro-batch in forward weigh as in stock; otherwise the
+        micro-batch is weighed here."""
         computing, training = self.computing, self.training
         if computing is None or training is None or self.evaluation is not None or self.config.loss_scaling != "stock":
+            return False
+        if not computing.micro_batch.samples or computing.loss.row_weights is not None:
+            return False
+        return training.stock.takes_stock_number and not self.is_computed_by_sample
+
+    @property
+    def stock_number(self) -> Any:
+        """Stock's own number of items of the optimizer step; None if it is not taken (`takes_stock_number`)."""
+        computing, training = self.computing, self.training
+        if computing is None or training is None or not self.takes_stock_number:
             return None
-        samples, stock = computing.micro_batch.samples, training.stock
-        if not samples or not stock.takes_stock_number or computing.loss.row_weights is not None:
-            return None
-        if self.is_computed_by_sample:
-            return None
-        return number_like(stock.number, samples[0].stock_units, self.trainer.args.device)
+        units = computing.micro_batch.samples[0].stock_units
+        return number_like(training.stock.number, units, self.trainer.args.device)
 
     @contextlib.contextmanager
     def in_forward(self, measured: Measured) -> Iterator[None]:
@@ -322,8 +328,10 @@ class Session:
 
             def of_states(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
                 def of_part(number: int, states: Tensor) -> Tensor:
-                    function = functools.partial(lambda number, states: loss_of(number, logits_of(states)), number)
-                    loss: Tensor = checkpoint_function(function, states, use_reentrant=False, preserve_rng_state=False)
+                    def compute(states: Tensor) -> Tensor:
+                        return loss_of(number, logits_of(states))
+
+                    loss: Tensor = checkpoint_function(compute, states, use_reentrant=False, preserve_rng_state=False)
                     return loss
 
                 return total_of(hidden, of_part)
@@ -382,6 +390,7 @@ class Training:
         self._operations: Operations | None = None
         self._doors: list[UnpadDoor] = []
         self._knows_integers: bool | None = None
+        self._engine: Engine | None = None
 
     @functools.cached_property
     def sample_door(self) -> WithoutLogits:
@@ -574,7 +583,8 @@ class Training:
     @contextlib.contextmanager
     def gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
         """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
-        accelerator, engine = self.trainer.accelerator, engine_of(model)
+        self._engine = self._engine or engine_of(model)  # which passes all modules and parameters
+        accelerator, engine = self.trainer.accelerator, self._engine
         if engine == "deepspeed":  # newer releases of accelerate do the same by `sync_gradients`
             model.set_gradient_accumulation_boundary(is_last)
         syncs = (

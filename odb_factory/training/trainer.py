@@ -369,7 +369,7 @@ class ODBTrainerMixin(Base):
                 return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
         # A custom loss may read the accumulation.
         shown = contextlib.nullcontext() if odb.training is None else odb.training.arguments.shown()
-        if computing is not None and odb.stock_number is not None:
+        if computing is not None and odb.takes_stock_number:
             # 1. Stock's own number of items, handed to `training_step`: nothing is weighed here.
             with unpadded, shown, odb.weighing(model, computing.micro_batch.samples[0].stock_units):
                 computing.is_weighed = True
