@@ -78,7 +78,6 @@ class ODBConfig:
     lr_scale: Literal["none", "sqrt", "linear"] = "none"
     join: bool = True
     balance: bool | None = None
-    balance_group_size: int = _number(256)
     balance_encoder: bool | Literal["auto"] = False
     cost_model: Sequence[int] | None = _number(None, minimum=0)  # fixed, token, patch, square
     overlong: Literal["singleton", "drop", "error"] = "singleton"
@@ -181,11 +180,6 @@ class ODBConfig:
         """By modality: the name of what is bounded, and the most of a micro-batch."""
         given = ((name.removeprefix("max_"), getattr(self, name)) for name in CAPS)
         return tuple((name, most) for name, most in given if most is not None)
-
-    @property
-    def group_size(self) -> int:
-        """Ranks that tell each other what they hold; with `fill` all do."""
-        return 1 << 30 if self.global_batch_size == "fill" else self.balance_group_size
 
     @property
     def auto_keys(self) -> list[str]:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from odb_factory.comm.lifeline import known_failure, latest_wait
+from odb_factory.data.ranks import known_failure
 from odb_factory.errors import CollectiveError, DataError, ODBError, one_line
 
 WORKER_DIED = re.compile(
@@ -55,14 +55,7 @@ def lost_rank(error: BaseException) -> CollectiveError | None:
     if not any(_is_of_a_collective(one) for one in _chain(error)):
         return None
     failure = known_failure()
-    if failure is not None:
-        return CollectiveError(failure)
-    if late := latest_wait():
-        return CollectiveError(
-            f"a collective of the training failed while it waited for {late}; look for what holds it up, or raise "
-            f"ddp_timeout ({one_line(error)})."
-        )
-    return None
+    return None if failure is None else CollectiveError(failure)
 
 
 def why_worker_failed(error: BaseException) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch
-from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.planning import EncoderPlan, MicroStepTotals
 
@@ -70,15 +69,6 @@ class StepStatistics:
         self.idle_micro_batches += world_size - totals.active_ranks
         self.awaited_tokens += world_size * totals.max_rank_tokens
         self.awaited_patches += world_size * totals.max_rank_patches
-
-    def subtract_late(self, rows: Sequence[LateRow]) -> None:
-        """Subtract rows that were counted and not trained on."""
-        self.samples -= len(rows)
-        self.tokens -= sum(row.tokens for row in rows)
-        self.squares -= sum(row.tokens**2 for row in rows)
-        self.units -= sum(row.units for row in rows)
-        self.lost_weight += sum(row.share for row in rows)
-        self.idle_micro_batches += sum(row.empties for row in rows)
 
     def since(self, before: StepStatistics) -> StepStatistics:
         """What was added to these sums after a copy of them was made."""

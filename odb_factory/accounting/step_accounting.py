@@ -14,8 +14,7 @@ from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Computi
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
-from odb_factory.data.step_agreement import LateRow
+from odb_factory.data.samples import COLLATION, OVER_BUDGET, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget
@@ -274,6 +273,8 @@ class StepAccounting:
         Raises `DataError` if the collator has changed what was planned.
         """
         self._checks(micro_batch, measured)
+        self._left_out[COLLATION] += self.loader.failed.pop(COLLATION, 0)
+        self.num_over_budget += self.loader.failed.pop(OVER_BUDGET, 0)
         step, before = micro_batch.step, self._uncounted
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
@@ -327,15 +328,14 @@ class StepAccounting:
             metrics["odb/encoder_balance"] = round(statistics.encoder_balance, 4)
         return metrics
 
-    def lose(self, rows: Sequence[LateRow], reason: str) -> None:
-        """Count rows of all ranks that were left out after their optimizer step had begun."""
-        self._left_out[reason] += len(rows)
-        self.total.subtract_late(rows)
+    def lose(self, shares: Sequence[float], reason: str) -> None:
+        """Count rows that were left out after their optimizer step had begun. shares: of the loss of that step."""
+        self._left_out[reason] += len(shares)
+        self.total.lost_weight += sum(shares)
 
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
         collator made larger than the budget."""
-        self._take_reports()
         return self.metrics() | {"odb/left_out": self.left_out.total(), "odb/over_budget": self.num_over_budget}
 
     @property
@@ -349,7 +349,6 @@ class StepAccounting:
 
     def summary(self) -> dict[str, Any]:
         """The content of `odb_summary.json`; the names are public."""
-        self._take_reports()
         self._tick()
         return {
             "dataset_samples": self.loader.num_samples,
@@ -389,6 +388,12 @@ class StepAccounting:
         for file in self._files:
             file.append = True
 
+    def sum_over_ranks(self) -> None:
+        """Add up what each rank has counted for itself. Collective; at the end of a run."""
+        counts = Counter({COLLATION: self._left_out[COLLATION], OVER_BUDGET: self.num_over_budget})
+        counts = self.loader.over_all_ranks(counts)
+        self._left_out[COLLATION], self.num_over_budget = counts[COLLATION], counts[OVER_BUDGET]
+
     def close(self) -> None:
         """Close the files; safe to call twice."""
         for file in self._files:
@@ -403,18 +408,9 @@ class StepAccounting:
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
         return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
 
-    def _take_reports(self) -> None:
-        """Count the rows that failed to be collated and the micro-batches over budget, on all ranks."""
-        reports = self.loader.reports.take()
-        self.num_over_budget += reports.over_budget
-        if reports.failed:
-            self._left_out[COLLATION] += reports.failed
-        self.total.subtract_late(reports.late)
-
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1
         self.loader.consume(step)
-        self._take_reports()
         for row in self.loader.left_out.through(step.index):
             if self._left_out_file is not None:
                 self._left_out_file.add({**row, "optimizer_step": self.optimizer_steps})

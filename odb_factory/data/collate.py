@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys, pad_to_sizes
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
-from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import EVERY_SIZE, VIDEO, Budget, Media
@@ -44,11 +42,6 @@ class Outcome(NamedTuple):
     measured: Measured | None = None
     batch: Any = None
     problem: str = ""
-
-    @property
-    def failed_places(self) -> list[int]:
-        """The places in the micro-batch of the rows that failed; the sample of an idle one is in none."""
-        return [number for number, id in enumerate(self.micro_batch.ids) if id in self.failed]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process. A queue of workers would lose what cannot be pickled, and the trainer wait for it."""
@@ -87,8 +80,7 @@ class CollatedDataset(WorkerDataset):
         returns them. with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
     counts_labels: else samples have units of their own, and a batch without `input_ids` has the shape that its samples
         were planned with.
-    notes: where workers report which micro-batches they have collated. skips: rows that cannot be collated are left
-        out. falls_back: samples that cannot be laid flat are padded, as the collator returns them, whatever the budget
+    falls_back: samples that cannot be laid flat are padded, as the collator returns them, whatever the budget
         (`Measured.why_padded`): a plan that other ranks have, too, is not changed.
     """
 
@@ -101,10 +93,8 @@ class CollatedDataset(WorkerDataset):
     measure: Measure = measure_batch
     counts_labels: bool = True
     with_boundaries: bool = False
-    skips: bool = False
     falls_back: bool = False
     positions: Callable[[Mapping[str, Any]], Tensor] | None = None
-    notes: CollateNotes | None = None
     busy: BusyRows = field(default_factory=BusyRows)
 
     def padded(self) -> CollatedDataset:
@@ -120,9 +110,6 @@ class CollatedDataset(WorkerDataset):
                 outcome = Outcome(micro_batch, *self._salvage(samples))
         except (ConfigError, NotCollated) as error:
             outcome = Outcome(micro_batch, {}, problem=str(error))
-        worker = get_worker_info()
-        if worker is not None and self.notes is not None:
-            self.notes.tell(worker.id, micro_batch, outcome.failed_places if self.skips else ())
         return outcome
 
     def collate(self, samples: list[Sample]) -> tuple[Measured, Any]:

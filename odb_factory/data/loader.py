@@ -10,26 +10,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import pickle
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from odb_factory.comm.agreement import block_settings, releases
-from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
+from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Outcome
-from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import DataLoaderParts, ShareProgress, ends_of, length_of
 from odb_factory.data.processes import PlanProcess, compute_here
 from odb_factory.data.progress import RESTART, DataState, OptimizerStepRule, Progress, TrainingData
-from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
+from odb_factory.data.ranks import Ranks
+from odb_factory.data.samples import COLLATION, OVER_BUDGET, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable
-from odb_factory.data.step_agreement import Agreed, LateRow, Reports, StepAgreement
+from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size, take
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
@@ -69,20 +69,15 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName
 class Pass:
     """One pass over an epoch: tasks that are planned and not yet handed on, batches, the error that ended planning.
 
-    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: the
-    planner process; None: plans are computed in this one.
+    plans: the planner's lists of tasks, made ahead. process: the planner process; None: plans are computed in this one.
     in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`,
-    `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
-    agreement on the optimizer step under way. is_taken: an iterator over its micro-batches has been handed out.
+    `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. is_taken: an iterator over
+    its micro-batches has been handed out.
     is_empty: nothing was left of a resumed epoch but rows that cannot be used.
     """
 
-    agreed: Agreed
-
-    def __init__(
-        self, planner: EpochPlanner, plans: Prefetcher, agreement: StepAgreement, process: PlanProcess | None = None
-    ):
-        self.planner, self.plans, self.agreement, self.process = planner, plans, agreement, process
+    def __init__(self, planner: EpochPlanner, plans: Prefetcher, process: PlanProcess | None = None):
+        self.planner, self.plans, self.process = planner, plans, process
         self.tasks: deque[Task] = deque()
         self.in_flight: deque[list[Sample] | None] = deque()
         self.epoch_steps = 0
@@ -116,14 +111,12 @@ class Pass:
                 return
 
     def stop(self) -> None:
-        """Let the threads end when they can."""
+        """Let the thread end when it can."""
         self.plans.stop()
-        self.agreement.stop()
 
     def close(self, timeout_s: float) -> None:
         self.stop()
         self.plans.close(timeout_s)
-        self.agreement.close(timeout_s)
         if self.process is not None:
             self.process.close()
         self.batches = None
@@ -153,7 +146,8 @@ class ODBLoader:
     also where it has workers. is_evaluated: of `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
-    left_out: rows that this rank leaves out. reports: what all ranks report of their steps; the training takes them.
+    left_out: rows that this rank leaves out. failed: counts of this rank, which the training takes: rows that could not
+        be collated (COLLATION), micro-batches of two or more samples that became larger than the budgets (OVER_BUDGET).
     groups: what collates its micro-batches, in its layout.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     weights: of each sample of a micro-batch the share of the loss of its optimizer step; the training sets it.
@@ -200,7 +194,6 @@ class ODBLoader:
             measure,
             self.counts_labels,
             with_boundaries,
-            skips=config.on_error == "skip",
             falls_back=config.layout == "auto",
             positions=None if positions is None else Picklable(positions, "get_rope_index"),
         )
@@ -254,14 +247,11 @@ class ODBLoader:
         if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
             # A sampler that is already a rank's part would be split again; the first and the last row show it.
             self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
-        # Rows that fail change the divisor, unless stock's is fixed or samples cannot be weighed.
-        is_fixed = rule.stock_mean.divisor is not None or rule.stock_mean.factor != 1 or rule.equal_weights
-        self._reweighs = config.loss_scaling != "stock" or not is_fixed
         self.epoch = 0
         self.under_way: Pass | None = None
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
-        self.reports = Reports()
+        self.failed: Counter[str] = Counter()
 
     @property
     def global_batch_size(self) -> int | None:
@@ -304,7 +294,7 @@ class ODBLoader:
         """
         current, self.under_way = self.under_way, None
         if current is not None:
-            current.close(self._ranks.timeout_s if timeout_s is None else timeout_s)
+            current.close(self._ranks.silence_s if timeout_s is None else timeout_s)
 
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
@@ -322,27 +312,26 @@ class ODBLoader:
         """The smallest of these samples and of `LoaderWorkers.stand_in`: for a micro-batch that weighs nothing."""
         return min([*collated, self._workers.stand_in()], key=size)
 
+    def over_all_ranks(self, counts: Counter[str]) -> Counter[str]:
+        """The sum of these counts over all ranks. Collective; main thread."""
+        return sum(map(pickle.loads, self._ranks.compare(pickle.dumps(counts))), Counter())
+
     def describe(self, id: int) -> str:
         """Where a row comes from, for messages."""
         return self._rows.where(id)
 
-    def leave_out(
-        self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str, *, empties: bool
-    ) -> list[LateRow]:
-        """Leave out rows of a micro-batch; returns the late ones.
+    def leave_out(self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str) -> list[float]:
+        """Leave out rows of a micro-batch whose optimizer step has begun: they weigh 0 in it.
 
-        micro_batch: as all ranks have agreed on it, without the rows that failed in time. causes: id -> why, of
-        both. empties: no row is left, and the micro-batch idles.
+        causes: id -> why. Returns the share of each in the loss of its optimizer step, which is lost.
         """
-        late = [one for one in micro_batch.samples if one.id in causes]
-        shares = dict(zip(micro_batch.ids, self.weights(micro_batch))) if late else {}
+        shares = dict(zip(micro_batch.ids, self.weights(micro_batch)))
         epoch, step = _place(micro_batch.step)
-        for id, cause in causes.items():
-            message, share = f"{self.describe(id)}: {cause}", shares.get(id, 0.0)
-            if id in shares:
-                message += f"; its optimizer step had begun: {share:.2%} of its loss is lost"
+        lost = [shares.get(id, 0.0) for id in causes]
+        for (id, cause), share in zip(causes.items(), lost):
+            message = f"{self.describe(id)}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
             self.left_out.leave_out([id], reason, message, epoch=epoch, step=step, lost_weight=share)
-        return [LateRow(one.tokens, one.units, shares[one.id], empties and one is late[-1]) for one in late]
+        return lost
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """Collate these samples in this process. Raises `DataError` if that fails."""
@@ -496,15 +485,13 @@ class ODBLoader:
             ahead = 2
         if not workers.num_collating:
             ahead = 0
-        agreement = StepAgreement(ranks, self.reports, reweighs=self._reweighs)
-        current = Pass(planner, Prefetcher(iter(planner), ahead), agreement, process)
+        current = Pass(planner, Prefetcher(iter(planner), ahead), process)
         self.under_way = current
         if process is not None:
             process.start()
         tasks = current.feed(workers.num_collating, keeps_samples=self._keeps_samples)
         current.batches = workers.collate(self.epoch, tasks)
-        ranks.start()
-        ranks.compare_settings({**self._settings, **now.settings})
+        compare({**self._settings, **now.settings}, ranks.compare)
         current.plans.start()
         while not current.tasks:
             try:
@@ -517,26 +504,21 @@ class ODBLoader:
                 return current
         first = current.tasks[0][0].step
         current.epoch_steps = first.epoch_steps
-        current.agreement.start(first.index, self.groups.notes, workers.window)
         return current
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
-        number, waits = itertools.count(1), False
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
-                if not waits:
-                    self._ranks.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
                 outcome = take(current.batches, "collates", self.groups.busy)
                 if outcome is END:
                     break
-                waits = outcome is None
-                if waits:
+                if outcome is None:
                     self._ranks.check()
                     continue
                 samples = current.in_flight.popleft()
                 failed = outcome.failed
-                handed, outcome = [self._agree_on(current, outcome)], None
+                handed, outcome = [self._usable(outcome)], None
                 micro_batch = handed[0][0]
                 if samples is not None and failed:
                     left = [sample for sample in samples if sample.id not in failed]
@@ -560,27 +542,22 @@ class ODBLoader:
         if self.under_way is current:
             self.leave()
 
-    def _agree_on(self, current: Pass, outcome: Outcome) -> Collated:
-        """The micro-batch without the rows that are left out. The first of a step waits for the agreement on it."""
-        planned = outcome.micro_batch
+    def _usable(self, outcome: Outcome) -> Collated:
+        """The micro-batch without the rows that cannot be collated: they weigh 0 (`on_error: skip`)."""
+        micro_batch, measured, batch = outcome.micro_batch, outcome.measured, outcome.batch
         if outcome.problem or (outcome.failed and self.config.on_error == "raise"):
             raise DataError(self._problem(outcome))
-        if planned.index == 0:
-            current.agreed = current.agreement.agree_on(planned, outcome.failed_places)
-        micro_batch, measured, batch = current.agreed.apply(planned), outcome.measured, outcome.batch
-        late: list[LateRow] = []
-        if outcome.failed and not planned.idle:
+        if outcome.failed and not micro_batch.idle:
             causes = {id: f"cannot be collated: {cause}" for id, cause in outcome.failed.items()}
-            late = self.leave_out(micro_batch, causes, COLLATION, empties=measured is None)
-            if late:
-                micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes])
+            self.leave_out(micro_batch, causes, COLLATION)
+            self.failed[COLLATION] += len(causes)
+            micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes])
         if measured is None:
             try:
                 measured, batch = self.groups.collate([self.stand_in()])
             except DataError:
                 raise DataError(self._problem(outcome)) from None
-        is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
-        current.agreement.taken(planned, late, is_over_budget=is_over)
+        self.failed[OVER_BUDGET] += len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
         return micro_batch, measured, batch
 
     def _problem(self, outcome: Outcome) -> str:

@@ -6,12 +6,11 @@ import contextlib
 import itertools
 import warnings
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pickle import PicklingError
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -29,10 +28,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from odb_factory.comm.agreement import ranks_alike
-from odb_factory.comm.lifeline import world_size_of
+from odb_factory.data.agreement import ranks_alike
 from odb_factory.data.observe import ItemError, ItemObserver, RawItem, UnitsFrom
 from odb_factory.data.processes import WorkerDataset, WorkerInit
+from odb_factory.data.ranks import world_size_of
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import NOT_SENT, fingerprint, pack
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -712,37 +711,10 @@ class StockSteps:
         done, rest = divmod((step + 1) * self.global_batch_size, of_all_ranks)
         return min(done + rest / of_all_ranks, total) / total
 
-    def sums_of_means(self, rows: np.ndarray, ranks: range) -> tuple[Counter[int], int]:
-        """Tokens of the means that other ranks than these have samples of too, by number; how many other ones have
-        tokens.
-
-        rows: of the samples that these ranks have drawn for an optimizer step, as `ROW`.
+    def means_of(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
+        """What stock's loss divides by: the last three fields of `SampleInfo` (int64[n, 3]), and how many means have
+        tokens. rows: all samples of the optimizer step, as `ROW` [n].
         """
-        _, means, tokens, _ = self._means(rows)
-        first = means * self.batch_size % self.world_size  # the rank that draws its first row
-        is_shared = (first < ranks.start) | (first + self.batch_size > ranks.stop)
-        if len(ranks) == self.world_size or (self.is_split and self.mean.over in ("rank", "micro_batch")):
-            is_shared[:] = False
-        elif self.mean.over in ("step", "round"):
-            is_shared[:] = True
-        shared = Counter(dict(zip(means[is_shared].tolist(), tokens[is_shared].tolist())))
-        return shared, int(np.count_nonzero(tokens[~is_shared]))
-
-    def means_of(self, rows: np.ndarray, shared: Mapping[int, int] = MappingProxyType({})) -> np.ndarray:
-        """What stock's loss divides by, for the samples of an optimizer step (as `ROW`).
-
-        shared: tokens of the means that others have samples of too, by number. Returns int64[len(rows), 4], the last
-        four fields of `SampleInfo`.
-        """
-        of_each, means, tokens, which = self._means(rows)
-        for number, one in enumerate(means.tolist() if shared else ()):
-            tokens[number] = shared.get(one, tokens[number])
-        divisors = tokens[which] * (rows["units"] if self.mean.counts == "samples" else 1)
-        return np.stack((divisors, *of_each), axis=1)
-
-    def _means(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """What each sample counts in a mean, the number of that mean, and of its micro-batch (int64[3, n]); the numbers
-        of the means [m], the tokens of each [m], and the place in these of the mean of each sample [n]."""
         counted = rows["units"].astype(np.int64)
         if "labels" in self.mean.counts:
             counted += rows["leading_label"]
@@ -752,16 +724,16 @@ class StockSteps:
         by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
         means, which = np.unique(by_kind[self.mean.over], return_inverse=True)
         tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
-        return np.stack((counted, means[which], batch)), means, tokens, which
+        divisors = tokens[which] * (rows["units"] if self.mean.counts == "samples" else 1)
+        return np.stack((divisors, counted, batch), axis=1), int(np.count_nonzero(tokens))
 
-    def input_tokens(self, rows: np.ndarray, rank: int, ranks: range, collation: Collation) -> int:
-        """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`).
+    def input_tokens(self, rows: np.ndarray, rank: int, collation: Collation) -> int:
+        """Padded tokens of the batches that stock would have collated on this rank.
 
-        ranks: those that have drawn them; where these are not all, the batches whose first row this rank has drawn are
-        taken, so that the sum over the ranks is stock's.
+        rows: all samples of the optimizer step, as `ROW` [n].
         """
-        slots, of_all = rows["position"] // self.batch_size, len(ranks) == self.world_size
-        mine = np.flatnonzero((slots if of_all else slots * self.batch_size) % self.world_size == rank)
+        slots = rows["position"] // self.batch_size
+        mine = np.flatnonzero(slots % self.world_size == rank)
         mine = mine[np.argsort(rows["position"][mine], kind="stable")]
         total = 0
         for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
@@ -772,18 +744,16 @@ class StockSteps:
         return total
 
 
-def split_by_weight(
-    buffers: Sequence[BufferMetadata], stock: StockSteps, shared: Mapping[int, int] = MappingProxyType({})
-) -> list[BufferMetadata]:
+def split_by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
     """The same samples, with a modality for each weight that stock gives, so that no group mixes them.
 
     Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
-    out. shared: as in `StockSteps.means_of`.
+    out.
     """
     rows, starts, _ = pool(buffers)
     if not len(rows):
         return list(buffers)
-    divisors = stock.means_of(rows, shared)[:, 0]
+    divisors = stock.means_of(rows)[0][:, 0]
     kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
     if kinds.shape[1] > np.iinfo(np.uint8).max:
         raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")

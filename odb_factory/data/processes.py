@@ -20,7 +20,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from odb_factory.comm.standing import is_stopped, waiting
 from odb_factory.errors import DataError, one_line
 
 P = ParamSpec("P")
@@ -144,17 +143,14 @@ class BusyRows:
         self._table = self._table.clone()
 
     def describe(self, task: str) -> str:
-        """The worker that has been at its row for longest, or one that is stopped. task: a verb, such as "observes"."""
+        """The worker that has been at its row for longest. task: a verb, such as "observes"."""
         lines = [(int(pid), int(row), since) for pid, row, since in self._table.tolist() if pid]
         busy = sorted((since, pid, row) for pid, row, since in lines if row >= 0)
-        stopped = [pid for pid, _, _ in lines if is_stopped(pid)]
         if not busy:
-            halted = "".join(f", of which pid {pid} is stopped by a signal" for pid in stopped)
-            return f"a data worker that {task}{halted}"
+            return f"a data worker that {task}"
         _, pid, row = busy[0]
         who = "this process, which" if pid == os.getpid() else f"the data worker (pid {pid}) that"
-        halted = ", and is stopped by a signal" if pid in stopped else ""
-        return f"{who} {task} row {row} of the training dataset{halted}"
+        return f"{who} {task} row {row} of the training dataset"
 
 
 def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
@@ -264,11 +260,10 @@ class PlanProcess:
         """Raises what the function raises, and `DataError` if the process is gone."""
         try:
             self._connection.send((function, args, kwargs))
-            with waiting(self._describe):
-                while not self._connection.poll(CHECK_S):
-                    if self._exit_code(0) is not None:
-                        raise EOFError
-                result, error = self._connection.recv()
+            while not self._connection.poll(CHECK_S):
+                if self._exit_code(0) is not None:
+                    raise EOFError
+            result, error = self._connection.recv()
         except (EOFError, OSError):
             raise DataError(
                 f"the process that plans ended by itself, exit code {self._exit_code(CHECK_S)}; look for the "
@@ -290,10 +285,6 @@ class PlanProcess:
             self._process.close()
         self._theirs.close()
         self._connection.close()
-
-    def _describe(self) -> str:
-        pid = self._process.pid or 0
-        return f"the process that plans (pid {pid}{', which is stopped by a signal' if is_stopped(pid) else ''})"
 
     def _exit_code(self, timeout_s: float) -> int | None:
         """None if it runs on, and once it is closed."""

@@ -47,7 +47,6 @@ class OptimizerStep(MicroStepTotals):
 
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
     num_micro_batches: K, the micro-batches of each rank. active_ranks: those of all ranks that are not idle.
-    root_units: sum over the samples of the square root of their units.
     num_stock_means: what stock divides the sum of its means by: their number, or what `StockMean` has in its place (0:
         there is no stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
@@ -64,7 +63,6 @@ class OptimizerStep(MicroStepTotals):
     epoch: int
     index: int
     num_micro_batches: int
-    root_units: float
     num_stock_means: float
     stock_input_tokens: int | None
     done: int
@@ -81,8 +79,8 @@ class SampleInfo(NamedTuple):
 
     id: its row of the training dataset. tokens: without padding. content: as in `Sample`.
     stock_units: what stock divides by to take the mean that the sample is part of; stock_counted: its own share of
-    these; stock_mean: the number of that mean in the optimizer step. stock_batch: the number of stock's micro-batch,
-    counted rank by rank, then micro-step by micro-step. All 0 with `fill`.
+    these. stock_batch: the number of stock's micro-batch, counted rank by rank, then micro-step by micro-step. All 0
+    with `fill`.
     """
 
     id: int
@@ -91,11 +89,10 @@ class SampleInfo(NamedTuple):
     content: int = 0
     stock_units: int = 0
     stock_counted: int = 0
-    stock_mean: int = 0
     stock_batch: int = 0
 
     @classmethod
-    def of(cls, sample: Sample, of_stock: Sequence[int] = ()) -> SampleInfo:
+    def of(cls, sample: Sample, *of_stock: int) -> SampleInfo:
         return cls(sample.id, sample.cost.tokens, sample.cost.units, sample.content, *of_stock)
 
 
@@ -217,6 +214,7 @@ def describe_cost(tokens: int, media: Media) -> str:
 MAX_LOGGED = 10
 COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
 """The reasons of rows that fail: they cannot be collated, or are of a micro-batch that memory does not hold."""
+OVER_BUDGET = "over_budget"
 HINTS = {"unsupervised": " (no token carries loss; cutoff_len may cut the answers off, and nothing would be learned)"}
 
 logger = get_logger(__name__)

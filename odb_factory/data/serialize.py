@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copyreg
 import dataclasses
@@ -12,7 +11,7 @@ import pickle
 import types
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +20,8 @@ import msgpack
 import numpy as np
 import torch
 
-from odb_factory.data.samples import Sample
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.planning import Cost, Media, Plan
+from odb_factory.planning import Cost
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
@@ -77,63 +75,6 @@ def unpack(packed: bytes) -> Any:
     return _read(packed[1:])
 
 
-def sample_to_bytes(sample: Sample) -> bytes:
-    """A sample for another rank. Raises `DataError` where its features hold what must not travel."""
-    if sample.features[:1] == _PICKLED:
-        raise DataError(
-            f"row {sample.id} holds {', '.join(_not_plain(unpack(sample.features)))}, which cannot be sent to another "
-            "rank; let items hold lists, strings, numbers, arrays, tensors or paths, or set `balance: false`"
-        )
-    return msgpack.packb([sample.id, dataclasses.astuple(sample.cost), sample.features, sample.content])
-
-
-def sample_from_bytes(received: bytes) -> Sample:
-    """Undo `sample_to_bytes`. Raises `DataError` for bytes of another origin."""
-    try:
-        sample_id, cost, features, content = msgpack.unpackb(received)
-        cost[-1] = cost[-1] and Media(*cost[-1])
-        sample = Sample(sample_id, Cost(*cost), features, content)
-    except (TypeError, ValueError, msgpack.UnpackException):
-        features = b""
-    if features[:1] != _PLAIN:
-        raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
-    return sample
-
-
-def redistribute(
-    plan: Plan,
-    ranks: range,
-    rank: int,
-    held: Sequence[Sample],
-    swap: Callable[[Mapping[int, bytes], Sequence[int]], Mapping[int, bytes]],
-) -> dict[int, Sample]:
-    """The samples that this rank has for the plan, by their number in it.
-
-    ranks: those that the plan is for. held: the samples in this rank's buffer. swap: as `Ranks.swap`.
-    These ranks know the plan, so what travels needs no address: the samples for a rank are in the order in which it
-    takes them. All ranks call it, and nothing is sent to a rank that gets no sample.
-    """
-    here = rank - ranks.start
-    start, end = plan.starts[here : here + 2]
-    samples = dict(enumerate(held, start))
-    given = {}
-    for taker, groups in zip(ranks, plan.groups):
-        mine = [row for group in groups for row in group if taker != rank and start <= row < end]
-        if mine:
-            given[taker] = msgpack.packb([sample_to_bytes(samples[row]) for row in mine])
-    wanted = [
-        (row, ranks[bisect.bisect_right(plan.starts, row) - 1])
-        for group in plan.groups[here]
-        for row in group
-        if not start <= row < end
-    ]
-    sources = sorted({owner for _, owner in wanted})
-    if plan.moves:  # all ranks know it, and make the same calls
-        received = {owner: iter(msgpack.unpackb(text)) for owner, text in swap(given, sources).items()}
-        samples |= {row: sample_from_bytes(next(received[owner])) for row, owner in wanted}
-    return samples
-
-
 def _extended(value: Any) -> msgpack.ExtType:
     """What msgpack has no type for. Raises TypeError for what only pickle can write."""
     kind = type(value)
@@ -184,19 +125,6 @@ def _write(value: Any) -> bytes:
 
 def _read(data: bytes) -> Any:
     return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
-
-
-def _not_plain(features: Any) -> list[str]:
-    """`key (type)` of each feature that is not plain."""
-    if not isinstance(features, Mapping):
-        return [f"a {type(features).__name__}"]
-    found = []
-    for key, value in features.items():
-        try:
-            _write(value)
-        except (TypeError, ValueError, OverflowError):
-            found.append(f"{key} ({type(value).__name__})")
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

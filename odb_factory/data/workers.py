@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from odb_factory.comm.standing import waiting
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader, make_loader, read, start
 from odb_factory.data.processes import BusyRows, PlanProcess, worker_seed
 from odb_factory.data.samples import ReadRows, Rejection, Sample, Task, no_usable_row
-from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
 
@@ -125,8 +123,7 @@ class LoaderWorkers:
     """The DataLoaders that read, observe and collate, made of `parts`, and the worker processes of all.
 
     rows, groups: what observes and what collates. collate_workers: None: as many as there are observe workers; 0: this
-    process collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. window:
-    micro-batches that are collated ahead.
+    process collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins.
     read_rows: observes rows of the dataset, by their numbers (see `read`); None for a stream.
 
     A dataset that is iterated has one worker more, which reads it for the observe workers and is restarted in each
@@ -145,7 +142,6 @@ class LoaderWorkers:
     ):
         num_workers = parts.num_workers
         self.num_collating = num_workers if collate_workers is None else collate_workers
-        self.window = parts.prefetch_factor * self.num_collating
         self._parts, self._rows, self._groups, self._rank = parts, rows, groups, rank
         self._tasks, self._chunks = Feed(), Feed()
         rows.busy, groups.busy = BusyRows(num_workers), BusyRows(self.num_collating)
@@ -198,14 +194,8 @@ class LoaderWorkers:
 
     def collate(self, epoch: int, tasks: Iterator[Task | None]) -> Iterator[Any]:
         """The outcomes of these tasks, None for a task that is None; ask for them with `take`."""
-        groups = self._groups
-        if self.num_collating and (groups.notes is None or not self._parts.persistent_workers):
-            groups.notes = CollateNotes(self.num_collating)
         self._tasks.source = tasks
-        batches = self._start(COLLATES, epoch)
-        if groups.notes is not None:
-            groups.notes.forget()
-        return batches
+        return self._start(COLLATES, epoch)
 
     def plan_process(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
@@ -250,7 +240,6 @@ class LoaderWorkers:
         self._rows.busy.close()
         self._groups.busy.close()
         self._loaders.clear()
-        self._groups.notes = None
 
     def _start(self, stage: int, epoch: int) -> Iterator[Any]:
         """Begin an epoch; starts the workers, unless they live on.
@@ -273,8 +262,7 @@ def take(batches: Iterator[Any], task: str, busy: BusyRows) -> Any:
     Raises `DataError` where a worker has died or is not heard of; what a worker has raised is in its message.
     """
     try:
-        with waiting(functools.partial(busy.describe, task)):
-            return next(batches, END)
+        return next(batches, END)
     except (ConnectionError, EOFError, FileNotFoundError, MemoryError, RuntimeError) as error:
         where, why = busy.describe(task), why_worker_failed(error)
         if str(error).startswith("DataLoader timed out after"):

@@ -318,8 +318,8 @@ def check_combination(
 
     config: the block, where `data_args` do not hold it as those of a patched fork do.
     """
-    from odb_factory.comm.agreement import MayDiffer, block_settings, compare, releases
-    from odb_factory.comm.gloo import gather_once
+    from odb_factory.data.agreement import block_settings, compare, releases
+    from odb_factory.data.ranks import gather_once
     from odb_factory.llamafactory import dataset
     from odb_factory.training.checks import check_arguments, check_stream, of_arguments
 
@@ -343,12 +343,8 @@ def check_combination(
             _check_losses(config, model_args, value_of)
         except ConfigError as error:
             problem = error
-    own = of_arguments(*owners)
-    settings = {**releases(), **own, **block_settings(config), **of_arguments(training_args)}
-    # The loader compares releases, block and training arguments again, and warns of those that may differ.
-    settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
-    timeout, rank = config.exchange_timeout_s, training_args.process_index
-    compare(settings, lambda message: gather_once(message, timeout), rank=rank, problem=problem)
+    settings = {**releases(), **of_arguments(*owners), **block_settings(config), **of_arguments(training_args)}
+    compare(settings, lambda message: gather_once(message, config.exchange_timeout_s), problem=problem)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_d
 from llamafactory.data.mm_plugin import get_mm_plugin
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.serialize import checksum
@@ -248,7 +247,7 @@ def rows_from(dataset: OnlineDataset | TokenizedDataset, tokenizer: Any, process
         found = {
             key: value
             for key, value in of_arguments(dataset.processor.data_args).items()
-            if not isinstance(value, MayDiffer) and not key.startswith(OTHERS)
+            if not key.startswith(OTHERS)
         }
     found |= {name: getattr(processor, name) for name in MEDIA if hasattr(processor, name)}
     checksum = zlib.crc32(repr(tokenizer(TEXT)["input_ids"]).encode())

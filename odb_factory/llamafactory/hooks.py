@@ -117,10 +117,10 @@ def read_block(original: Callable, args: Any = None) -> Any:
     model_args, data_args, training_args, finetuning_args, _ = parsed
     block.check_combination(model_args, data_args, training_args, finetuning_args, config)
     if training_args.world_size > 1:
-        from odb_factory.comm.lifeline import lifeline_of
+        from odb_factory.data.ranks import ring_of
 
         # From here on a rank that dies, while it loads its data or the model, ends the others.
-        lifeline_of(None, config.exchange_timeout_s).end_process = uncaught.end_process
+        ring_of(None, config.exchange_timeout_s).end_process = uncaught.end_process
     _active = config
     return parsed
 

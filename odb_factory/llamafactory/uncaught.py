@@ -51,8 +51,8 @@ def uninstall() -> None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     shown: BaseException = error
-    if "odb_factory.comm.lifeline" in sys.modules:  # else torch has not been imported, and there are no other ranks
-        from odb_factory.comm.lifeline import end_all
+    if "odb_factory.data.ranks" in sys.modules:  # else torch has not been imported, and there are no other ranks
+        from odb_factory.data.ranks import end_all
         from odb_factory.ending import lost_rank
 
         shown = lost_rank(error) or error

@@ -22,20 +22,16 @@ from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DataLoader
 
 from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
-from odb_factory.comm.agreement import ranks_alike
-from odb_factory.comm.gloo import Group, check_process_group, find_process_group, gather_once
-from odb_factory.comm.lifeline import lifeline_of, world_size_of
-from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig, ResolvedConfig, make_config
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
 from odb_factory.data.order import MEAN_OF_STEP, StockMean, dismantle, why_not_observed
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.samples import MicroBatch
-from odb_factory.data.serialize import Picklable, fingerprint
+from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of, world_size_of
+from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
-from odb_factory.errors import CollectiveError, ConfigError, one_line
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Receipt, make_step_info, put_step_info
 from odb_factory.model.flat_row import end_row
@@ -60,7 +56,6 @@ class CommonKeys(TypedDict, total=False):
     collate_workers: int | None
     join: bool
     balance: bool | None
-    balance_group_size: int
     cost_model: Sequence[int] | None
     max_image_patches: int | None
     max_video_patches: int | None
@@ -256,41 +251,10 @@ def _last_error() -> BaseException | None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class _Replica:
-    """The tensor-parallel ranks of one replica, by accelerate's mesh. Each plans with the data-parallel ranks of its
-    own place in the replica and collates by itself, so they have the same micro-batches unless their data or settings
-    differ."""
-
-    def __init__(self, timeout_s: float, *, by_mesh: bool):
-        mesh = getattr(AcceleratorState(), "device_mesh", None) if by_mesh else None
-        self._group: Group | None = None
-        if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
-            ranks = mesh["tp"].get_group()
-            lifeline_of(ranks, timeout_s).renew()
-            self._group = Group(ranks, timeout_s, "a replica")
-
-    @property
-    def is_first(self) -> bool:
-        return self._group is None or self._group.rank == 0
-
-    def check(self, micro_batch: MicroBatch) -> None:
-        """Raise `CollectiveError` on all ranks of the replica unless they have the same micro-batch."""
-        if self._group is None:
-            return
-        step = micro_batch.step
-        place = [step.epoch, step.index, micro_batch.index, list(micro_batch.ids)]
-        answers = self._group.all_gather(
-            str(fingerprint(place)).encode(), f"micro-batch {micro_batch.index + 1} of a replica"
-        )
-        if len(set(answers)) > 1:
-            raise CollectiveError(
-                f"tensor-parallel ranks of one replica ({ranks_alike(answers)}) have different samples in micro-batch "
-                f"{micro_batch.index + 1} of epoch {step.epoch}; give all ranks the same data, order and settings."
-            )
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+def _is_first_of_replica(*, by_mesh: bool) -> bool:
+    """Whether this rank is the first of the tensor-parallel ranks that compute the same micro-batches."""
+    mesh = getattr(AcceleratorState(), "device_mesh", None) if by_mesh else None
+    return mesh is None or "tp" not in (mesh.mesh_dim_names or ()) or mesh["tp"].get_local_rank() == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -381,10 +345,9 @@ class Iteration:
             seed=seed,
             agree_on={"already_split": already_split},
         )
-        lifeline_of(process_group, resolved.exchange_timeout_s).renew()  # a rank that dies from here on ends the others
+        ring_of(process_group, resolved.exchange_timeout_s)  # a rank that dies from here on ends the others
         self._loader: ODBLoader | None = None
         self._accounting: StepAccounting
-        self._replica: _Replica
         self._last_resort: LastResort
         self._is_closed = self._begun = self._has_said = self._has_warned = False
         self._epoch = 0
@@ -412,11 +375,10 @@ class Iteration:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
-            loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s, self.config.group_size))
+            loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
             by_mesh = self.is_prepared and self._process_group is None
-            self._replica = _Replica(self.config.exchange_timeout_s, by_mesh=by_mesh)
-            audit_dir = self._audit_dir if self._replica.is_first else None
+            audit_dir = self._audit_dir if _is_first_of_replica(by_mesh=by_mesh) else None
             self._accounting = StepAccounting(loader, self.config, audit_dir, left_out_dir=audit_dir)
             self._loader, self._last_resort = loader, LastResort(self, loader)
         return self._loader
@@ -479,7 +441,6 @@ class Iteration:
         if self._loader is not None:
             self._last_resort.cancel()
             self._loader.close()
-            self._replica.close()
             self._accounting.close()
 
     def abort(self, message: str) -> None:
@@ -494,7 +455,6 @@ class Iteration:
         try:
             for micro_batch, measured, collated in iter(partial(self.accounting.next, items), None):
                 self._check_goes_on(loader, current)
-                self._replica.check(micro_batch)
                 info = make_step_info(
                     micro_batch,
                     self.config.loss_scaling,

@@ -27,7 +27,7 @@ from odb_factory.planning import (
     Plan,
     plan_buffers,
     plan_encoders,
-    plan_in_groups,
+    plan_optimizer_step,
 )
 from odb_factory.planning.plan import pool, to_plan
 
@@ -286,7 +286,7 @@ class Simulation:
             buffers = [BufferMetadata(step.rows[rank == one], exhausted=False) for one in range(asked.ranks)]
             if self.equal_weights:
                 buffers = split_by_weight(buffers, stock)
-            plan = plan_in_groups(buffers, budget, config.balance_group_size if config.balance else 1)
+            plan = plan_optimizer_step(buffers, budget, balance=bool(config.balance))
             found.append((plan, pool(buffers)[0]))
         return found
 

@@ -14,7 +14,6 @@ from odb_factory.planning.encoder import EncoderCost as EncoderCost
 from odb_factory.planning.encoder import EncoderPlan as EncoderPlan
 from odb_factory.planning.encoder import plan_encoders as plan_encoders
 from odb_factory.planning.fill import plan_buffers as plan_buffers
-from odb_factory.planning.keep import plan_in_groups as plan_in_groups
 from odb_factory.planning.keep import plan_optimizer_step as plan_optimizer_step
 from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES as MAX_REDISTRIBUTED_BYTES
 from odb_factory.planning.plan import ROW as ROW

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from odb_factory.errors import CollectiveError
 from odb_factory.planning.cost import Budget, CostModel, by_number
 from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planning.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, place
-from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, sum_totals, to_plan
+from odb_factory.planning.plan import BufferMetadata, Plan, exceeds_limit, pool, to_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cut the samples of an optimizer step into flat micro-batches: K bins for every rank, as even as can be.
@@ -182,94 +180,3 @@ def cut(
     for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
         steps[step].append((pool_of, pools.group(start, end)))
     return steps
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Plan an optimizer step of very many ranks in groups: samples travel within a group only; `balance: false` is groups of
-# one rank. A group is consecutive ranks, best those of whole nodes. Each group is planned alone from the samples of its
-# ranks, so planning time does not grow with the number of ranks. The groups agree on K: the largest that any needs.
-
-MAX_AGREEMENTS = 16
-"""Maximum rounds in which groups plan again to reach the largest K of any group. One is usually enough."""
-
-
-@dataclass(frozen=True)
-class GroupOutline:
-    """The plans of some groups as far as other groups need them.
-
-    num_steps: the largest K. fewest: the least K of a group that could take more micro-steps; None if there is none.
-    totals: of each micro-step, over the ranks of these groups.
-    """
-
-    num_steps: int
-    fewest: int | None
-    totals: list[MicroStepTotals]
-
-    @classmethod
-    def of(cls, plan: Plan, asked: int) -> GroupOutline:
-        """asked: the least K that the plan was made with; a group that does not reach it is not asked again."""
-        num_steps = len(plan.totals)
-        can_more = asked <= num_steps < -(-plan.starts[-1] // len(plan.groups))
-        return cls(num_steps, num_steps if can_more else None, plan.totals)
-
-    @classmethod
-    def merge(cls, outlines: Sequence[GroupOutline]) -> GroupOutline:
-        num_steps = max(one.num_steps for one in outlines)
-        totals = [sum_totals([one.totals[k] for one in outlines if k < one.num_steps]) for k in range(num_steps)]
-        return cls(num_steps, min((one.fewest for one in outlines if one.fewest is not None), default=None), totals)
-
-
-def steps_to_reach(outline: GroupOutline) -> int:
-    """K for which groups with fewer micro-steps plan again; 0 if none has to. outline: of all groups."""
-    return outline.num_steps if outline.fewest is not None and outline.fewest < outline.num_steps else 0
-
-
-def agreed_plans(
-    make: Sequence[Callable[[int], Plan]], exchange: Callable[[Sequence[Plan], GroupOutline], GroupOutline]
-) -> list[Plan]:
-    """The plans of these groups, with the K that all groups agree on and the totals of all ranks.
-
-    make: plans a group, given the least K. exchange: the outline of all groups, given the plans of these groups and
-    their outline. A group with too few samples for K idles at the end.
-    Raises `CollectiveError`, on all ranks, where K is not the same after `MAX_AGREEMENTS` rounds.
-    """
-    plans, asked = [one(0) for one in make], 0
-    for _ in range(MAX_AGREEMENTS):
-        outlines = [GroupOutline.of(plan, asked) for plan in plans]
-        whole = exchange(plans, GroupOutline.merge(outlines))
-        if not (asked := steps_to_reach(whole)):
-            idle: list[list[int]] = [[]] * whole.num_steps
-            return [
-                replace(plan, groups=[own + idle[len(own) :] for own in plan.groups], totals=whole.totals)
-                for plan in plans
-            ]
-        plans = [
-            one(asked) if outline.fewest is not None and outline.num_steps < asked else plan
-            for one, outline, plan in zip(make, outlines, plans)
-        ]
-    raise CollectiveError(
-        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning one has "
-        f"{whole.fewest} and another {whole.num_steps}; this is a bug in odb_factory; set odb.balance_group_size to "
-        "the number of ranks, or odb.balance: false"
-    )
-
-
-def plan_in_groups(
-    buffers: Sequence[BufferMetadata], budget: Budget, group_size: int, *, model: CostModel = CostModel()
-) -> Plan:
-    """The plans of all groups as one plan; groups of one rank: `balance: false`.
-
-    plan = plan_in_groups(buffers, Budget(16384, layout="flat"), group_size=256)
-    """
-    parts = [buffers[first : first + group_size] for first in range(0, len(buffers), group_size)]
-
-    def make(part: Sequence[BufferMetadata], least_steps: int) -> Plan:
-        return plan_optimizer_step(part, budget, balance=True, model=model, least_steps=least_steps)
-
-    plans = agreed_plans([partial(make, part) for part in parts], lambda _, outline: outline)
-    starts, groups = [0], []
-    for plan in plans:
-        offset = starts[-1]
-        groups += [[[row + offset for row in group] for group in own] for own in plan.groups]
-        starts += [offset + start for start in plan.starts[1:]]
-    return replace(plans[0], groups=groups, starts=starts, final=all(buffer.exhausted for buffer in buffers))

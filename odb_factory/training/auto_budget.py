@@ -398,7 +398,6 @@ class _Search:
             self.most = min(share * self._longest_tokens, self.most)
             # No rank of those that share their samples idles while another one has two.
             sharing = loader.world_size if config.balance else 1
-            sharing = min(sharing, config.balance_group_size)
             self.most_samples = max(min(size, sharing * share) - sharing + 1, 1)
         self.most = max(self.most, self._longest_tokens)
         # Where few samples fill a rehearsal, those with many patches outweigh dense ones.

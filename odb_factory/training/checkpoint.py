@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from odb_factory.comm.agreement import name_ranks
-from odb_factory.comm.gloo import Group
+from odb_factory.data.agreement import name_ranks
 from odb_factory.data.progress import DataState, read_state
+from odb_factory.data.ranks import ring_of
 from odb_factory.data.saved import (
     Positive,
     check_figures,
@@ -724,7 +724,7 @@ class Preemption(TrainerCallback):
         if self._manager is None:
             return
         is_asked = bool(self._manager.is_checkpoint_requested)
-        answers = self._exchange.all_gather(
+        answers = self._exchange.gather(
             b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}"
         )
         asking = [rank for rank, answer in enumerate(answers) if answer == b"1"]
@@ -777,7 +777,7 @@ class CheckpointSaver:
     def __init__(self, training: Any):
         self._training, self._trainer = training, training.trainer
         silence_s = training.odb.config.exchange_timeout_s
-        self.exchange = Group(None, silence_s, "agreements of an optimizer step")
+        self.exchange = ring_of(None, silence_s).main
         self._step: tuple[RankState, tuple[Any, ...]] | None = None
         """The run at the begin of the optimizer step in progress, and the random numbers."""
         self._saved: Path | None = None
@@ -805,13 +805,8 @@ class CheckpointSaver:
             self._hashing.join()
         self._stopped.clear()
 
-    def step_is_asked_for(self) -> None:
-        """This rank leaves the end of the optimizer step before; it may wait for the others from here on."""
-        self.exchange.step(f"the begin of optimizer step {self._training.run.optimizer_steps + 1}")
-
     def step_begins(self) -> None:
         """Note the run as it is now. The Trainer's `global_step` stays until `step_ends`."""
-        self.exchange.step(f"optimizer step {self._training.run.optimizer_steps + 1}")
         self._step = self._state(), random_states(self._trainer.args.device)
 
     def _state(self) -> RankState:
@@ -830,10 +825,10 @@ class CheckpointSaver:
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, CheckpointMark):
                 callback.mark(trainer.state)
-        self.exchange.all_gather(b"1", f"the begin of saving {folder.name}")
+        self.exchange.gather(b"1", f"the begin of saving {folder.name}")
         with kept_random_numbers(trainer.args.device, states=None if step is None else step[1]):
             yield
-        self.exchange.all_gather(b"1", f"the end of saving {folder.name}")
+        self.exchange.gather(b"1", f"the end of saving {folder.name}")
         if not folder.is_dir():
             # Folders of an older run with higher numbers can make the Trainer take the new one for the oldest.
             if self._marks:
@@ -846,7 +841,6 @@ class CheckpointSaver:
     def close(self, *, failed: bool = False) -> None:
         """failed: the training ends by an error, so other ranks may wait."""
         self._end_hashing(is_stopped=failed)
-        self.exchange.close(failed=failed)
 
     def _begin(self, folder: Path) -> None:
         """Write this rank's state."""

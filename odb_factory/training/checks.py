@@ -19,7 +19,6 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
-from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
 from odb_factory.data.order import DataLoaderParts, read
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -462,8 +461,6 @@ NOT_COMPARED = {
     # Secret.
     "hf_hub_token", "hub_token", "ms_hub_token", "om_hub_token", "push_to_hub_token", "swanlab_api_key",
     "swanlab_lark_secret", "swanlab_lark_webhook_url",
-}  # fmt: skip
-MAY_DIFFER = {
     # Where things are on a node.
     "adapter_folder", "adapter_name_or_path", "base_model_name_or_path", "cache_dir", "dataset_dir", "media_dir",
     "model_name_or_path", "new_special_tokens_config", "nvme_path", "offload_folder", "ref_model",
@@ -478,14 +475,14 @@ MAY_DIFFER = {
     # How the process runs.
     "ddp_timeout", "low_cpu_mem_usage", "master_addr", "master_port", "overwrite_output_dir", "use_cpu",
 }  # fmt: skip
-PREFIXES_THAT_MAY_DIFFER = ("export_", "hub_", "profiler_", "ray_", "sglang_", "swanlab_", "trackio_", "vllm_")
+PREFIXES_NOT_COMPARED = ("export_", "hub_", "profiler_", "ray_", "sglang_", "swanlab_", "trackio_", "vllm_")
 """Of arguments for trackers, profilers, and what comes after the training."""
 
 
 def of_arguments(*owners: Any) -> dict[str, object]:
     """All fields of argument dataclasses as settings: nested values under dotted keys, such as `fsdp_config.version`.
 
-    Fields of one process, and secrets, are left out; fields that do not change the training may differ.
+    Fields of one process, secrets, and fields that do not change the training are left out.
     """
     found: dict[str, object] = {}
     for owner in owners:
@@ -515,15 +512,14 @@ def of_trainer(trainer: Any) -> dict[str, object]:
 def _add(found: dict[str, object], key: str, value: Any) -> None:
     """Put a value, or its inner values, under its key."""
     name = key.rpartition(".")[2]
-    if name in NOT_COMPARED:
+    if name in NOT_COMPARED or name.startswith(PREFIXES_NOT_COMPARED):
         return
     value = _plain(value)
     if isinstance(value, dict) and value:
         for inner in sorted(value):
             _add(found, f"{key}.{inner}", value[inner])
         return
-    may_differ = name in MAY_DIFFER or name.startswith(PREFIXES_THAT_MAY_DIFFER)
-    found[key] = MayDiffer(value) if may_differ else value
+    found[key] = value
 
 
 def _plain(value: Any) -> Any:

@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from odb_factory.accounting.losses import sum_of_losses
 from odb_factory.accounting.statistics import Computing
-from odb_factory.comm.gloo import Group
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
+from odb_factory.data.ranks import ring_of
 from odb_factory.data.samples import OUT_OF_MEMORY, Measured, MicroBatch, Task
-from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
 from odb_factory.memory import is_out_of_memory
@@ -259,13 +258,14 @@ MOST_LOST = 0.5
 @dataclass(slots=True)
 class _Attempt:
     """An optimizer step on this rank. tasks: the parts of each micro-batch; done: those computed since the step was
-    restarted; losses: theirs. cuts, late (rows left out), lowered: since the first attempt."""
+    restarted; losses: theirs. cuts, lost (of each row left out the share of the loss of the step), lowered: since the
+    first attempt."""
 
     tasks: list[list[Task]] = field(default_factory=list)
     done: list[list[Computing]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     cuts: int = 0
-    late: list[LateRow] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
     lowered: Limits | None = None
 
 
@@ -279,8 +279,7 @@ class RestartedSteps:
         model, config, size = self.trainer.model_wrapped, self.run.config, self.run.loader.world_size
         is_zero = engine_of(model) == "deepspeed"
         self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, size, config.oom)
-        process_group = training.odb.process_group
-        self._exchange = Group(process_group, config.exchange_timeout_s, "agreements on a restarted step")
+        self._exchange = ring_of(training.odb.process_group, config.exchange_timeout_s).main
 
     def take(self, micro_batches: Iterator[Collated]) -> Tensor:
         """Gradients of a whole optimizer step, synchronised; returns the sum of the losses of this rank.
@@ -307,10 +306,6 @@ class RestartedSteps:
         for done in step.done:
             self.run.accounting.count(done)
         return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Safe to call twice. failed: the training ends by an error."""
-        self._exchange.close(failed=failed)
 
     def _runs(self, step: _Attempt, task: Task, box: list[Collated]) -> bool:
         """Forward and backward of a part; False if memory did not hold it, and it was cut in two or left out.
@@ -345,7 +340,7 @@ class RestartedSteps:
         at = tasks.index(task)
         if skips:
             causes = dict.fromkeys(micro_batch.ids, what)
-            step.late += run.loader.leave_out(micro_batch, causes, OUT_OF_MEMORY, empties=True)
+            step.lost += run.loader.leave_out(micro_batch, causes, OUT_OF_MEMORY)
             tasks[at] = micro_batch.only(()), [run.loader.stand_in(task[1])]
         else:
             step.cuts += 1
@@ -373,18 +368,18 @@ class RestartedSteps:
         loader = self.run.loader
         mine = {
             "cuts": step.cuts,
-            "late": step.late,
+            "lost": step.lost,
             "lowered": None if step.lowered is None else asdict(step.lowered),
             "has_gradient": self._synchronizer.has_gradient(),
         }
-        phase = f"optimizer step {self.run.optimizer_steps + 1}"
-        answers = [json.loads(answer) for answer in self._exchange.all_gather(json.dumps(mine).encode(), phase)]
-        late = [LateRow(*row) for answer in answers for row in answer["late"]]
+        about = f"optimizer step {self.run.optimizer_steps + 1}"
+        answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(mine).encode(), about)]
+        lost = [share for answer in answers for share in answer["lost"]]
         before = loader.lowered
         for answer in answers:
             if answer["lowered"] is not None:
                 loader.lower(Limits(**answer["lowered"]))
-        self._check_lost(late)
+        self._check_lost(lost)
         if loader.lowered is not None and loader.lowered != before and loader.rank == 0:
             patches = f" and {loader.lowered.max_patches} patches" if loader.lowered.max_patches is not None else ""
             logger.warning(
@@ -394,18 +389,18 @@ class RestartedSteps:
                 patches,
             )
         self.run.accounting.total.oom_cuts += sum(answer["cuts"] for answer in answers)
-        self.run.accounting.lose(late, OUT_OF_MEMORY)
+        self.run.accounting.lose(lost, OUT_OF_MEMORY)
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
 
-    def _check_lost(self, late: Sequence[LateRow]) -> None:
-        """late: of all ranks in an optimizer step. All of them raise `OutOfMemoryError` if it has lost most of its
+    def _check_lost(self, shares: Sequence[float]) -> None:
+        """shares: of the rows that all ranks have left out of an optimizer step. All of them raise `OutOfMemoryError` if it has lost most of its
         loss: a training on what is left would be another one."""
-        lost, lowered = sum(row.share for row in late), self.run.loader.lowered
+        lost, lowered = sum(shares), self.run.loader.lowered
         if lost <= MOST_LOST or lowered is None:
             return
         caps = "" if lowered.max_patches is None else f" and `max_patches: {lowered.max_patches}`"
         raise OutOfMemoryError(
-            f"oom: skip has left out {len(late)} samples with {lost:.0%} of the loss of optimizer step "
+            f"oom: skip has left out {len(shares)} samples with {lost:.0%} of the loss of optimizer step "
             f"{self.run.optimizer_steps + 1}, and at most {MOST_LOST:.0%} may be lost; set `token_budget: "
             f"{lowered.token_budget}`{caps} or less, or lower cutoff_len or image_max_pixels."
         )

@@ -400,6 +400,7 @@ class ODBRun:
     def finish(self) -> None:
         """Write the summary and log its line. Collective."""
         self.loader.leave()
+        self.accounting.sum_over_ranks()
         if self.loader.rank != 0:
             return
         summary = {"epochs": round(self.epoch, 4), **self.accounting.summary()}

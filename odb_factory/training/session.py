@@ -23,8 +23,6 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from odb_factory.accounting.losses import TokenLoss, in_float32
 from odb_factory.accounting.statistics import Computing, StepStatistics
 from odb_factory.accounting.step_accounting import log_first_step
-from odb_factory.comm.gloo import gather_once
-from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.flat import UNPADDED
@@ -32,6 +30,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
 from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
 from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.ranks import Ranks, gather_once
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError, LayoutError, one_line
@@ -192,7 +191,7 @@ class Session:
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
             positions=positions_of_media(self.trainer.model) if layout.name == "flat" else None,
-            ranks=Ranks(self.process_group, config.exchange_timeout_s, config.group_size),
+            ranks=Ranks(self.process_group, config.exchange_timeout_s),
             patch_size=self.patch_size,
             measure=self.measure,
             **others,
@@ -612,8 +611,6 @@ class Training:
             self.run.abort(error)
         for _, loader in self.eval_loaders:
             loader.close() if error is None else loader.abort(one_line(error))
-        if self.restarts is not None:
-            self.restarts.close(failed=failed)
         self.saver.close(failed=failed)
         if self.has_begun:
             self.run.close()

@@ -11,13 +11,16 @@ import numpy as np
 import torch.distributed as dist
 
 from odb_factory.accounting.statistics import Computing
-from odb_factory.comm.agreement import compare
-from odb_factory.comm.gloo import Group, gather_once, patience_of, release
+from odb_factory.data.agreement import compare
+from odb_factory.data.ranks import gather_once, patience_of, ring_of
 from odb_factory.log import get_logger
 from odb_factory.model.encoder import EncoderDoor, cost_of, find_tower
 from odb_factory.planning import EncoderCost, EncoderPlan, plan_encoders
 
 logger = get_logger(__name__)
+
+_kept: list[Any] = []
+"""Process groups of trainings that have failed, to the end of the process."""
 
 
 class SharedEncoder:
@@ -32,7 +35,7 @@ class SharedEncoder:
         pair, patch, token = cost_of(tower[0].config, trains_tower=trains)
         self._trainer, self._cost = trainer, EncoderCost(pair=pair, patch=patch, token=token)
         self._weighs_tokens = config.balance_encoder == "auto"
-        self._exchange = Group(parent, config.exchange_timeout_s, "sharing the vision tower")
+        self._exchange = ring_of(parent, config.exchange_timeout_s).main
         group: Any = dist.new_group(
             None if parent is None else dist.get_process_group_ranks(parent),
             timeout=timedelta(seconds=patience_of(parent)),
@@ -60,7 +63,6 @@ class SharedEncoder:
         compare(
             {"odb.balance_encoder": config.balance_encoder, "why balance_encoder has no effect": why},
             lambda message: gather_once(message, config.exchange_timeout_s),
-            rank=trainer.args.process_index,
         )
         if why is not None:
             logger.info("balance_encoder: %s has no effect: %s", config.balance_encoder, why)
@@ -78,8 +80,7 @@ class SharedEncoder:
         computing.encoded = tuple(plans)
 
     def _gather(self, message: bytes) -> list[bytes]:
-        step = self._trainer.odb.training.run.optimizer_steps + 1
-        return self._exchange.all_gather(message, f"optimizer step {step}")
+        return self._exchange.gather(message, "sharing the vision tower")
 
     def _assign(self, patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
         training = self._trainer.odb.training
@@ -91,5 +92,7 @@ class SharedEncoder:
     def close(self, *, failed: bool = False) -> None:
         """failed: the training ends by an error, so other ranks may wait."""
         self._door.undo()
-        self._exchange.close(failed=failed)
-        release(self._door.group, failed=failed)
+        if failed:  # the destructor of a group in use would wait for the call under way
+            _kept.append(self._door.group)
+        elif dist.is_initialized():
+            dist.destroy_process_group(self._door.group)

@@ -23,11 +23,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
-from odb_factory.comm.gloo import check_process_group
-from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig, make_config
 from odb_factory.data.collate import Collated
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
+from odb_factory.data.ranks import check_process_group, ring_of
 from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
@@ -99,7 +98,6 @@ class TrainLoader:
         run = self._training.run
         collated = iter(run.loader)
         while True:
-            self._training.saver.step_is_asked_for()
             box = [run.accounting.next(collated)]
             if box[0] is None:
                 return
@@ -210,7 +208,7 @@ class ODBTrainerMixin(Base):
         odb = self.odb
         if odb is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        lifeline_of(odb.process_group, odb.config.exchange_timeout_s).renew()
+        ring_of(odb.process_group, odb.config.exchange_timeout_s)  # a rank that dies from here on ends the others
         check_trainer(self)
         log_what_differs(self)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
@@ -515,7 +513,6 @@ def enable_odb(
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
-    lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
     trainer.odb = Session(
         trainer=trainer,
         config=config,

@@ -1,24 +1,30 @@
-"""The epochs of a loader, optimizer step by optimizer step: collect, agree, plan, distribute, micro-batches."""
+"""The optimizer steps of an epoch, one after the other: observe, gather, plan, exchange, micro-batches.
+
+`EpochPlanner.step` is the life of a sample. One background thread on each rank runs it, ahead of the training, and makes
+all calls between ranks: one gather a plan, and an exchange if samples move. Every rank has the same table of integers,
+so each computes the plan, the totals of all ranks, the weights and the end of the epoch by itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from odb_factory.comm.ranks import RankMetadata, Ranks, Sums
+from odb_factory.data.agreement import ranks_alike
 from odb_factory.data.order import ShareProgress, StockSteps, split_by_weight
 from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
+from odb_factory.data.ranks import RankMetadata, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
-from odb_factory.data.serialize import redistribute
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import (
@@ -33,7 +39,6 @@ from odb_factory.planning import (
     plan_buffers,
     plan_optimizer_step,
 )
-from odb_factory.planning.keep import GroupOutline, agreed_plans
 from odb_factory.planning.plan import exceeds_limit, pool, sum_totals
 
 logger = get_logger(__name__)
@@ -46,8 +51,10 @@ OTHER_LENGTH = (
     "an epoch of the training dataset (or its sampler) has {} samples by its `__len__`, and yields {}; fix its "
     "`__len__`: the steps of an epoch are counted by it."
 )
-ROOT_SCALE = 1 << 52
-"""Of sums of square roots, as whole numbers."""
+DIFFERENT_PLANS = (
+    "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
+    "odb_factory and numpy on the same kind of processor."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +99,12 @@ class Held:
 class Planned(NamedTuple):
     """A micro-batch of this rank that is not yet part of an optimizer step.
 
-    With `fill`: units: of the samples of all ranks in the micro-step. given: draws of this rank that go out in it, here
-    or on another rank.
+    given: with `fill`, draws of this rank that go out in it, here or on another rank.
     """
 
     samples: list[Sample]
     infos: tuple[SampleInfo, ...]
     totals: MicroStepTotals
-    units: Sequence[int] = ()
     given: Sequence[int] = ()
 
 
@@ -108,7 +113,6 @@ class EpochPlanner(ABC):
 
     observed: what this rank draws of the epoch from `place` on.
     first_index: of the first plan. final: the last plan of the epoch has been made.
-    planning_ranks: those that make one plan together, between which samples travel.
     num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
     `place`.
     shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
@@ -121,55 +125,100 @@ class EpochPlanner(ABC):
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
         self.epoch, self.num_planned = place.epoch, place.planned
-        self.rank, self.planning_ranks = context.ranks.rank, range(context.ranks.world_size)
+        self.rank = context.ranks.rank
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
         self.shares: dict[int, ShareProgress] = {}
         self._idle_sample: Sample | None = None
         self._has_warned = False
+        self._checksum = 0
 
     def step(self, index: int) -> list[Task]:
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
         held = self.collect(index)  # observed samples of this rank
-        samples = [one.sample for one in held]
-        self._idle_sample = min(samples, key=lambda sample: sample.cost.tokens, default=self._idle_sample)
-        ranks = self.agree(held, index)  # what the ranks hold: integers only
-        plan = self.plan(ranks, index)  # pure, the same on all ranks that make it together
-        mine = self.distribute(plan, samples)  # samples travel to the rank that computes them
+        packed = self.pack(held)  # for the ranks that may compute them
+        ranks = self.gather(held, packed, index)  # what every rank holds: integers
+        plan = self.plan(ranks, index)  # pure, the same on all ranks
+        mine = self.exchange(plan, ranks, held, packed)  # samples travel to the rank that computes them
         return self.micro_batches(plan, mine, ranks, index)  # with the loss weights of the whole step
 
     @abstractmethod
     def collect(self, index: int) -> list[Held]:
         """Take observed samples."""
 
-    def agree(self, held: Sequence[Held], index: int) -> list[RankMetadata]:
-        """What the ranks of the group hold; with `fill` it is all ranks. Collective."""
+    def pack(self, held: Sequence[Held]) -> list[bytes]:
+        """The samples as other ranks get them, whose sizes stand in the table; nothing if none can move."""
+        self._idle_sample = min(
+            (one.sample for one in held), key=lambda sample: sample.cost.tokens, default=self._idle_sample
+        )
+        if self.context.ranks.world_size == 1 or not self.context.balance:
+            return [b""] * len(held)
+        return [pickle.dumps(one.sample, 5) for one in held]
+
+    def gather(self, held: Sequence[Held], packed: Sequence[bytes], index: int) -> list[RankMetadata]:
+        """What every rank holds. Collective. Raises `CollectiveError` if the ranks do not fit together."""
         context = self.context
         buffer = make_metadata(
             [one.sample.cost for one in held],
             [one.age for one in held],
             exhausted=self._next is None,
-            sizes=[len(one.sample.features) for one in held],
+            sizes=[len(text) for text in packed],
             positions=[one.position for one in held],
         )
-        mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
-        return context.ranks.gather(mine, index)
+        mine = RankMetadata(
+            buffer, Counter(self.rejected), self.overlong, context.order(index), self._checksum, context.lowered()
+        )
+        ranks = context.ranks.gather(mine)
+        if (problem := context.compare_orders([rank.order for rank in ranks])) is not None:
+            raise CollectiveError(problem)
+        self._compare_plans(ranks)
+        return ranks
 
     def plan(self, ranks: list[RankMetadata], index: int) -> Plan:
-        """The plan that all ranks have confirmed; sets `final`. Collective."""
+        """The plan of all ranks; sets `final`."""
         budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
         with self._telling_others("planning"):
             plan = self._make_plan(ranks, budget, index)
+        self._checksum = plan.checksum()
         if self.context.balance and not self._has_warned and exceeds_limit([rank.buffer for rank in ranks]):
             self._has_warned = True
             logger.warning(TOO_HEAVY)
         return plan
 
-    def distribute(self, plan: Plan, held: Sequence[Sample]) -> dict[int, Sample]:
-        """The samples that this rank computes, by their number in the plan. Collective, unless none moves."""
+    def exchange(
+        self, plan: Plan, ranks: Sequence[RankMetadata], held: Sequence[Held], packed: Sequence[bytes]
+    ) -> dict[int, Sample]:
+        """The samples that this rank computes, by their number in the plan, and those it holds. Collective if any moves.
+
+        All ranks have the same plan, so what travels needs no address: the samples for a rank are in the order in which
+        it takes them, and their sizes stand in the table.
+        """
+        start = plan.starts[self.rank]
+        mine = {start + i: one.sample for i, one in enumerate(held)}
+        if not plan.moves:
+            return mine
+        table, _, owner = pool([rank.buffer for rank in ranks])
+        size_of, owner_of = table["bytes"].tolist(), owner.tolist()
+        outgoing: dict[int, list[int]] = {}
+        incoming: dict[int, list[int]] = {}
+        for taker, groups in enumerate(plan.groups):
+            for number in itertools.chain.from_iterable(groups):
+                if taker == self.rank != owner_of[number]:
+                    incoming.setdefault(owner_of[number], []).append(number)
+                elif taker != self.rank == owner_of[number]:
+                    outgoing.setdefault(taker, []).append(number)
         with self._telling_others("redistributing samples"):
-            return redistribute(plan, self.planning_ranks, self.rank, held, self.context.ranks.swap)
+            received = self.context.ranks.exchange(
+                {taker: b"".join(packed[number - start] for number in numbers) for taker, numbers in outgoing.items()},
+                {sender: sum(size_of[number] for number in numbers) for sender, numbers in incoming.items()},
+            )
+            for sender, numbers in incoming.items():
+                content, place = received[sender], 0
+                for number in numbers:
+                    mine[number] = pickle.loads(content[place : place + size_of[number]])
+                    place += size_of[number]
+        return mine
 
     @abstractmethod
     def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
@@ -177,7 +226,7 @@ class EpochPlanner(ABC):
 
     @abstractmethod
     def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
-        """A plan that the ranks have confirmed."""
+        """The plan of all ranks: a pure function of what they hold."""
 
     @abstractmethod
     def _draw(self) -> None:
@@ -189,7 +238,10 @@ class EpochPlanner(ABC):
         try:
             self._draw()
             for index in itertools.count(self.first_index):
-                yield self.step(index)
+                tasks = self.step(index)
+                if self.final and ranks.world_size > 1:  # nothing follows that would show another plan of it
+                    self._compare_plans(ranks.gather(RankMetadata(plan=self._checksum)))
+                yield tasks
                 if self.final:
                     return
         except GeneratorExit:
@@ -221,16 +273,23 @@ class EpochPlanner(ABC):
             return
         raise CollectiveError(message)
 
-    def _optimizer_step(self, planned: Sequence[Planned], sums: Sums, index: int, **figures: Any) -> list[Task]:
-        """The tasks of an optimizer step. sums: of all ranks. figures: fields of `OptimizerStep`."""
+    def _compare_plans(self, ranks: Sequence[RankMetadata]) -> None:
+        """The ranks tell which plan they made last (I6)."""
+        plans = [rank.plan for rank in ranks]
+        if len(set(plans)) > 1:
+            raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(plans)))
+
+    def _optimizer_step(
+        self, planned: Sequence[Planned], ranks: Sequence[RankMetadata], index: int, **figures: Any
+    ) -> list[Task]:
+        """The tasks of an optimizer step. figures: fields of `OptimizerStep`."""
         step = OptimizerStep(
             **asdict(sum_totals([one.totals for one in planned])),
             epoch=self.epoch,
             index=index,
             num_micro_batches=len(planned),
-            root_units=sums.roots / ROOT_SCALE,
-            rejected=self._all_rejected(sums),
-            overlong=self.place.overlong + sums.overlong,
+            rejected=self._all_rejected(ranks),
+            overlong=self.place.overlong + sum(rank.overlong for rank in ranks),
             **figures,
         )
         tasks = []
@@ -249,9 +308,9 @@ class EpochPlanner(ABC):
         self.rejected[row.reason] += 1
         self.context.leave_out([row.id], row.reason, row.message, epoch=self.epoch, step=step)
 
-    def _all_rejected(self, sums: Sums) -> Counter[str]:
-        """Rows of the epoch that all ranks have rejected until now, by reason. sums: of all ranks."""
-        return sums.rejected + Counter(self.place.rejected)
+    def _all_rejected(self, ranks: Sequence[RankMetadata]) -> Counter[str]:
+        """Rows of the epoch that all ranks have rejected until now, by reason."""
+        return sum((rank.rejected for rank in ranks), Counter(self.place.rejected))
 
     def _nothing_left(self, rejected: Counter[str], remainder: int, why: str) -> CollectiveError:
         """The error of an epoch that has no sample to train on. remainder: usable rows, for the reason `why`."""
@@ -260,19 +319,6 @@ class EpochPlanner(ABC):
             empty = f"it yields nothing in epoch {self.epoch}; its `__iter__` must restart each time it is called"
         others = [f"{remainder} {why}"] if remainder else []
         return CollectiveError(no_usable_row(rejected, others, empty))
-
-    def _sums(self, ranks: list[RankMetadata], units: Sequence[int] | np.ndarray, **others: Any) -> Sums:
-        """Of these ranks. units: of their samples that are planned. others: fields of `Sums`."""
-        values, counts = np.unique(np.asarray(units, dtype=np.int64), return_counts=True)
-        # Square roots of whole numbers are multiples of 2 ** -52: no order of the ranks changes their sum.
-        roots = [int(root * ROOT_SCALE) for root in np.sqrt(values).tolist()]
-        return Sums(
-            exhausted=all(rank.buffer.exhausted for rank in ranks),
-            rejected=sum((rank.rejected for rank in ranks), Counter()),
-            overlong=sum(rank.overlong for rank in ranks),
-            roots=sum(root * count for root, count in zip(roots, counts.tolist())),
-            **others,
-        )
 
 
 def _reason(error: Exception, task: str) -> str:
@@ -286,20 +332,13 @@ def _reason(error: Exception, task: str) -> str:
 
 
 class KeepEpoch(EpochPlanner):
-    """Kept optimizer steps: step t is the samples [tN, (t+1)N) of the order, planned by itself (I9).
-
-    Each group of ranks plans its own samples, with `balance: false` each rank; all agree on K (I1).
-    """
-
-    sums: Sums
-    """Of all ranks, in the optimizer step that is planned."""
+    """Kept optimizer steps: step t is the samples [tN, (t+1)N) of the order, planned by itself (I9)."""
 
     def __init__(
         self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place, *, stock: StockSteps
     ):
         super().__init__(observed, context, place)
         self.stock, self.first_index = stock, place.optimizer_steps
-        self.planning_ranks = context.ranks.group if context.balance else range(self.rank, self.rank + 1)
         first = stock.first_number(self.rank, place.optimizer_steps)
         self._positions = (stock.position(self.rank, number) for number in itertools.count(first))
         self._next: tuple[int, Sample | Rejection] | None = None
@@ -319,32 +358,31 @@ class KeepEpoch(EpochPlanner):
         return held
 
     def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
-        stock, sums, group = self.stock, self.sums, self.context.ranks.group
-        rejected = self._all_rejected(sums)
-        rows, starts, _ = pool([rank.buffer for rank in ranks])
+        stock, rejected = self.stock, self._all_rejected(ranks)
+        rows, _, _ = pool([rank.buffer for rank in ranks])
         self.num_planned += sum(one.samples for one in plan.totals)
         if self.final and self.num_planned == 0:
             raise self._nothing_left(rejected, stock.remainder, "dropped by drop_last")
-        groups, totals = plan.groups[self.rank - self.planning_ranks.start], plan.totals
+        groups, totals = plan.groups[self.rank], plan.totals
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
-        of_stock = stock.means_of(rows, sums.means)[starts[self.planning_ranks.start - group.start] :]
+        of_stock, num_means = stock.means_of(rows)
         done = self.num_planned + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
         planned = []
         for of_rank, of_step in zip(groups, totals):
             samples = [mine[row] for row in of_rank]
-            infos = tuple(SampleInfo.of(*one) for one in zip(samples, of_stock[of_rank].tolist()))
+            infos = tuple(SampleInfo.of(sample, *one) for sample, one in zip(samples, of_stock[of_rank].tolist()))
             planned.append(Planned(samples, infos, of_step))
-        divisor = stock.mean.divisor
+        divisor = num_means if stock.mean.divisor is None else stock.mean.divisor
         return self._optimizer_step(
             planned,
-            sums,
+            ranks,
             index,
-            num_stock_means=(len(sums.means) + sums.num_means if divisor is None else divisor) / stock.mean.factor,
-            stock_input_tokens=stock.input_tokens(rows, self.rank, group, self.context.budget.collation.in_one_row()),
+            num_stock_means=divisor / stock.mean.factor,
+            stock_input_tokens=stock.input_tokens(rows, self.rank, self.context.budget.collation.in_one_row()),
             done=done,
             progress=stock.progress(index),
             remainder=stock.remainder if self.final else 0,
@@ -358,49 +396,16 @@ class KeepEpoch(EpochPlanner):
         self._next = None if row is None else (next(self._positions), row)
 
     def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
-        """What the group of this rank does, or the rank alone, with the totals of all ranks (I1, I6).
-
-        Raises `CollectiveError` on all ranks if those of a group have computed different plans.
-        """
-        context, stock, buffers = self.context, self.stock, [rank.buffer for rank in ranks]
-        group, leads = context.ranks.group, self.rank == context.ranks.group.start
-        rows, _, _ = pool(buffers)
-        means, num_means = stock.sums_of_means(rows, group)
-        if stock.equal_weights:
-            # Where all ranks are one group it shares no mean with another.
-            is_known = len(group) == context.ranks.world_size
-            shared = means if is_known else context.ranks.sum_up(Sums(means=means if leads else Counter()), index).means
-            buffers = split_by_weight(buffers, stock, shared)
-        mine = Sums()
-        if leads:
-            # Positions in a split stream differ from rank to rank; they are compared once.
-            is_compared = index == self.first_index or not stock.is_split
-            held = enumerate(ranks if is_compared else (), group.start)
-            orders = tuple((rank.order, number, number) for number, rank in held)
-            mine = self._sums(ranks, rows["units"], means=means, num_means=num_means, orders=orders)
-
-        def make(least_steps: int) -> Plan:
-            own = buffers[self.planning_ranks.start - group.start : self.planning_ranks.stop - group.start]
-            balance, model = context.balance, context.model
-            return context.compute(
-                plan_optimizer_step, own, budget, balance=balance, model=model, least_steps=least_steps
-            )
-
-        def exchange(plans: Sequence[Plan], outline: GroupOutline) -> GroupOutline:
-            speaks = self.rank == self.planning_ranks.start
-            told = (self.planning_ranks.start, plans[0].checksum(), self.rank)
-            self.sums = context.ranks.sum_up(replace(mine, plans=[told], outline=outline if speaks else None), index)
-            assert self.sums.outline is not None
-            return self.sums.outline
-
-        (plan,) = agreed_plans([make], exchange)
-        numbers = [order for order, first, last in self.sums.orders for _ in range(first, last + 1)]
-        if numbers and (problem := context.compare_orders(numbers)) is not None:
-            raise CollectiveError(problem)
-        self.final = self.sums.exhausted
-        expected = stock.steps_an_epoch
+        context, buffers = self.context, [rank.buffer for rank in ranks]
+        if self.stock.equal_weights:
+            buffers = split_by_weight(buffers, self.stock)
+        plan: Plan = context.compute(
+            plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model
+        )
+        self.final = plan.final
+        expected = self.stock.steps_an_epoch
         if expected is not None and self.final != (index + 1 >= expected):
-            raise CollectiveError(OTHER_LENGTH.format(stock.num_samples, "fewer" if self.final else "more"))
+            raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if self.final else "more"))
         return plan
 
 
@@ -447,8 +452,8 @@ class FillEpoch(EpochPlanner):
         return self.held
 
     def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
-        buffers, sums = [rank.buffer for rank in ranks], self._sums(ranks, ())
-        rejected = self._all_rejected(sums)
+        buffers = [rank.buffer for rank in ranks]
+        rejected = self._all_rejected(ranks)
         epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
         self._carry_out(plan, mine, buffers)
         num_samples = self.context.num_samples
@@ -466,7 +471,7 @@ class FillEpoch(EpochPlanner):
             self.shares[self._next_step] = self._share_now()
             tasks += self._optimizer_step(
                 planned,
-                self._sums(ranks, [units for one in planned for units in one.units]),
+                ranks,
                 self._next_step,
                 num_stock_means=0,
                 stock_input_tokens=None,
@@ -491,9 +496,7 @@ class FillEpoch(EpochPlanner):
             self._leave_out(row, self._next_step)
 
     def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
-        if (problem := self.context.compare_orders([rank.order for rank in ranks])) is not None:
-            raise CollectiveError(problem)
-        plan = self.context.compute(
+        plan: Plan = self.context.compute(
             plan_buffers,
             [rank.buffer for rank in ranks],
             budget,
@@ -505,14 +508,12 @@ class FillEpoch(EpochPlanner):
             balance=self.context.balance,
             model=self.context.model,
         )
-        self.context.ranks.sum_up(Sums(plans=[(0, plan.checksum(), self.rank)]), index)
         self.final = plan.final
         return plan
 
     def _carry_out(self, plan: Plan, mine: dict[int, Sample], buffers: Sequence[BufferMetadata]) -> None:
         """Take this rank's micro-batches out of a plan; what was not planned stays in the buffer, one round older."""
         start, end = plan.starts[self.rank : self.rank + 2]
-        units = pool(buffers)[0]["units"]
         gone: set[int] = set()
         for own, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
             takers = groups if plan.moves else [own]
@@ -524,7 +525,6 @@ class FillEpoch(EpochPlanner):
                     samples,
                     tuple(map(SampleInfo.of, samples)),
                     totals,
-                    units[list(itertools.chain.from_iterable(groups))].tolist(),
                     [self.held[i].draw for i in given],
                 )
             )

@@ -1,0 +1,551 @@
+"""What the data-parallel ranks send each other: a gather for each plan, samples that move, and why a rank ends.
+
+`Channel`  a gloo group of these ranks for the calls of one thread: `gather` gives every rank the bytes of all, `exchange`
+           moves bytes from rank to rank as all of them have computed from gathered bytes.
+`Ring`     each rank always waits for a message of the rank before it, and sends a beat to the rank after it. gloo fails
+           that wait when the process is gone; a rank without beats for `silence_s` is frozen. What a rank learns it
+           passes on, then it closes its channels, so that a death ends all waits.
+`Ranks`    both, for the planning of one loader.
+
+All ranks make the calls of a channel in the same order, and which call comes next depends on gathered bytes alone: so no
+rank waits for a call that another one does not make. What is gathered may be pickled, as in torch's object collectives:
+the network of the ranks is trusted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import resource
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import DeviceMesh
+
+from odb_factory.errors import CollectiveError, ConfigError, one_line
+from odb_factory.log import get_logger
+from odb_factory.planning import ROW, BufferMetadata, Limits
+
+logger = get_logger(__name__)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The data-parallel ranks of a custom loop.
+
+
+def find_process_group(given: dist.ProcessGroup | None, *, is_prepared: bool) -> dist.ProcessGroup | None:
+    """The data-parallel ranks: `given`, else those of accelerate's mesh, else None (the default group, if any).
+
+    is_prepared: accelerate has prepared the loader. Raises `ConfigError` if the ranks cannot be determined.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return given if given is not None or not is_prepared else _of_accelerate()
+    if given is not None:
+        raise ConfigError("process_group: torch.distributed, to which it belonged, is no longer initialised.")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdigit() and int(ranks) > 1:  # a launcher has started several, and this one does not know of the others
+        raise ConfigError(
+            f"WORLD_SIZE: {ranks} processes were started, but torch.distributed is not initialised here, so each would "
+            "train on the whole dataset; call torch.distributed.init_process_group() before the first batch, or remove "
+            "WORLD_SIZE from the environment if this process trains alone."
+        )
+    return None
+
+
+def check_process_group(given: object) -> None:
+    """Raise `ConfigError` for what is no process group of this rank."""
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "process_group: this rank is not in it; make the loader on the ranks of the group, each with its own."
+        )
+    hint = ': take its group, mesh["dp"].get_group()' if isinstance(given, DeviceMesh) else ""
+    raise ConfigError(
+        f"process_group: expected the torch.distributed.ProcessGroup of the data-parallel ranks, got a "
+        f"{type(given).__name__}{hint}."
+    )
+
+
+def patience_of(process_group: dist.ProcessGroup | None) -> float:
+    """How long the ranks of a process group wait for each other in its own collectives (seconds): `ddp_timeout` in a
+    trainer."""
+    group: Any = process_group or dist.group.WORLD
+    limits = [group._get_backend(device).options._timeout.total_seconds() for device in group._device_types]
+    return float(max(limits))
+
+
+def world_size_of(group: dist.ProcessGroup | None) -> int:
+    """1 if torch.distributed is not initialised."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def _of_accelerate() -> dist.ProcessGroup | None:
+    state = AcceleratorState()
+    mesh: DeviceMesh | None = getattr(state, "ds_device_mesh", None)
+    if mesh is None:
+        mesh = getattr(state, "device_mesh", None)
+    if mesh is None:
+        return None
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+    if sizes.get("cp", 1) > 1 or sizes.get("sp", 1) > 1:
+        raise ConfigError(
+            "accelerate's mesh has a context or sequence parallel dimension, which cuts rows apart after they were "
+            "grouped; odb does not support it yet: set its size to 1."
+        )
+    # accelerate makes dp of several dimensions
+    for name in ("dp", *(name for name in sizes if name.startswith("dp"))):
+        with contextlib.suppress(KeyError):
+            group = mesh[name].get_group()
+            if dist.get_world_size(group) == mesh.size() // sizes.get("tp", 1):
+                return group
+    raise ConfigError(
+        f"accelerate's mesh ({', '.join(f'{name} {size}' for name, size in sizes.items())}) has no data-parallel "
+        "dimension by which odb could deal out samples; give process_group=, the data-parallel ranks of this one."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A gloo group for the calls of one thread.
+
+YEAR = timedelta(days=365)
+"""Living ranks are waited for: torch has no call without a limit."""
+RING_TAG, CANCEL_TAG = 1 << 20, 1 << 21
+SPARE_FILES = 256
+"""Open files for what the training opens later: data files, pipes of its workers."""
+
+
+class Channel:
+    """A gloo group of the ranks of a `Ring`, for the calls of one thread. `Ring.channel` makes it.
+
+    Its calls raise `CollectiveError` if another rank is gone or has failed, or if this rank has.
+    """
+
+    def __init__(self, ring: Ring, gloo: Any):
+        self.ring, self._gloo = ring, gloo
+        self.rank, self.world_size = ring.rank, ring.world_size
+
+    def gather(self, own: bytes, about: str) -> list[bytes]:
+        """The bytes of every rank, in rank order. about: what they are for, in messages."""
+        if self.world_size == 1:
+            return [own]
+        sizes = self._all(torch.tensor([len(own)]), about)
+        most = max(int(size) for size in sizes)
+        padded = torch.zeros(most, dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        contents = self._all(padded, about)
+        return [content[: int(size)].numpy().tobytes() for content, size in zip(contents, sizes)]
+
+    def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str) -> dict[int, bytes]:
+        """What each rank in `incoming` sends to this one. outgoing: by receiver; incoming: number of bytes by sender.
+
+        Ranks that neither send nor receive need not call it.
+        """
+        received = {sender: torch.empty(size, dtype=torch.uint8) for sender, size in incoming.items()}
+        sent = {rank: torch.frombuffer(bytearray(content), dtype=torch.uint8) for rank, content in outgoing.items()}
+        with self._naming(about):
+            works = [self._gloo.recv([tensor], sender, 0) for sender, tensor in received.items()]
+            works += [self._gloo.send([tensor], receiver, 0) for receiver, tensor in sent.items()]
+            for work in works:
+                work.wait(YEAR)
+        return {sender: tensor.numpy().tobytes() for sender, tensor in received.items()}
+
+    def _all(self, own: torch.Tensor, about: str) -> list[torch.Tensor]:
+        answers = [torch.empty_like(own) for _ in range(self.world_size)]
+        options = torch.distributed.distributed_c10d.AllgatherOptions()
+        options.timeout = YEAR
+        with self._naming(about):
+            self._gloo.allgather([answers], [own], options).wait(YEAR)
+        return answers
+
+    @contextlib.contextmanager
+    def _naming(self, about: str) -> Any:
+        """The reason that the ring has, in place of gloo's error."""
+        self.ring.check()
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(self.ring.why_lost(about, error)) from None
+
+    def cancel(self) -> None:
+        """End what waits in this channel, in whatever thread: a receive that times out closes its connections."""
+        if self._gloo is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.zeros(1, dtype=torch.uint8)
+            self._gloo.recv([nothing], self.ring.before, CANCEL_TAG).wait(timedelta(milliseconds=1))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ring that ends all waits.
+
+BEAT_S = 1.0
+SEND_S = 1.0
+"""The reason of a failure is given this long to reach the rank after this one, which may be frozen."""
+CAUSE_S = 5.0
+"""A collective may fail before the ring knows why: its reason is waited for this long."""
+END_S = 6.0
+"""A process that belongs to the training ends so long after a failure of another rank, if not before."""
+EXIT_S = 0.2
+MESSAGE = 4096
+"""Bytes of a message of the ring."""
+BEAT, ENDED, FAILED = b".", b"=", b"!"
+GONE = "rank {} has ended without a word (killed, perhaps by the out-of-memory killer); look for its own last message."
+ENDED_EARLY = "rank {} has ended its program while others go on; all ranks must take the same optimizer steps."
+SILENT = (
+    "rank {} gave no sign of life for {:g} s: its process is stopped, or its node or network is gone; look for its own "
+    "last message, or raise exchange_timeout_s if it was only slow."
+)
+ABSENT = (
+    "rank {} has waited {:g} s (exchange_timeout_s) for {}, which has not come to where odb begins; does each rank have "
+    "the same `odb:` block and program?"
+)
+
+
+class Ring:
+    """Why a rank ends, known to all ranks. One for each process group, from `ring_of` to the end of the process.
+
+    silence_s: how long a rank may give no sign of life. end_process: ends this process, whatever its main thread is
+    doing, `END_S` after a failure that the main thread has not been told of; None: nobody does.
+    main: the channel of the main thread.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float):
+        self.rank, self.world_size, self.silence_s = 0, world_size_of(parent), silence_s
+        self.end_process: Callable[[str], None] | None = None
+        self.failure: str | None = None
+        self._is_known = self._is_closing = self._before_has_ended = False
+        self._changed = threading.Condition()
+        self._channels: list[Channel] = []
+        self._idle: list[Channel] = []
+        self._count = 0
+        if self.world_size == 1:
+            self.before = self.after = 0
+            self.main = Channel(self, None)
+            return
+        self.rank = dist.get_rank(parent)
+        self.before, self.after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+        group: Any = parent or dist.group.WORLD
+        generation = _generations[group] = _generations.get(group, 0) + 1
+        self._store = dist.PrefixStore(f"odb_factory {generation}", group.get_group_store())
+        self._meet()
+        self.main = self.channel()
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in self._loops]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def _loops(self) -> list[tuple[Callable[[], None], str]]:
+        return [(self._listen, "odb-ring"), (self._beat, "odb-beat")]
+
+    def channel(self) -> Channel:
+        """A channel that no other thread uses. All ranks ask for it in the same order, in the main thread."""
+        if self.world_size == 1:
+            return self.main
+        if self._idle:
+            return self._idle.pop()
+        self._count += 1
+        try:
+            _allow_open_files(self.world_size)
+            store = dist.PrefixStore(f"channel {self._count}", self._store)
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.silence_s))
+        except RuntimeError as error:
+            raise CollectiveError(self.why_lost("connecting the ranks", error)) from None
+        self._channels.append(channel := Channel(self, gloo))
+        return channel
+
+    def give_back(self, channel: Channel) -> None:
+        """No thread uses it any more; the next one to ask gets it."""
+        if channel is not self.main and self.failure is None:
+            self._idle.append(channel)
+
+    def check(self) -> None:
+        """Raise `CollectiveError` if a rank has failed."""
+        if self.failure is not None:
+            self._is_known |= threading.current_thread() is threading.main_thread()
+            raise CollectiveError(self.failure)
+
+    def fail(self, reason: str) -> None:
+        """Let all ranks know why this one ends. The first reason that a rank learns of stands."""
+        self._is_known |= threading.current_thread() is threading.main_thread()
+        if self.world_size > 1:
+            self._note(f"rank {self.rank} left the training: {reason}")
+
+    def cause(self, wait_s: float = CAUSE_S) -> str | None:
+        """Why a rank has failed; a collective may notice first, so its reason is waited for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, wait_s)
+            self._is_known |= self.failure is not None
+        return self.failure
+
+    def why_lost(self, about: str, error: Exception) -> str:
+        """Why a call has failed; all ranks learn of it."""
+        if (cause := self.cause()) is None:
+            cause = f"rank {self.rank} lost another rank in {about}; look for its own last message ({one_line(error)})."
+            if self._before_has_ended:
+                cause = ENDED_EARLY.format(self.before)
+            self._note(cause)
+        return self.failure or cause
+
+    def close(self) -> None:
+        """End in order: the rank after this one is told, and threads that wait are ended."""
+        if self.world_size == 1 or self._is_closing:
+            return
+        self._is_closing = True
+        if self.failure is None:
+            self._send(ENDED)
+        time.sleep(EXIT_S)  # a thread of gloo's still holds the tensors of a call when that has completed
+        for channel in self._channels:
+            channel.cancel()
+        for thread in self._threads:
+            thread.join(SEND_S)
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here, before gloo connects them."""
+        self._store.set(f"rank {self.rank}", "here")
+        self._store.add("ranks", 1)
+        until = time.monotonic() + self.silence_s
+        while int(self._store.add("ranks", 0)) < self.world_size:
+            if time.monotonic() > until:
+                absent = [rank for rank in range(self.world_size) if not self._store.check([f"rank {rank}"])]
+                named = " and ".join([f"rank {rank}" for rank in absent[:2]] + ["more"] * (len(absent) > 2))
+                raise CollectiveError(ABSENT.format(self.rank, self.silence_s, named))
+            time.sleep(max(0.02, self.world_size / 2000))  # the store answers all ranks
+
+    def _listen(self) -> None:
+        """The thread that waits for the rank before this one."""
+        message = torch.empty(MESSAGE, dtype=torch.uint8)
+        while True:
+            started = time.monotonic()
+            try:
+                self.main._gloo.recv([message], self.before, RING_TAG).wait(timedelta(seconds=self.silence_s))
+            except RuntimeError:
+                if self._is_closing or self.failure is not None or self._before_has_ended:
+                    return
+                waited_s = time.monotonic() - started
+                is_silent = waited_s > 0.9 * self.silence_s
+                self._note(SILENT.format(self.before, waited_s) if is_silent else GONE.format(self.before))
+                return
+            content = message.numpy().tobytes().rstrip(b"\0")
+            self._before_has_ended |= content[:1] == ENDED
+            if content[:1] == FAILED:
+                self._note(content[1:].decode(errors="replace"))
+                return
+            if self._before_has_ended:
+                return
+
+    def _beat(self) -> None:
+        """The thread that sends a sign of life to the rank after this one, which may have ended."""
+        with contextlib.suppress(RuntimeError):
+            while not self._is_closing and self.failure is None:
+                self._send(BEAT, YEAR)
+                time.sleep(BEAT_S)
+
+    def _send(self, message: bytes, limit: timedelta = timedelta(seconds=SEND_S)) -> None:
+        """gloo holds a message until its receiver asks for it, which a frozen one never does."""
+        padded = message[:MESSAGE].ljust(MESSAGE, b"\0")
+        tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        self.main._gloo.send([tensor], self.after, RING_TAG).wait(limit)
+
+    def _note(self, reason: str) -> None:
+        """Keep the first failure, pass it on, and end all waits."""
+        with self._changed:
+            if self.failure is not None or self._is_closing:
+                return
+            self.failure = reason
+            self._changed.notify_all()
+        with contextlib.suppress(RuntimeError):
+            self._send(FAILED + reason.encode())
+        _rings_by_group_forget(self)
+        for channel in self._channels:
+            channel.cancel()
+        threading.Thread(target=self._end_if_unknown, name="odb-end", daemon=True).start()
+
+    def _end_if_unknown(self) -> None:
+        """The main thread may be in a collective of the training that never returns."""
+        time.sleep(END_S)
+        if self._is_known or self._is_closing or self.failure is None:
+            return
+        logger.error("%s", self.failure)
+        if self.end_process is not None:
+            self.end_process(self.failure)
+
+
+_rings: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
+_open: list[Ring] = []
+_generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Rings that a process group has had: after a failure the next training has another one."""
+
+
+def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
+    """The ring of the ranks of `process_group` (None: the default group). From the first call on, which all ranks make,
+    a rank that dies ends the others. Raises `CollectiveError` if a rank does not come within `silence_s` seconds."""
+    if world_size_of(process_group) == 1:
+        return Ring(process_group, silence_s)
+    group = process_group or dist.group.WORLD
+    if group not in _rings:
+        _rings[group] = ring = Ring(process_group, silence_s)
+        _open.append(ring)
+    _rings[group].silence_s = silence_s
+    return _rings[group]
+
+
+def _rings_by_group_forget(ring: Ring) -> None:
+    for group in [group for group, one in _rings.items() if one is ring]:
+        del _rings[group]
+
+
+def known_failure(wait_s: float = CAUSE_S) -> str | None:
+    """Why another rank has failed."""
+    return next((cause for ring in _open if (cause := ring.cause(wait_s))), None)
+
+
+def end_all(reason: str | None) -> None:
+    """The main thread ends this process; let the other ranks know why, unless they know (None)."""
+    for ring in _open:
+        ring.end_process = None
+        if reason is not None:
+            ring.fail(reason)
+
+
+@atexit.register
+def _close_all() -> None:
+    for ring in _open:
+        ring.close()
+
+
+def _forget_all() -> None:
+    """In a forked process, which has none of the threads."""
+    _kept.extend(_open)
+    _open.clear()
+    _rings.clear()
+
+
+_kept: list[Ring] = []
+"""The destructors of gloo's objects wait for threads that a forked process does not have."""
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _allow_open_files(num_sockets: int) -> None:
+    """Raise this process's soft limit of open files to the hard one if so many more sockets need it.
+
+    Raises `ConfigError` if that is not enough.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_sockets + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"open files: this process may have {hard}, and needs {needed} to reach {num_sockets} other ranks; "
+                "raise the limit before the start (ulimit -Hn, LimitNOFILE= of a service, or --ulimit nofile= of a "
+                "container)."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+def gather_once(message: bytes, silence_s: float, parent: dist.ProcessGroup | None = None) -> list[bytes]:
+    """The messages of all ranks of `parent`, in the main thread. silence_s: as in `ring_of`."""
+    return ring_of(parent, silence_s).main.gather(message, "comparing the ranks")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ranks of a training, as the planning of a loader sees them.
+
+LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
+NO_SAMPLES = BufferMetadata(np.zeros(0, ROW), exhausted=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetadata:
+    """What a rank sends to all others before each plan: the samples it holds, and counts since this pass began.
+
+    rejected: rows left out when read, by reason. overlong: samples that break a budget alone and are trained on.
+    order: a checksum of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
+    plan: a checksum of the plan before. limits: to which it has lowered its budgets, if it has; the least of all ranks
+    are taken. failure: why it cannot go on, in place of all else.
+    """
+
+    buffer: BufferMetadata = NO_SAMPLES
+    rejected: Counter[str] = field(default_factory=Counter)
+    overlong: int = 0
+    order: int = 0
+    plan: int = 0
+    limits: Limits | None = None
+    failure: str | None = None
+
+
+class Ranks:
+    """The data-parallel ranks, for the planning of one loader; one rank alone answers itself.
+
+    process_group: these ranks; None: the default group, if there is one. silence_s: how long a rank may give no sign of
+    life (seconds). All ranks make it at the same place of the program, and close it.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, silence_s: float = 600.0):
+        self.silence_s = silence_s
+        self._ring = ring_of(process_group, silence_s)
+        self._channel = self._ring.channel()
+        self.rank, self.world_size = self._ring.rank, self._ring.world_size
+        self._has_failed = self._is_closed = False
+
+    def check(self) -> None:
+        """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
+        self._ring.check()
+
+    def gather(self, mine: RankMetadata) -> list[RankMetadata]:
+        """What every rank holds, in rank order. Planning thread.
+
+        Raises `CollectiveError`, on all ranks, if one cannot go on.
+        """
+        if self.world_size == 1:
+            ranks = [mine]
+        else:
+            self._refuse_if_left()
+            ranks = [pickle.loads(text) for text in self._channel.gather(pickle.dumps(mine, 5), "planning")]
+        # A rank that only left may have done so because of the failure of another one.
+        failures = [(one.failure == LEFT_EPOCH, rank, one.failure) for rank, one in enumerate(ranks) if one.failure]
+        if failures:
+            has_left, rank, failure = min(failures)
+            known = self._ring.cause(0.5) if has_left and self.world_size > 1 else None
+            raise CollectiveError(known or f"rank {rank} stopped: {failure}")
+        return ranks
+
+    def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int]) -> dict[int, bytes]:
+        """As `Channel.exchange`. Planning thread."""
+        return self._channel.exchange(outgoing, incoming, "redistributing samples") if outgoing or incoming else {}
+
+    def compare(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks. Main thread."""
+        return self._ring.main.gather(message, "comparing settings")
+
+    def stop(self, reason: str = LEFT_EPOCH) -> None:
+        """Send the others, in place of the next metadata, why this rank plans no further. Planning thread."""
+        with contextlib.suppress(CollectiveError):  # all end
+            self.gather(RankMetadata(failure=reason))
+
+    def abort(self, message: str) -> None:
+        """Let the others know why this rank ends, whatever they are doing."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._ring.fail(message)
+
+    def close(self) -> None:
+        """Give the channel back; nothing is called after it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._ring.give_back(self._channel)
+
+    def _refuse_if_left(self) -> None:
+        if self._has_failed or self._is_closed:
+            raise CollectiveError(self._ring.failure or f"rank {self.rank} has left the training.")
