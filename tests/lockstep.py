@@ -15,12 +15,12 @@ from typing import Any
 
 from thread_ranks import Seat
 
-from odb_factory.comm.ranks import RankMetadata
-from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.data.order import MEAN_OF_STEP, ShardSampler, ShareProgress, Start, StockMean, StockSteps, shard
 from odb_factory.data.progress import Place
+from odb_factory.data.ranks import RankMetadata
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
+from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Cost
 
@@ -79,10 +79,10 @@ class Lockstep:
     Each rank has a thread, and one of all threads runs: the others wait for others, or for the next round.
     """
 
-    timeout_s, steps = 0.0, None
+    timeout_s = 0.0
 
-    def __init__(self, world_size: int, order: Sequence[int] | None = None, group_size: int = 256):
-        self.world_size, self.group_size = world_size, group_size
+    def __init__(self, world_size: int, order: Sequence[int] | None = None):
+        self.world_size = world_size
         self.order = list(order or range(world_size))
         self.sources: dict[int, Generator[list[Task], None, None]] = {}
         self.told: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
@@ -196,7 +196,6 @@ def run_shards(
     *,
     order: Sequence[int] | None = None,
     leave_after: dict[int, int] | None = None,
-    group_size: int = 256,
     stock: StockSteps | None = None,
     epoch: int = 0,
     **options: Any,
@@ -207,18 +206,17 @@ def run_shards(
     options: of `EpochContext` and of the planner.
     """
     epochs = [Epoch(undrawn=len(shard)) for shard in shards]
-    lockstep = Lockstep(len(shards), order, group_size)
+    lockstep = Lockstep(len(shards), order)
     lockstep.on_plan = lambda rank, tasks: epochs[rank].plans.append(tasks)
     everything = [row for shard in shards for row in shard]
 
     class Recorded(Seat):
-        def gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        def gather(self, metadata: RankMetadata) -> list[RankMetadata]:
             epoch = epochs[self.rank]
-            if metadata.failure is None:
-                assert stock is not None or round_index == len(epoch.buffers)
+            if metadata.failure is None and not ranks[self.rank].final:
                 epoch.buffers.append([sample.id for sample in ranks[self.rank].buffered])
                 epoch.metadata.append(replace(metadata, rejected=metadata.rejected.copy()))
-            return super().gather(metadata, round_index)
+            return super().gather(metadata)
 
     def draw(rank: int) -> Iterator[Row]:
         for row in shards[rank]:

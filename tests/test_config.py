@@ -37,7 +37,6 @@ DEFAULTS = {
     "lr_scale": "none",
     "join": True,
     "balance": True,
-    "balance_group_size": 256,
     "balance_encoder": False,
     "cost_model": None,
     "overlong": "singleton",
@@ -59,7 +58,7 @@ OPTIONAL_NUMBERS = [
     "seed",
 ]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse", "length_buckets", "cost_model"]
-WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size"]
+WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "approx", "none"],

@@ -73,7 +73,6 @@ def test_keys_of_the_block() -> None:
         "lr_scale",
         "join",
         "balance",
-        "balance_group_size",
         "balance_encoder",
         "cost_model",
         "overlong",

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from odb_factory.comm.gloo import Exchanges
-from odb_factory.comm.ranks import Ranks
+from odb_factory.data.ranks import Ranks
 from odb_factory.errors import CollectiveError
 
 
 class Table:
     """Where all ranks meet."""
 
-    def __init__(self, world_size: int, timeout_s: float = 30.0, group_size: int = 256):
-        self.timeout_s, self.world_size, self.group_size = timeout_s, world_size, group_size
+    def __init__(self, world_size: int, timeout_s: float = 30.0):
+        self.timeout_s, self.world_size = timeout_s, world_size
         self.is_over = False
         self.told: dict[Any, dict[int, Any]] = {}
         self.changed = threading.Condition()
-        self.steps: Table | None = None
-
-    @classmethod
-    def with_steps(cls, world_size: int, group_size: int = 256) -> Table:
-        """Messages about optimizer steps have a channel of their own."""
-        table = cls(world_size, group_size=group_size)
-        table.steps = cls(world_size, group_size=group_size)
-        return table
 
     def seat(self, rank: int) -> Seat:
         return Seat(self, rank)
 
     def abort(self) -> None:
-        for table in filter(None, (self, self.steps)):
-            with table.changed:
-                table.is_over = True
-                table.changed.notify_all()
+        with self.changed:
+            self.is_over = True
+            self.changed.notify_all()
 
     def tell(self, place: Any, rank: int, message: Any) -> dict[int, Any]:
         with self.changed:
@@ -57,14 +47,11 @@ class Table:
             return [told[one] for one in ranks]
 
 
-class TableGroup:
-    """As `Group`."""
-
-    is_busy = False
+class TableChannel:
+    """As `Channel`."""
 
     def __init__(self, table: Any, rank: int):
         self.table, self.rank, self.world_size = table, rank, table.world_size
-        self.exchanges = Exchanges(rank, table.world_size, table.group_size)
         self.counts: Counter[Any] = Counter()
 
     def _next(self, *place: Any) -> tuple[Any, ...]:
@@ -72,48 +59,37 @@ class TableGroup:
         self.counts[place] += 1
         return *place, self.counts[place]
 
-    def _meet(self, kind: str, ranks: range, message: Any) -> list[Any]:
-        return self.table.meet(self._next(kind, ranks.start), ranks, self.rank, message)
+    def gather(self, own: bytes, about: str = "") -> list[bytes]:
+        answers: list[bytes] = self.table.meet(self._next("all"), range(self.world_size), self.rank, own)
+        return answers
 
-    def all_gather(self, message: bytes, phase: str = "") -> list[bytes]:
-        return self._meet("all", range(self.world_size), message)
-
-    def gather(self, message: bytes, phase: str = "") -> list[bytes]:
-        return self._meet("group", self.exchanges.group, message)
-
-    def reduce(self, message: bytes, merge: Callable[[Sequence[bytes]], bytes], phase: str = "") -> bytes:
-        return merge(self._meet("sum", range(self.world_size), message))
-
-    def swap(self, given: Mapping[int, bytes], sources: Sequence[int], phase: str = "") -> dict[int, bytes]:
+    def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str = "") -> dict[int, bytes]:
         """Only ranks that give or get something come here."""
-        for rank, text in given.items():
-            assert rank in self.exchanges.group and text, "samples stay in a group"
-            self.table.tell(self._next("swap", self.rank, rank), self.rank, text)
-        return {
-            rank: self.table.meet(self._next("swap", rank, self.rank), range(rank, rank + 1), self.rank, None)[0]
-            for rank in sources
+        for rank, text in outgoing.items():
+            assert text, "no rank is met for nothing"
+            self.table.tell(self._next("exchange", self.rank, rank), self.rank, text)
+        received = {
+            rank: self.table.meet(self._next("exchange", rank, self.rank), range(rank, rank + 1), self.rank, None)[0]
+            for rank in incoming
         }
-
-    def close(self, *, failed: bool = False) -> None: ...
+        assert {rank: len(text) for rank, text in received.items()} == dict(incoming)
+        return received
 
 
 class Seat(Ranks):
     """One rank: the production `Ranks` over a table."""
 
     def __init__(self, table: Any, rank: int):
-        self.table, self.timeout_s = table, table.timeout_s
-        self._lifeline: Any = SimpleNamespace(cause=lambda: None, failure=None)
-        self._training = "training"
-        self._group: Any = TableGroup(table, rank)
-        self._steps: Any = TableGroup(table.steps or table, rank)
-        self.rank, self.world_size, self.group = rank, table.world_size, self._group.exchanges.group
-        self._failed = self._is_closed = False
-
-    def start(self) -> None: ...
+        self.table, self.silence_s = table, table.timeout_s
+        self._ring: Any = SimpleNamespace(cause=lambda wait_s: None, failure=None)
+        self._channel: Any = TableChannel(table, rank)
+        self.rank, self.world_size = rank, table.world_size
+        self._has_failed = self._is_closed = False
 
     def check(self) -> None: ...
 
-    def progress(self, phase: str) -> None: ...
+    def compare(self, message: bytes) -> list[bytes]:
+        return [message] * self.world_size
 
     def abort(self, message: str) -> None:
         self.table.abort()
@@ -121,9 +97,9 @@ class Seat(Ranks):
     def close(self) -> None: ...
 
 
-def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60.0, group_size: int = 256) -> list[Any]:
+def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60.0) -> list[Any]:
     """What `drive` returns on each rank, or the exception that it raised."""
-    table = Table.with_steps(world_size, group_size)
+    table = Table(world_size)
     ended: list[Any] = [TimeoutError(f"no end within {limit_s} s")] * world_size
 
     def run(rank: int) -> None:

@@ -31,13 +31,13 @@ import page
 import psutil
 import torch.distributed as dist
 from contestants import CUTTERS, cut_by
-from simulation import FIXED_COST, PROFILES, Epoch, bound
-
 from odb_factory.comm.gloo import Exchange, Exchanges, Group, Turn
 from odb_factory.comm.ranks import RankMetadata, Sums, decode, encode
+from odb_factory.data.step_agreement import merge_messages
+from simulation import FIXED_COST, PROFILES, Epoch, bound
+
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import redistribute
-from odb_factory.data.step_agreement import merge_messages
 from odb_factory.planning import Budget, BufferMetadata, Cost, Plan, plan_optimizer_step
 from odb_factory.planning.keep import GroupOutline, agreed_plans, steps_to_reach
 

@@ -71,8 +71,8 @@ class Pass:
 
     plans: the planner's lists of tasks, made ahead. process: the planner process; None: plans are computed in this one.
     in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`,
-    `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. is_taken: an iterator over
-    its micro-batches has been handed out.
+    `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. is_taken: an iterator
+    over its micro-batches has been handed out.
     is_empty: nothing was left of a resumed epoch but rows that cannot be used.
     """
 

@@ -1,15 +1,15 @@
 """What the data-parallel ranks send each other: a gather for each plan, samples that move, and why a rank ends.
 
-`Channel`  a gloo group of these ranks for the calls of one thread: `gather` gives every rank the bytes of all, `exchange`
-           moves bytes from rank to rank as all of them have computed from gathered bytes.
+`Channel`  a gloo group of these ranks for the calls of one thread: `gather` gives every rank the bytes of all,
+           `exchange` moves bytes from rank to rank as all of them have computed from gathered bytes.
 `Ring`     each rank always waits for a message of the rank before it, and sends a beat to the rank after it. gloo fails
            that wait when the process is gone; a rank without beats for `silence_s` is frozen. What a rank learns it
            passes on, then it closes its channels, so that a death ends all waits.
 `Ranks`    both, for the planning of one loader.
 
-All ranks make the calls of a channel in the same order, and which call comes next depends on gathered bytes alone: so no
-rank waits for a call that another one does not make. What is gathered may be pickled, as in torch's object collectives:
-the network of the ranks is trusted.
+All ranks make the calls of a channel in the same order, and which call comes next depends on gathered bytes alone: so
+no rank waits for a call that another one does not make. What is gathered may be pickled, as in torch's object
+collectives: the network of the ranks is trusted.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def _of_accelerate() -> dist.ProcessGroup | None:
 # A gloo group for the calls of one thread.
 
 YEAR = timedelta(days=365)
-"""Living ranks are waited for: torch has no call without a limit."""
+"""gloo has no call without a limit."""
+LEAST_SILENCE_S = 10.0
+"""A busy machine may be silent for some seconds."""
 RING_TAG, CANCEL_TAG = 1 << 20, 1 << 21
 SPARE_FILES = 256
 """Open files for what the training opens later: data files, pipes of its workers."""
@@ -129,7 +131,8 @@ SPARE_FILES = 256
 class Channel:
     """A gloo group of the ranks of a `Ring`, for the calls of one thread. `Ring.channel` makes it.
 
-    Its calls raise `CollectiveError` if another rank is gone or has failed, or if this rank has.
+    Living ranks are waited for as long as the training's own collectives do (`ddp_timeout`). The calls raise
+    `CollectiveError` if another rank is gone or has failed, or if this rank has.
     """
 
     def __init__(self, ring: Ring, gloo: Any):
@@ -143,7 +146,7 @@ class Channel:
         sizes = self._all(torch.tensor([len(own)]), about)
         most = max(int(size) for size in sizes)
         padded = torch.zeros(most, dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        padded[: len(own)] = _tensor(own)
         contents = self._all(padded, about)
         return [content[: int(size)].numpy().tobytes() for content, size in zip(contents, sizes)]
 
@@ -153,30 +156,31 @@ class Channel:
         Ranks that neither send nor receive need not call it.
         """
         received = {sender: torch.empty(size, dtype=torch.uint8) for sender, size in incoming.items()}
-        sent = {rank: torch.frombuffer(bytearray(content), dtype=torch.uint8) for rank, content in outgoing.items()}
+        sent = {rank: _tensor(content) for rank, content in outgoing.items()}
         with self._naming(about):
             works = [self._gloo.recv([tensor], sender, 0) for sender, tensor in received.items()]
             works += [self._gloo.send([tensor], receiver, 0) for receiver, tensor in sent.items()]
             for work in works:
-                work.wait(YEAR)
+                work.wait(self.ring.patience)
         return {sender: tensor.numpy().tobytes() for sender, tensor in received.items()}
 
     def _all(self, own: torch.Tensor, about: str) -> list[torch.Tensor]:
         answers = [torch.empty_like(own) for _ in range(self.world_size)]
-        options = torch.distributed.distributed_c10d.AllgatherOptions()
-        options.timeout = YEAR
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.timeout = self.ring.patience
         with self._naming(about):
-            self._gloo.allgather([answers], [own], options).wait(YEAR)
+            self._gloo.allgather([answers], [own], options).wait(self.ring.patience)
         return answers
 
     @contextlib.contextmanager
     def _naming(self, about: str) -> Any:
         """The reason that the ring has, in place of gloo's error."""
         self.ring.check()
+        started = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            raise CollectiveError(self.ring.why_lost(about, error)) from None
+            raise CollectiveError(self.ring.why_lost(about, error, time.monotonic() - started)) from None
 
     def cancel(self) -> None:
         """End what waits in this channel, in whatever thread: a receive that times out closes its connections."""
@@ -185,6 +189,10 @@ class Channel:
         with contextlib.suppress(RuntimeError):
             nothing = torch.zeros(1, dtype=torch.uint8)
             self._gloo.recv([nothing], self.ring.before, CANCEL_TAG).wait(timedelta(milliseconds=1))
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,9 +215,13 @@ SILENT = (
     "rank {} gave no sign of life for {:g} s: its process is stopped, or its node or network is gone; look for its own "
     "last message, or raise exchange_timeout_s if it was only slow."
 )
+LATE = (
+    "rank {} has waited {:.0f} s in {}, the timeout of the process group (ddp_timeout), for another rank, which is "
+    "alive; look for what holds it up (py-spy dump shows where each rank stands), or raise ddp_timeout."
+)
 ABSENT = (
-    "rank {} has waited {:g} s (exchange_timeout_s) for {}, which has not come to where odb begins; does each rank have "
-    "the same `odb:` block and program?"
+    "rank {} has waited {:g} s (exchange_timeout_s) for {}, which has not come to where odb begins; does each rank "
+    "have the same `odb:` block and program?"
 )
 
 
@@ -223,6 +235,7 @@ class Ring:
 
     def __init__(self, parent: dist.ProcessGroup | None, silence_s: float):
         self.rank, self.world_size, self.silence_s = 0, world_size_of(parent), silence_s
+        self.patience = YEAR
         self.end_process: Callable[[str], None] | None = None
         self.failure: str | None = None
         self._is_known = self._is_closing = self._before_has_ended = False
@@ -236,10 +249,10 @@ class Ring:
             return
         self.rank = dist.get_rank(parent)
         self.before, self.after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+        self.patience = min(timedelta(seconds=patience_of(parent)), YEAR)
         group: Any = parent or dist.group.WORLD
         generation = _generations[group] = _generations.get(group, 0) + 1
         self._store = dist.PrefixStore(f"odb_factory {generation}", group.get_group_store())
-        self._meet()
         self.main = self.channel()
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in self._loops]
         for thread in self._threads:
@@ -259,6 +272,7 @@ class Ring:
         try:
             _allow_open_files(self.world_size)
             store = dist.PrefixStore(f"channel {self._count}", self._store)
+            self._meet(store)
             gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.silence_s))
         except RuntimeError as error:
             raise CollectiveError(self.why_lost("connecting the ranks", error)) from None
@@ -289,10 +303,17 @@ class Ring:
             self._is_known |= self.failure is not None
         return self.failure
 
-    def why_lost(self, about: str, error: Exception) -> str:
+    def why_lost(self, about: str, error: Exception, waited_s: float = 0.0) -> str:
         """Why a call has failed; all ranks learn of it."""
-        if (cause := self.cause()) is None:
-            cause = f"rank {self.rank} lost another rank in {about}; look for its own last message ({one_line(error)})."
+        is_late = waited_s > 0.9 * self.patience.total_seconds()
+        if (cause := self.cause(0.0 if is_late else CAUSE_S)) is None:
+            cause = (
+                LATE.format(self.rank, waited_s, about)
+                if is_late
+                else (
+                    f"rank {self.rank} lost another rank in {about}; look for its own last message ({one_line(error)})."
+                )
+            )
             if self._before_has_ended:
                 cause = ENDED_EARLY.format(self.before)
             self._note(cause)
@@ -303,22 +324,26 @@ class Ring:
         if self.world_size == 1 or self._is_closing:
             return
         self._is_closing = True
-        if self.failure is None:
-            self._send(ENDED)
+        with contextlib.suppress(RuntimeError):  # it may have ended before this one
+            if self.failure is None:
+                self._send(ENDED)
         time.sleep(EXIT_S)  # a thread of gloo's still holds the tensors of a call when that has completed
         for channel in self._channels:
             channel.cancel()
         for thread in self._threads:
             thread.join(SEND_S)
 
-    def _meet(self) -> None:
-        """Wait until all ranks are here, before gloo connects them."""
-        self._store.set(f"rank {self.rank}", "here")
-        self._store.add("ranks", 1)
+    def _meet(self, store: Any) -> None:
+        """Wait until all ranks are here: gloo, which connects them, would wait for one that is gone."""
+        store.set(f"rank {self.rank}", "here")
+        store.add("ranks", 1)
         until = time.monotonic() + self.silence_s
-        while int(self._store.add("ranks", 0)) < self.world_size:
+        while store.add("ranks", 0) < self.world_size:
+            self.check()
+            if self._before_has_ended:
+                self._note(ENDED_EARLY.format(self.before))
             if time.monotonic() > until:
-                absent = [rank for rank in range(self.world_size) if not self._store.check([f"rank {rank}"])]
+                absent = [rank for rank in range(self.world_size) if not store.check([f"rank {rank}"])]
                 named = " and ".join([f"rank {rank}" for rank in absent[:2]] + ["more"] * (len(absent) > 2))
                 raise CollectiveError(ABSENT.format(self.rank, self.silence_s, named))
             time.sleep(max(0.02, self.world_size / 2000))  # the store answers all ranks
@@ -328,14 +353,15 @@ class Ring:
         message = torch.empty(MESSAGE, dtype=torch.uint8)
         while True:
             started = time.monotonic()
+            limit_s = max(self.silence_s, LEAST_SILENCE_S)
             try:
-                self.main._gloo.recv([message], self.before, RING_TAG).wait(timedelta(seconds=self.silence_s))
+                self.main._gloo.recv([message], self.before, RING_TAG).wait(timedelta(seconds=limit_s))
             except RuntimeError:
                 if self._is_closing or self.failure is not None or self._before_has_ended:
                     return
                 waited_s = time.monotonic() - started
-                is_silent = waited_s > 0.9 * self.silence_s
-                self._note(SILENT.format(self.before, waited_s) if is_silent else GONE.format(self.before))
+                is_silent = waited_s > 0.9 * limit_s
+                self._note(SILENT.format(self.before, limit_s) if is_silent else GONE.format(self.before))
                 return
             content = message.numpy().tobytes().rstrip(b"\0")
             self._before_has_ended |= content[:1] == ENDED
@@ -355,8 +381,7 @@ class Ring:
     def _send(self, message: bytes, limit: timedelta = timedelta(seconds=SEND_S)) -> None:
         """gloo holds a message until its receiver asks for it, which a frozen one never does."""
         padded = message[:MESSAGE].ljust(MESSAGE, b"\0")
-        tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-        self.main._gloo.send([tensor], self.after, RING_TAG).wait(limit)
+        self.main._gloo.send([_tensor(padded)], self.after, RING_TAG).wait(limit)
 
     def _note(self, reason: str) -> None:
         """Keep the first failure, pass it on, and end all waits."""
@@ -367,7 +392,7 @@ class Ring:
             self._changed.notify_all()
         with contextlib.suppress(RuntimeError):
             self._send(FAILED + reason.encode())
-        _rings_by_group_forget(self)
+        _forget(self)
         for channel in self._channels:
             channel.cancel()
         threading.Thread(target=self._end_if_unknown, name="odb-end", daemon=True).start()
@@ -401,7 +426,7 @@ def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
     return _rings[group]
 
 
-def _rings_by_group_forget(ring: Ring) -> None:
+def _forget(ring: Ring) -> None:
     for group in [group for group, one in _rings.items() if one is ring]:
         del _rings[group]
 

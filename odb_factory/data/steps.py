@@ -1,8 +1,8 @@
 """The optimizer steps of an epoch, one after the other: observe, gather, plan, exchange, micro-batches.
 
-`EpochPlanner.step` is the life of a sample. One background thread on each rank runs it, ahead of the training, and makes
-all calls between ranks: one gather a plan, and an exchange if samples move. Every rank has the same table of integers,
-so each computes the plan, the totals of all ranks, the weights and the end of the epoch by itself.
+`EpochPlanner.step` is the life of a sample. One background thread on each rank runs it, ahead of the training, and
+makes all calls between ranks: one gather a plan, and an exchange if samples move. Every rank has the same table of
+integers, so each computes the plan, the totals of all ranks, the weights and the end of the epoch by itself.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ class EpochPlanner(ABC):
     def exchange(
         self, plan: Plan, ranks: Sequence[RankMetadata], held: Sequence[Held], packed: Sequence[bytes]
     ) -> dict[int, Sample]:
-        """The samples that this rank computes, by their number in the plan, and those it holds. Collective if any moves.
+        """The samples that this rank computes, by their number in the plan, and those it holds. Collective if any
+        moves.
 
         All ranks have the same plan, so what travels needs no address: the samples for a rank are in the order in which
         it takes them, and their sizes stand in the table.
@@ -234,18 +235,19 @@ class EpochPlanner(ABC):
 
     def __iter__(self) -> Generator[list[Task], None, None]:
         """Raises `CollectiveError` on all ranks; after the last plan, when no rank listens any more, `DataError`."""
-        ranks = self.context.ranks
+        ranks, has_ended = self.context.ranks, False
         try:
             self._draw()
             for index in itertools.count(self.first_index):
                 tasks = self.step(index)
-                if self.final and ranks.world_size > 1:  # nothing follows that would show another plan of it
+                if self.final:  # nothing follows that would show another plan of it
                     self._compare_plans(ranks.gather(RankMetadata(plan=self._checksum)))
+                    has_ended = True
                 yield tasks
                 if self.final:
                     return
         except GeneratorExit:
-            if not self.final:
+            if not has_ended:
                 ranks.stop()
             raise
         except CollectiveError:
@@ -254,7 +256,7 @@ class EpochPlanner(ABC):
             message = _reason(error, "planning")
         finally:
             self.observed = iter(())  # lets its worker processes go
-        if self.final:
+        if has_ended:
             raise DataError(message)
         ranks.stop(message)
         raise CollectiveError(message)
@@ -399,9 +401,7 @@ class KeepEpoch(EpochPlanner):
         context, buffers = self.context, [rank.buffer for rank in ranks]
         if self.stock.equal_weights:
             buffers = split_by_weight(buffers, self.stock)
-        plan: Plan = context.compute(
-            plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model
-        )
+        plan: Plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model)
         self.final = plan.final
         expected = self.stock.steps_an_epoch
         if expected is not None and self.final != (index + 1 >= expected):

@@ -245,9 +245,7 @@ def rows_from(dataset: OnlineDataset | TokenizedDataset, tokenizer: Any, process
     found: dict[str, object] = {}
     if isinstance(dataset, OnlineDataset):
         found = {
-            key: value
-            for key, value in of_arguments(dataset.processor.data_args).items()
-            if not key.startswith(OTHERS)
+            key: value for key, value in of_arguments(dataset.processor.data_args).items() if not key.startswith(OTHERS)
         }
     found |= {name: getattr(processor, name) for name in MEDIA if hasattr(processor, name)}
     checksum = zlib.crc32(repr(tokenizer(TEXT)["input_ids"]).encode())

@@ -724,9 +724,7 @@ class Preemption(TrainerCallback):
         if self._manager is None:
             return
         is_asked = bool(self._manager.is_checkpoint_requested)
-        answers = self._exchange.gather(
-            b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}"
-        )
+        answers = self._exchange.gather(b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}")
         asking = [rank for rank, answer in enumerate(answers) if answer == b"1"]
         if asking:
             self._is_over = control.should_save = control.should_training_stop = True

@@ -393,8 +393,8 @@ class RestartedSteps:
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
 
     def _check_lost(self, shares: Sequence[float]) -> None:
-        """shares: of the rows that all ranks have left out of an optimizer step. All of them raise `OutOfMemoryError` if it has lost most of its
-        loss: a training on what is left would be another one."""
+        """shares: of the rows that all ranks have left out of an optimizer step. All raise `OutOfMemoryError` if it has
+        lost most of its loss: a training on what is left would be another one."""
         lost, lowered = sum(shares), self.run.loader.lowered
         if lost <= MOST_LOST or lowered is None:
             return

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accounting.steps import Row, cut, measured, optimizer_step, random_rows
+from odb_factory.data.step_agreement import Reports
 from support import read_audit
 
 from odb_factory.accounting.statistics import summary_line
@@ -22,7 +23,6 @@ from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import measure_batch
 from odb_factory.data.samples import LeftOut, Measured, MicroBatch, OptimizerStep
-from odb_factory.data.step_agreement import Reports
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.planning import Budget, Media
 

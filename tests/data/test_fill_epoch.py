@@ -25,11 +25,11 @@ from lockstep import (
 )
 from planning_strategies import budgets, costs, sized
 
-from odb_factory.comm.ranks import RankMetadata, Ranks
-from odb_factory.data.epoch import EpochContext, FillEpoch
 from odb_factory.data.order import ShareProgress
 from odb_factory.data.progress import Place
+from odb_factory.data.ranks import RankMetadata, Ranks
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.steps import EpochContext, FillEpoch
 from odb_factory.planning import Budget, Collation, Cost
 
 Case = tuple[list[list[Row]], dict[str, Any]]
@@ -195,7 +195,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
             yield sample(i, 1 + i % 16)
 
     class OneRank(Ranks):
-        def gather(self, metadata: Any, round_index: int) -> list[RankMetadata]:
+        def gather(self, metadata: Any) -> list[RankMetadata]:
             buffers.append(len(planner.held))
             assert drawn - emitted <= 8 + 1
             assert len(planner.held) == 8 or metadata.buffer.exhausted

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from distributed import forks
 from support import free_port
 
-from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.order import DataLoaderParts, StockMean
 from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.ranks import Ranks
 from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]
@@ -190,7 +190,7 @@ def toy_loader(
         observer=Observer(hangs),
         rule=OptimizerStepRule(**{"accumulation": 2} | rule),
         seed=seed,
-        ranks=Ranks(process_group, timeout_s, config_of.group_size),
+        ranks=Ranks(process_group, timeout_s),
         agree_on=agree_on,
     )
     try:

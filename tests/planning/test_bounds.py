@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lower_bounds import fewest_bins, grouped_bound, least_wait, padded_bound, table_of
 
-from odb_factory.planning import Budget, BufferMetadata, Collation, CostModel, Plan, plan_in_groups, plan_optimizer_step
+from odb_factory.planning import Budget, BufferMetadata, Collation, CostModel, Plan, plan_optimizer_step
 
 BUDGET = 16384
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -77,7 +77,6 @@ class Drawn:
 
     rows: np.ndarray
     num_ranks: int
-    group_size: int
     budget: Budget
     model: CostModel
 
@@ -86,17 +85,12 @@ class Drawn:
         return [BufferMetadata(self.rows[rank :: self.num_ranks].copy(), False) for rank in range(self.num_ranks)]
 
     def planned(self, balance: bool = True) -> Plan:
-        if balance and self.group_size < self.num_ranks:
-            return plan_in_groups(self.buffers, self.budget, self.group_size, model=self.model)
         return plan_optimizer_step(self.buffers, self.budget, balance=balance, model=self.model)
 
     def bound(self) -> int:
         if self.budget.layout == "padded":
             return padded_bound(self.rows, self.budget, self.num_ranks, self.model)
-        buffers, firsts = self.buffers, range(0, self.num_ranks, self.group_size)
-        parts = [buffers[first : first + self.group_size] for first in firsts]
-        rows = [np.concatenate([one.rows for one in part]) for part in parts]
-        return grouped_bound(rows, self.budget, [len(part) for part in parts], self.model)
+        return grouped_bound([self.rows], self.budget, [self.num_ranks], self.model)
 
 
 def draw(
@@ -107,7 +101,6 @@ def draw(
     *,
     media: bool = False,
     layout: str = "flat",
-    group_size: int = 256,
 ) -> Drawn:
     """About `per_rank` samples a rank. media: some samples have images, a tenth to nine tenths of their tokens."""
     rng = np.random.default_rng([seed, KINDS.index(kind), media, num_ranks])
@@ -121,7 +114,7 @@ def draw(
         collation = Collation(dummy_media_tokens=66, dummy_media_patches=256)
         max_patches = int(rng.choice([2, 4])) * BUDGET
         budget, model = Budget(BUDGET, max_patches, collation, layout=layout), CostModel(2000, 4, 1)
-    return Drawn(table_of(tokens, patches), num_ranks, group_size, budget, model)
+    return Drawn(table_of(tokens, patches), num_ranks, budget, model)
 
 
 def check(drawn: Drawn, plan: Plan, balance: bool = True) -> None:
@@ -155,7 +148,7 @@ def check(drawn: Drawn, plan: Plan, balance: bool = True) -> None:
     busy = sizes > 0
     held = np.array([len(buffer.rows) for buffer in drawn.buffers])
     assert busy.any(axis=0).all() and (busy[:, :-1] >= busy[:, 1:]).all(), "I5, I7: idle behind the last group only"
-    size = drawn.group_size if balance and drawn.budget.layout == "flat" else drawn.num_ranks if balance else 1
+    size = drawn.num_ranks if balance else 1
     for first in range(0, drawn.num_ranks, size):
         ranks = slice(first, first + size)
         assert busy[ranks].all() or (sizes[ranks] <= 1).all(), "I7: idle only where samples are too few"
@@ -206,39 +199,16 @@ def test_a_padded_plan_costs_little_more_than_the_best_cut(kind: Lengths) -> Non
     st.sampled_from(KINDS),
     st.integers(1, 40),
     st.integers(0, 8),
-    st.integers(1, 40),
     st.booleans(),
     st.booleans(),
     st.sampled_from(["flat", "flat", "padded"]),
 )
 def test_any_optimizer_step_keeps_its_promises(
-    seed: int, kind: Lengths, num_ranks: int, per_rank: int, group_size: int, media: bool, balance: bool, layout: str
+    seed: int, kind: Lengths, num_ranks: int, per_rank: int, media: bool, balance: bool, layout: str
 ) -> None:
-    """I1, I2, I4, I5, I7; also of groups that hold nothing or differ in size."""
-    drawn = draw(seed, kind, num_ranks, per_rank, media=media, layout=layout, group_size=group_size)
-    if layout == "flat" and balance:
-        check(drawn, plan_in_groups(drawn.buffers, drawn.budget, group_size, model=drawn.model))
-    else:
-        check(drawn, plan_optimizer_step(drawn.buffers, drawn.budget, balance=balance, model=drawn.model), balance)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "per_rank", "group_size"),
-    [
-        (64, 32, 16),
-        (512, 8, 256),
-        pytest.param(512, 16, 256, marks=pytest.mark.nightly),
-        pytest.param(1024, 8, 256, marks=pytest.mark.nightly),
-        pytest.param(16384, 8, 256, marks=pytest.mark.nightly),
-        pytest.param(16384, 1, 1000, marks=pytest.mark.nightly),
-    ],
-)
-@pytest.mark.parametrize("kind", [uniform, heavy_tail])
-def test_groups_of_many_ranks_agree_on_k(kind: Lengths, num_ranks: int, per_rank: int, group_size: int) -> None:
-    """I5: planning ends. Uniform lengths up to the budget once made groups ask for the same K for ever."""
-    for seed in range(3 if num_ranks <= 512 else 1):
-        drawn = draw(seed, kind, num_ranks, per_rank, group_size=group_size)
-        assert ratio(drawn) <= 1.15
+    """I1, I2, I4, I5, I7."""
+    drawn = draw(seed, kind, num_ranks, per_rank, media=media, layout=layout)
+    check(drawn, plan_optimizer_step(drawn.buffers, drawn.budget, balance=balance, model=drawn.model), balance)
 
 
 @pytest.mark.nightly
@@ -279,7 +249,7 @@ def test_tiny_optimizer_steps_cost_the_least_there_is() -> None:
         best = min(sum(model.fixed + most for most in bins[::num_ranks]) for bins in whole)
         assert min(map(len, packings)) >= fewest_bins(sizes, capacity)
         assert best >= least_wait(sizes, capacity, num_ranks)
-        drawn = Drawn(table_of(sizes), num_ranks, 256, Budget(capacity, layout="flat"), model)
+        drawn = Drawn(table_of(sizes), num_ranks, Budget(capacity, layout="flat"), model)
         plan = drawn.planned()
         check(drawn, plan)
         ratios.append(sum(model.fixed + step.max_rank_tokens for step in plan.totals) / best)

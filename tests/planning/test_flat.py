@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from plan_checks import (
     BufferMetadata,
     World,
@@ -20,7 +18,7 @@ from plan_checks import (
     plan_buffers,
     planned,
 )
-from planning_strategies import costs, flat_budgets, within
+from planning_strategies import within
 
 from odb_factory.planning import (
     VIDEO,
@@ -32,7 +30,6 @@ from odb_factory.planning import (
     Plan,
     Sizes,
     make_metadata,
-    plan_in_groups,
     plan_optimizer_step,
 )
 
@@ -207,39 +204,6 @@ def test_attention_is_evened_out_where_it_costs() -> None:
     most = [sum(totals.max_rank_attention for totals in plan.totals) for plan in plans]
     squares = sum(cost.tokens**2 for own in world for cost in own) / 4
     assert most[1] <= 1.002 * squares < 1.01 * squares < most[0]
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(costs(num_modalities=2), max_size=8), min_size=1, max_size=6), flat_budgets, st.integers(1, 3))
-def test_groups_of_ranks_agree_on_k_and_on_nothing_else(world: World, budget: Budget, group_size: int) -> None:
-    """I1, I2, I4, I7: no sample leaves its group; a group idles only where it has too few samples."""
-    buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
-    plan = plan_in_groups(buffers, budget, group_size)
-    num_steps = len(plan.totals)
-    for first in range(0, len(world), group_size):
-        ranks = range(first, min(first + group_size, len(world)))
-        start, end = plan.starts[ranks[0]], plan.starts[ranks[-1] + 1]
-        out = sorted(i for rank in ranks for group in plan.groups[rank] for i in group)
-        assert out == list(range(start, end)), "I2, within the group"
-        costs = costs_of([BufferMetadata(own, [], False) for own in world])
-        for rank in ranks:
-            groups = plan.groups[rank]
-            assert len(groups) == num_steps, "I1"
-            assert all(len(group) < 2 or within([costs[i] for i in group], budget) for group in groups), "I4"
-            busy = [bool(group) for group in groups]
-            assert busy == sorted(busy, reverse=True), "I7"
-            assert all(busy) or all(len(group) <= 1 for other in ranks for group in plan.groups[other]), "I7"
-
-
-def test_groups_cost_little() -> None:
-    """64 ranks in groups of 16 wait little longer than as one."""
-    world = drawn(64, 16, 0.0)
-    buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
-    spent = [
-        sum(500 + totals.max_rank_tokens for totals in plan_in_groups(buffers, flat(16384), size).totals)
-        for size in (64, 16)
-    ]
-    assert spent[0] <= spent[1] <= 1.06 * spent[0]
 
 
 # Fill

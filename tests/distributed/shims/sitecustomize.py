@@ -31,5 +31,5 @@ if TRAINS & {os.path.basename(word) for word in sys.orig_argv}:
     for name in ("llamafactory.train.tuner", "llamafactory.v1.core.base_trainer"):
         sys.meta_path.insert(0, AfterImport(name, collect_again))
 if "RANK" in os.environ:
-    # As `odb_factory.comm.gloo.pause_at_exit`, for stock trainings: these, too, abort once in a while.
+    # As `odb_factory.data.ranks.Ring.close`, for stock trainings: these, too, abort once in a while.
     atexit.register(time.sleep, 0.2)

@@ -1,0 +1,51 @@
+"""I11: what the line says about ranks whose settings differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from odb_factory.data.agreement import compare, difference, name_ranks
+from odb_factory.errors import CollectiveError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([{"a": "1", "b": "None"}, {"b": "None", "a": "1"}], None),
+        ([{"odb.seed": "1", "x": "0"}, {"odb.seed": "2", "x": "0"}], "odb.seed (1 on rank 0; 2 on rank 1)"),
+        ([{"seed": "1"}, *[{"seed": "2"}] * 3], "seed (2 on ranks 1, 2, 3; 1 on rank 0)"),
+        ([{"numpy": "'2.0'"}, {}], "numpy ('2.0' on rank 0; nothing on rank 1)"),
+    ],
+    ids=["equal", "a value", "most ranks first", "a key that a rank lacks"],
+)
+def test_a_difference_names_key_values_and_ranks(ranks: list[dict[str, str]], named: str | None) -> None:
+    line = difference(ranks)
+    assert line is None if named is None else line is not None and named in line
+
+
+def test_the_line_stays_short() -> None:
+    """However many keys, ranks and characters there are."""
+    ranks = [{f"key {k}": "x" * 1000 + str(rank) * k for k in range(20)} for rank in range(4)]
+    line = difference(ranks)
+    assert line is not None and "and 16 more" in line and len(line) < 1200 and "\n" not in line
+    assert name_ranks(range(128)) == "128 ranks (0, 1, 2, ...)"
+
+
+def test_types_are_told_apart_and_every_rank_raises_the_same() -> None:
+    """1 and True are equal numbers; each rank is given what both have sent."""
+    sent: list[list[bytes]] = [[], []]
+    for of_rank, value in zip(sent, (1, True)):
+        with pytest.raises(EOFError):  # the other rank sends nothing
+            compare({"a": value}, lambda message, of_rank=of_rank: (of_rank.append(message), [message, b""])[1])
+    lines = set()
+    for value in (1, True):
+        answers = iter(zip(*sent))
+        with pytest.raises(CollectiveError) as error:
+            compare({"a": value}, lambda message, answers=answers: next(answers))
+        lines.add(str(error.value))
+    assert len(lines) == 1 and "a (1 on rank 0; True on rank 1)" in lines.pop()
+
+
+def test_a_rank_alone_raises_its_own_problem() -> None:
+    with pytest.raises(ConfigError, match="no"):
+        compare({}, lambda message: [message], problem=ConfigError("no"))
