@@ -73,7 +73,7 @@ def check_process_group(given: object) -> None:
         )
     hint = ': take its group, mesh["dp"].get_group()' if isinstance(given, DeviceMesh) else ""
     raise ConfigError(
-        f"process_group: expected the torch.distributed.ProcessGroup of the data-parallel ranks, got a "
+        f"process_group: expected the torch.distributed.ProcessGroup of the data-parallel ranks, found a "
         f"{type(given).__name__}{hint}."
     )
 
