@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +13,6 @@ from pathlib import Path
 from odb_factory.data.ranks import known_failure
 from odb_factory.errors import CollectiveError, DataError, ODBError, one_line
 
-WORKER_DIED = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
-    r"(?:is killed by signal: ([^.]*)|exited unexpectedly(?: with exit code (\d+))?)"
-)
 SIGNS_OF_A_COLLECTIVE = (
     "gloo",
     "NCCL",
@@ -29,8 +25,8 @@ SIGNS_OF_A_FULL_DISK = ("No space left on device", "unexpected pos", "PytorchStr
 SHARED_MEMORY = Path("/dev/shm")
 MIB = 2**20
 LESS_MEMORY = (
-    "look for the system's out-of-memory killer (dmesg) or a memory limit of the job; lower dataloader_num_workers, "
-    "collate_workers or buffer_size, or ask for more memory."
+    "look for the system's out-of-memory killer (dmesg) or a memory limit of the job; lower num_workers "
+    "(dataloader_num_workers) or buffer_size, or ask for more memory."
 )
 
 
@@ -44,7 +40,9 @@ def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseEx
     if (lost := lost_rank(error)) is not None:
         return lost
     for one in _chain(error):
-        why = why_worker_failed(one) or _why_no_space(one, output_dir)
+        why = why_no_space(one, output_dir)
+        if isinstance(one, MemoryError):
+            why = f"this process ran out of memory: {LESS_MEMORY}"
         if why is not None:
             return DataError(why)
     return error
@@ -58,33 +56,24 @@ def lost_rank(error: BaseException) -> CollectiveError | None:
     return None if failure is None else CollectiveError(failure)
 
 
-def why_worker_failed(error: BaseException) -> str | None:
-    """What happened to a data worker, and what to do; None for an error of another kind."""
-    text = str(error)
-    died = WORKER_DIED.search(text)
-    if died is not None:
-        pids, signal, code = died.groups()
-        if signal == "Bus error" or "shared memory" in text:
-            return f"a data worker (pid {pids}) crashed: {_full_shared_memory()}"
-        if signal not in (None, "Killed"):
-            return (
-                f"a data worker (pid {pids}) crashed ({signal}) in a library that reads or collates rows; set "
-                "dataloader_num_workers and collate_workers to 0 to see where."
-            )
-        if code is not None:
-            return (
-                f"a data worker (pid {pids}) ended itself (exit code {code}); look for what calls exit in "
-                "dataset, collator or a library, or set dataloader_num_workers and collate_workers to 0 to see where."
-            )
-        return f"a DataLoader worker (pid {pids}) was killed: {LESS_MEMORY}"
-    if isinstance(error, MemoryError):
-        worker = re.search(r"Caught MemoryError in DataLoader worker process (\d+)", text)
-        who = f"DataLoader worker {worker[1]}" if worker else "this process"
-        return f"{who} ran out of memory: {LESS_MEMORY}"
-    return None
+def why_worker_died(pid: int, code: int | None, place: str) -> str:
+    """What happened to a data worker, and what to do. code: its exit code, or minus a signal; place: where it was."""
+    who = f"a data worker (pid {pid}), {place},"
+    if code == -signal.SIGBUS:
+        return f"{who} crashed: {_full_shared_memory()}"
+    if code is not None and code < 0 and code not in (-signal.SIGKILL, -signal.SIGTERM):
+        name = signal.strsignal(-code) or f"signal {-code}"
+        return f"{who} crashed ({name}) in a library that reads or collates rows; set num_workers to 0 to see where."
+    if code is not None and code > 0:
+        return (
+            f"{who} ended itself (exit code {code}); look for what calls exit in dataset, collator or a library, or "
+            "set num_workers to 0 to see where."
+        )
+    return f"{who} was killed: {LESS_MEMORY}"
 
 
-def _why_no_space(error: BaseException, output_dir: str | Path | None) -> str | None:
+def why_no_space(error: BaseException, output_dir: str | Path | None = None) -> str | None:
+    """Which disk, or memory that processes share, is full; None for an error of another kind."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not is_full and not any(sign in str(error) for sign in SIGNS_OF_A_FULL_DISK):
         return None
@@ -104,7 +93,7 @@ def _full_shared_memory() -> str:
     size = f" ({shutil.disk_usage(SHARED_MEMORY).total / MIB:.0f} MiB)" if SHARED_MEMORY.is_dir() else ""
     return (
         f"{SHARED_MEMORY}{size}, through which worker processes hand over batches, is full; make it larger "
-        "(docker run --shm-size=16g), or lower dataloader_num_workers and collate_workers."
+        "(docker run --shm-size=16g), or lower num_workers (dataloader_num_workers)."
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +49,23 @@ def kept_random_numbers(
         yield
     finally:
         set_random_states(before, device)
+
+
+def random_seed(*key: int) -> int:
+    """A seed (0 to 2**63 - 1) that follows from these numbers; other numbers have an independent one."""
+    return _words(key)[0] >> 1
+
+
+def seed_random_numbers(*key: int) -> None:
+    """Set the generators of Python, numpy, and torch on the CPU to what follows from these numbers."""
+    words = _words(key)
+    random.seed(words[1])
+    np.random.seed(words[2] & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(words[0] >> 1)  # torch.manual_seed looks for devices
+
+
+def _words(key: tuple[int, ...]) -> tuple[int, ...]:
+    return struct.unpack("3Q", hashlib.blake2b(repr(key).encode(), digest_size=24).digest())
 
 
 CHANGED_IN_PLACE: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys, pad_to_sizes
-from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch
-from odb_factory.data.processes import BusyRows, WorkerDataset, retried
+from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
@@ -31,7 +29,7 @@ gives the shape."""
 
 
 class Outcome(NamedTuple):
-    """What a task has become. A tuple, so that torch pins the batch in it.
+    """What a task has become.
 
     micro_batch: as planned. failed: by its id why a sample cannot be collated. measured, batch: of the other samples;
     None where none is left. problem: why the task failed whatever `on_error` says, or "".
@@ -42,22 +40,6 @@ class Outcome(NamedTuple):
     measured: Measured | None = None
     batch: Any = None
     problem: str = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """To another process. A queue of workers would lose what cannot be pickled, and the trainer wait for it."""
-        try:
-            return _outcome, (bytes(ForkingPickler.dumps(tuple(self))),)
-        except Exception as error:
-            rows = ", ".join(map(str, self.micro_batch.ids))
-            problem = (
-                f"rows {rows}: what collate_fn has made of them cannot be sent to the training process "
-                f"({one_line(error)}); let it return what pickle takes, or set collate_workers to 0."
-            )
-            return Outcome, (self.micro_batch, {}, None, None, problem)
-
-
-def _outcome(pickled: bytes) -> Outcome:
-    return Outcome(*ForkingPickler.loads(pickled))
 
 
 MOST_NAMED = 16
@@ -73,8 +55,8 @@ class NotCollated(DataError):
 
 
 @dataclass(eq=False)
-class CollatedDataset(WorkerDataset):
-    """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
+class CollatedDataset:
+    """Collates tasks.
 
     budget: of micro-batches: as its layout and sizes say they are laid flat, padded to sizes, or left as the collator
         returns them. with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
@@ -83,8 +65,6 @@ class CollatedDataset(WorkerDataset):
     falls_back: samples that cannot be laid flat are padded, as the collator returns them, whatever the budget
         (`Measured.why_padded`): a plan that other ranks have, too, is not changed.
     """
-
-    sends_dataset = False
 
     collate_fn: Callable[[list[Any]], Any]
     patch_size: int
@@ -95,22 +75,18 @@ class CollatedDataset(WorkerDataset):
     with_boundaries: bool = False
     falls_back: bool = False
     positions: Callable[[Mapping[str, Any]], Tensor] | None = None
-    busy: BusyRows = field(default_factory=BusyRows)
 
     def padded(self) -> CollatedDataset:
         """The same, with batches as the collator returns them."""
         return replace(self, budget=replace(self.budget, layout="padded", sizes=EVERY_SIZE))
 
-    def __getitem__(self, task: Task | None) -> Outcome | None:
-        if task is None:
-            return None
+    def outcome(self, task: Task) -> Outcome:
+        """Collate a task. Never raises for its rows."""
         micro_batch, samples = task
         try:
-            with self.busy.at(samples[0].id):
-                outcome = Outcome(micro_batch, *self._salvage(samples))
+            return Outcome(micro_batch, *self._salvage(samples))
         except (ConfigError, NotCollated) as error:
-            outcome = Outcome(micro_batch, {}, problem=str(error))
-        return outcome
+            return Outcome(micro_batch, {}, problem=str(error))
 
     def collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         """The batch of these samples, made in this process. Raises `NotCollated`, `ConfigError`."""

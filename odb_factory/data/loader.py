@@ -1,17 +1,13 @@
-"""`ODBLoader`: two ordinary torch DataLoaders with the planner between them.
+"""`ODBLoader`: a pool of worker processes that observes rows and collates micro-batches, and the planner between them.
 
-The first observes: rows become light samples in its workers. The second collates: its sampler
-yields whole micro-batches, its workers run the framework's collator. Between them one background
-thread plans, ahead of what is being collated (`Pass`).
+One background thread plans, ahead of what is being collated (`Pass`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import pickle
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +19,13 @@ from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
 from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Outcome
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
-from odb_factory.data.order import DataLoaderParts, ShareProgress, ends_of, length_of
-from odb_factory.data.processes import PlanProcess, compute_here
+from odb_factory.data.order import DataLoaderParts, ShareProgress, length_of
+from odb_factory.data.pool import POLL_S, LoaderPool, Pending, ends_of, size
 from odb_factory.data.progress import RESTART, DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.ranks import Ranks
 from odb_factory.data.samples import COLLATION, OVER_BUDGET, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
-from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size, take
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
@@ -60,74 +55,135 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One pass over an epoch, between the planner and the collating workers.
-# A trap of torch shapes it: a DataLoader asks its sampler for the next index before it hands over a batch that is
-# ready. So `Pass.feed` never waits, it yields None while nothing is planned, and the worker's answer to None is
-# passed over.
+# One pass over an epoch: a background thread plans optimizer steps ahead, the training takes micro-batches in order.
+
+STEPS_AHEAD = 2
+BYTES_AHEAD = 1 << 28
+"""Optimizer steps that are planned ahead of the one that is collated, and most bytes of the samples in them (256 MiB);
+samples beyond these steps: `buffer_size`."""
 
 
 class Pass:
-    """One pass over an epoch: tasks that are planned and not yet handed on, batches, the error that ended planning.
+    """One pass over an epoch.
 
-    plans: the planner's lists of tasks, made ahead. process: the planner process; None: plans are computed in this one.
-    in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`,
-    `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. is_taken: an iterator
-    over its micro-batches has been handed out.
-    is_empty: nothing was left of a resumed epoch but rows that cannot be used.
+    planner: iterated by a thread of its own where there are worker processes, else by who asks for a task.
+    tasks: planned, and not yet handed to the pool. in_flight: being collated, in order, each with its samples if they
+    are kept (`oom: split`, `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan.
+    is_taken: an iterator over its micro-batches has been handed out. is_empty: nothing was left of a resumed epoch but
+    rows that cannot be used.
     """
 
-    def __init__(self, planner: EpochPlanner, plans: Prefetcher, process: PlanProcess | None = None):
-        self.planner, self.plans, self.process = planner, plans, process
+    def __init__(self, planner: EpochPlanner, workers: LoaderPool, *, most_samples: int, keeps_samples: bool = False):
+        self.planner, self.workers = planner, workers
+        self._most_samples, self._keeps_samples = most_samples, keeps_samples
         self.tasks: deque[Task] = deque()
-        self.in_flight: deque[list[Sample] | None] = deque()
+        self.in_flight: deque[tuple[Pending, list[Sample] | None]] = deque()
         self.epoch_steps = 0
-        self.batches: Iterator[Outcome | None] | None = None
-        self.error: Exception | None = None
         self.is_taken = self.is_empty = False
+        self._source = iter(planner)
+        self._planned: deque[list[Task]] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._is_stopped = self._is_over = False
+        self._thread: threading.Thread | None = None
 
-    def feed(self, num_workers: int, *, keeps_samples: bool = False) -> Iterator[Task | None]:
-        """Planned tasks to be collated, and None while there is none yet.
+    def start(self) -> None:
+        """Begin to plan."""
+        if self.workers.num_workers:
+            self._thread = threading.Thread(target=self._run, name="odb-planner", daemon=True)
+            self._thread.start()
 
-        Waits a moment for a plan only if no batch is in flight. torch hands tasks to its workers in turn; None comes
-        once for each worker, so that a task always goes to the same worker and meets the same random numbers there
-        (I6), whenever its plan was ready.
+    def plan(self, timeout_s: float) -> bool:
+        """Take planned tasks, if there are any within `timeout_s` seconds; False at the end of the epoch.
+
+        Raises what the planner has raised.
         """
-        while True:
-            while self.tasks:
-                task = self.tasks.popleft()
-                self.in_flight.append(task[1] if keeps_samples else None)
-                yield task
-            if self.is_empty:
-                return
+        if self._thread is None:
+            tasks = next(self._source, None)
+            self.tasks.extend(tasks or ())
+            return tasks is not None
+        with self._changed:
+            self._changed.wait_for(lambda: self._planned or self._is_over, timeout_s)
+            if self._planned:
+                self.tasks.extend(self._planned.popleft())
+                self._changed.notify_all()
+                return True
+            if not self._is_over:
+                return True
+            if self._error is None or self.in_flight:  # the error comes after them
+                return False
+            error, self._error = self._error, None
             try:
-                self.tasks.extend(self.plans.poll(0 if self.in_flight else POLL_S))
-            except queue.Empty:
-                yield from itertools.repeat(None, max(num_workers, 1))
-            except StopIteration:
-                return
-            except Exception as error:
-                # Not through torch's frames, which would keep its workers alive with the traceback.
-                self.error = error
-                return
+                raise error
+            finally:
+                del error  # a frame that holds the error it raised would keep both alive, and the workers with them
+
+    def next(self, check: Callable[[], None]) -> tuple[Outcome, list[Sample] | None] | None:
+        """The next micro-batch, None at the end of the epoch. check: called while it waits; may raise."""
+        has_more = not (self.is_empty or self._is_stopped)
+        while has_more and len(self.in_flight) < max(self.workers.window, 1):
+            if self.tasks:
+                task = self.tasks.popleft()
+                self.in_flight.append((self.workers.collate(task), task[1] if self._keeps_samples else None))
+            elif self.in_flight:
+                has_more = self.plan(0) and bool(self.tasks)
+            else:
+                has_more = self.plan(POLL_S)
+                check()
+        if not self.in_flight:
+            return None
+        outcome = self.in_flight[0][0].result(check)
+        return outcome, self.in_flight.popleft()[1]
 
     def stop(self) -> None:
         """Let the thread end when it can."""
-        self.plans.stop()
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
+        """End the thread, within `timeout_s` if it is stuck in a worker or a peer; then the workers, unless they
+        live on."""
         self.stop()
-        self.plans.close(timeout_s)
-        if self.process is not None:
-            self.process.close()
-        self.batches = None
+        if self._thread is None:
+            self._source.close()
+        else:
+            self._thread.join(timeout_s)
+        for pending, _ in self.in_flight:
+            pending.cancel()
+        self.workers.end_epoch()
         self.tasks.clear()
         self.in_flight.clear()
+
+    def _run(self) -> None:
+        try:
+            for tasks in self._source:
+                with self._changed:
+                    self._planned.append(tasks)
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_stopped or self._has_room())
+                    if self._is_stopped:
+                        break
+            self._source.close()
+        except BaseException as error:
+            if not self._is_stopped:  # nobody would take it, and its frames hold the workers
+                self._error = error
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Whether to plan another time: what waits has room for it beside the step that is collated."""
+        steps = {micro_batch.step.index for tasks in self._planned for micro_batch, _ in tasks}
+        samples = [sample for tasks in self._planned for _, those in tasks for sample in those]
+        size = sum(len(sample.features) for sample in samples)
+        return not steps or (size < BYTES_AHEAD and (len(steps) < STEPS_AHEAD or len(samples) < self._most_samples))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 ABORT_S = 7.0
-"""After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
+"""After a failure planning is given this long to end."""
 KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 
@@ -142,8 +198,8 @@ class ODBLoader:
     flat layout. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
-    rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`. plans_here: in this process,
-    also where it has workers. is_evaluated: of `ObservedDataset`.
+    rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`. is_evaluated: of
+    `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. failed: counts of this rank, which the training takes: rows that could not
@@ -172,11 +228,10 @@ class ODBLoader:
         agree_on: Mapping[str, object] | None = None,
         rows_from: Mapping[str, object] | None = None,
         keeps_samples: bool = False,
-        plans_here: bool = False,
         is_evaluated: bool = False,
     ):
         self.dataset, self.config, self.layout, self.rule = parts.dataset, config, layout, rule
-        self._keeps_samples, self._plans_here = keeps_samples, plans_here
+        self._keeps_samples = keeps_samples
         # The Trainer wraps its collator to remove columns from items.
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
         collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
@@ -198,7 +253,7 @@ class ODBLoader:
             positions=None if positions is None else Picklable(positions, "get_rope_index"),
         )
         self._rows = rows = ObservedDataset(parts.dataset, observer, config, budget, is_evaluated=is_evaluated)
-        self._workers = LoaderWorkers(parts, rows, self.groups, config.collate_workers, rank, world_size)
+        self._workers = LoaderPool(parts, rows, self.groups, rank, world_size)
         self._order = self._workers.order
         # The length of a split stream may be that of this rank's part or of the whole.
         is_split = getattr(self._order, "is_split", False)
@@ -233,7 +288,7 @@ class ODBLoader:
             probes=(),
             rows_from={name: str(value) for name, value in named.items()},
         )
-        self._progress = Progress(begin, self._workers.read_rows, stock)
+        self._progress = Progress(begin, self._workers.read_rows if self.has_rows else None, stock)
         self._settings = {
             **releases(),
             **block_settings(config),
@@ -309,7 +364,7 @@ class ODBLoader:
         raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
 
     def stand_in(self, collated: Sequence[Sample] = ()) -> Sample:
-        """The smallest of these samples and of `LoaderWorkers.stand_in`: for a micro-batch that weighs nothing."""
+        """The smallest of these samples and of `LoaderPool.stand_in`: for a micro-batch that weighs nothing."""
         return min([*collated, self._workers.stand_in()], key=size)
 
     def over_all_ranks(self, counts: Counter[str]) -> Counter[str]:
@@ -335,8 +390,7 @@ class ODBLoader:
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """Collate these samples in this process. Raises `DataError` if that fails."""
-        outcome = self.groups[micro_batch, samples]
-        assert outcome is not None
+        outcome = self.groups.outcome((micro_batch, samples))
         if outcome.problem or outcome.failed or outcome.measured is None:
             raise DataError(self._problem(outcome))
         return micro_batch, outcome.measured, outcome.batch
@@ -390,11 +444,11 @@ class ODBLoader:
     @property
     def has_rows(self) -> bool:
         """Whether rows can be read by their index, which a stream does not allow."""
-        return self._workers.read_rows is not None
+        return self._workers.has_rows
 
     def first_samples(self) -> Iterator[Sample]:
         """The first samples of the epoch under way in the order of all ranks."""
-        if self._workers.read_rows is not None:
+        if self.has_rows:
             rows = self._workers.read_rows(dict.fromkeys(self._order.first))
             yield from (row for row in rows if isinstance(row, Sample))
 
@@ -441,7 +495,6 @@ class ODBLoader:
         current, self.under_way = self.under_way, None
         if current is not None:
             current.stop()
-            current.batches = None
         self._workers.close()
 
         def close_rest() -> None:
@@ -459,18 +512,15 @@ class ODBLoader:
         now = progress.now
         self._order.set_epoch(self.epoch)
         self._order.start = progress.start
-        process = None if self._plans_here else workers.plan_process()
         context = dataclasses.replace(
             self._context,
             order=functools.partial(self._checked_order, tuple(now.settings.values()), progress.order),
-            compute=process or compute_here,
+            compute=workers.compute,
         )
-        observed, stock = workers.observe(self.epoch), self._stock
+        observed, stock = workers.begin(self.epoch), self._stock  # starts processes, before there are threads
         planner: EpochPlanner
         if stock is not None:
             planner = KeepEpoch(observed, context, now, stock=stock)
-            # With the optimizer step handed on, one more is held than the buffer has room for.
-            ahead = max(1, self.config.buffer_size * self.world_size // stock.global_batch_size)
         else:
             assert now.share is not None
             planner = FillEpoch(
@@ -482,41 +532,25 @@ class ODBLoader:
                 accumulation=self.rule.accumulation,
                 join=self.config.join,
             )
-            ahead = 2
-        if not workers.num_collating:
-            ahead = 0
-        current = Pass(planner, Prefetcher(iter(planner), ahead), process)
-        self.under_way = current
-        if process is not None:
-            process.start()
-        tasks = current.feed(workers.num_collating, keeps_samples=self._keeps_samples)
-        current.batches = workers.collate(self.epoch, tasks)
+        self.under_way = current = Pass(
+            planner, workers, most_samples=self.config.buffer_size, keeps_samples=self._keeps_samples
+        )
         compare({**self._settings, **now.settings}, ranks.compare)
-        current.plans.start()
+        current.start()
         while not current.tasks:
-            try:
-                current.tasks.extend(current.plans.poll())
-            except queue.Empty:
-                ranks.check()
-            except StopIteration:
+            if not current.plan(POLL_S):
                 current.is_empty = True
                 progress.turn_to(self.epoch + 1)
                 return current
+            ranks.check()
         first = current.tasks[0][0].step
         current.epoch_steps = first.epoch_steps
         return current
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
-            # No reference to the iterator but the pass's own: leaving must end the worker processes.
-            while current.batches is not None:
-                outcome = take(current.batches, "collates", self.groups.busy)
-                if outcome is END:
-                    break
-                if outcome is None:
-                    self._ranks.check()
-                    continue
-                samples = current.in_flight.popleft()
+            while (taken := current.next(self._ranks.check)) is not None:
+                (outcome, samples), taken = taken, None
                 failed = outcome.failed
                 handed, outcome = [self._usable(outcome)], None
                 micro_batch = handed[0][0]
@@ -526,15 +560,9 @@ class ODBLoader:
                 self._not_consumed.append((micro_batch, samples))
                 # The receiver holds the only reference.
                 yield handed.pop()
-            if current.error is not None:
-                error, current.error = current.error, None
-                try:
-                    raise error
-                finally:
-                    del error
         except GeneratorExit:
             # Not waited for: the loop may have ended by an exception, which must be reported to the others first.
-            current.plans.stop()
+            current.stop()
             raise
         except BaseException as error:
             self._abandon(error)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost
 from odb_factory.data.serialize import checksum, pack, unpack
 from odb_factory.errors import DataError, one_line
@@ -202,21 +203,55 @@ def _packed(features: Any) -> bytes:
 class RawItem:
     """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
 
-    id: its position in the stream. content: the item; packed if it was sent to another process. problem: why it cannot.
+    id: its position in the stream. On its way to a worker process it is pickled by itself, so that an item that cannot
+    be sent is a row that cannot be used.
     """
 
     id: int
     content: Any
-    is_packed: bool = False
-    problem: str | None = None
 
     def __getitem__(self, id: int) -> Any:
-        if self.problem is not None:
+        return self.content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            return _SentItem, (self.id, pack(self.content), "")
+        except Exception as error:
+            return _SentItem, (self.id, b"", one_line(error))
+
+
+class _SentItem(RawItem):
+    """content: pickled. problem: why it cannot be."""
+
+    __slots__ = ("problem",)
+
+    def __init__(self, id: int, content: bytes, problem: str):
+        super().__init__(id, content)
+        object.__setattr__(self, "problem", problem)
+
+    def __getitem__(self, id: int) -> Any:
+        if self.problem:
             raise ItemError(NOT_PACKED.format(self.problem))
-        return unpack(self.content) if self.is_packed else self.content
+        return unpack(self.content)
 
 
-class ObservedDataset(WorkerDataset):
+T = TypeVar("T")
+RETRY_PAUSE_S = 0.1
+
+
+def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
+    """`call()`, repeated once if it raises: a second read of a network disk often succeeds. final: not repeated."""
+    try:
+        return call()
+    except final:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError):
+            time.sleep(RETRY_PAUSE_S)
+    return call()
+
+
+class ObservedDataset:
     """`self[i]` observes `dataset[i]`, `self[raw_item]` an item of a stream. Never raises for a row.
 
     Returns a `Sample`, or a `Rejection` where the row cannot be used; one that the reader of a stream has made is
@@ -228,7 +263,10 @@ class ObservedDataset(WorkerDataset):
     ):
         self.dataset, self.observer, self.config, self.budget = dataset, observer, config, budget
         self.is_evaluated = is_evaluated
-        self.busy = BusyRows()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A stream stays in the training process, which iterates it."""
+        return self.__dict__ | ({"dataset": None} if isinstance(self.dataset, IterableDataset) else {})
 
     def where(self, index: int, source: Any = None) -> str:
         """Where a row comes from; its number alone if even that cannot be read. source: in place of the dataset."""
@@ -249,8 +287,7 @@ class ObservedDataset(WorkerDataset):
             return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
 
         try:
-            with self.busy.at(index):
-                features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
+            features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
             sample = Sample(index, cost, _packed(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self.where(index, source)}: {error}")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pickle import PicklingError
 from typing import Any, Literal
 
 import numpy as np
@@ -24,16 +21,14 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.data.agreement import ranks_alike
-from odb_factory.data.observe import ItemError, ItemObserver, RawItem, UnitsFrom
-from odb_factory.data.processes import WorkerDataset, WorkerInit
+from odb_factory.data.observe import RawItem
 from odb_factory.data.ranks import world_size_of
 from odb_factory.data.samples import Rejection
-from odb_factory.data.serialize import NOT_SENT, fingerprint, pack
+from odb_factory.data.serialize import fingerprint
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool
@@ -147,104 +142,6 @@ def unwrap(dataloader: Any) -> DataLoader:
             raise ConfigError(f"odb: expected a torch DataLoader, found {type(dataloader).__name__}.")
         dataloader = inner
     return dataloader
-
-
-class _OfItems(Dataset[Any]):
-    """`self[i]` is `of(dataset, i)`."""
-
-    def __init__(self, dataset: Any, of: Callable[[Any, int], Any]):
-        self.dataset, self.of = dataset, of
-
-    def __getitem__(self, index: int) -> Any:
-        return self.of(self.dataset, index)
-
-
-def read(source: Any, indices: Iterable[int], parts: DataLoaderParts) -> Iterator[Any]:
-    """`source[i]` of each index, read where items will be, in a worker process if there are any: these must not inherit
-    what a dataset opens when it is read first. source: has the `dataset` of these parts."""
-    if parts.num_workers == 0:
-        yield from map(source.__getitem__, indices)
-        return
-    options = {"sampler": list(indices), "batch_size": None, "persistent_workers": False, "prefetch_factor": 2}
-    yield from start(make_loader(source, parts, 1, **options), parts)
-
-
-def make_loader(source: Any, parts: DataLoaderParts, num_workers: int, **options: Any) -> DataLoader:
-    """A DataLoader of `source` with workers as those of these parts. options: of DataLoader."""
-    if num_workers:
-        options = {
-            "persistent_workers": parts.persistent_workers,
-            "prefetch_factor": parts.prefetch_factor,
-            "timeout": parts.timeout,
-            "multiprocessing_context": parts.multiprocessing_context,
-            "worker_init_fn": WorkerInit(parts.worker_init_fn),
-        } | options
-    return DataLoader(source, num_workers=num_workers, collate_fn=_identity, generator=torch.Generator(), **options)
-
-
-def start(loader: DataLoader[Any], parts: DataLoaderParts) -> Iterator[Any]:
-    """Begin an epoch of a loader of these parts; starts its workers, unless they live on.
-
-    Raises `ConfigError` where what they need cannot be sent to them.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # torch says it before it raises
-            return iter(loader)
-    except (TypeError, AttributeError, PicklingError) as error:
-        context = loader.multiprocessing_context or torch.multiprocessing
-        if not loader.num_workers or context.get_start_method() == "fork":
-            raise
-        raise ConfigError(
-            f"dataset: {type(parts.dataset).__name__}, or its cost_fn, {NOT_SENT.format(one_line(error))}"
-        ) from None
-
-
-def _identity(item: Any) -> Any:
-    return item
-
-
-def ends_of(parts: DataLoaderParts) -> object:
-    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
-
-    A row that reads differently the second time (augmentation, random masks) says nothing about the data.
-    """
-    try:
-        with kept_random_numbers():
-            rows = [0, 0, len(parts.dataset) - 1]
-            first, again, last = read(_OfItems(parts.dataset, _said), rows, parts)
-    except Exception as error:  # the loader reports what cannot be read
-        return type(error).__name__
-    return [first, last] if first == again else None
-
-
-def _said(dataset: Any, index: int) -> int:
-    return fingerprint(dataset[index])
-
-
-def _observed(observer: ItemObserver, dataset: Any, index: int) -> tuple[str, UnitsFrom | None]:
-    """What is wrong with the kind of an item, or ""; what its units are counted from."""
-    try:
-        observer(dataset[index])
-    except ItemError as error:
-        return str(error), None
-    except Exception:  # a row that cannot be read; the loader reports it, by its policy
-        pass
-    return "", observer.units_from
-
-
-def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
-    """Observe the first item of a dataset with an index, and note what units of its items are counted from.
-
-    Random numbers are drawn as without it.
-    Returns "", or why items of this kind cannot be observed: they need a `cost_fn` or labels, or `cost_fn` returns no
-    cost.
-    """
-    with kept_random_numbers():
-        ((message, units_from),) = read(_OfItems(parts.dataset, partial(_observed, observer)), [0], parts)
-    if not message:
-        observer.units_from = units_from
-    return message
 
 
 def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: bool = False) -> DataLoaderParts:
@@ -494,7 +391,7 @@ class ShardSampler(Sampler[int]):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A dataset that is iterated: one reader on each rank takes its share of it, observe workers are handed raw items.
+# A dataset that is iterated: each rank takes its share of it.
 
 ITEMS_COMPARED = 16
 """Of a stream, read ahead and held until they are observed."""
@@ -522,14 +419,14 @@ def is_split_by_node(stream: Any) -> bool:
     return getattr(stream, "already_split", False) or getattr(stream, "_distributed", None) is not None
 
 
-class StreamReader(WorkerDataset, IterableDataset):
-    """The share of a rank of a dataset that is iterated: raw items, before them a checksum of the first (0: none).
+class StreamReader:
+    """The share of a rank of a dataset that is iterated: raw items.
 
     The id of an item is its position in the stream. All ranks iterate the same stream, unless it is split between
-    them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. One process reads,
-    however many observe what it has read, so that order and ids are the same. A resumed stream is read from its
-    beginning, and what is done is passed over: the stream's own state, if it has one, may lose what waits in it (that
-    of `datasets` loses its shuffle buffer).
+    them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. It is iterated in
+    the training process, by the thread that plans. A resumed stream is read from its beginning, and what is done is
+    passed over: the stream's own state, if it has one, may lose what waits in it (that of `datasets` loses its shuffle
+    buffer).
     """
 
     fingerprint = 0
@@ -546,7 +443,7 @@ class StreamReader(WorkerDataset, IterableDataset):
         self.start = Start()
         self._of_first = 0
 
-    def __iter__(self) -> Iterator[int | RawItem | Rejection]:
+    def __iter__(self) -> Iterator[RawItem | Rejection]:
         first: list[Any] = []
         rest: Iterator[Any] = iter(())
         try:
@@ -554,7 +451,7 @@ class StreamReader(WorkerDataset, IterableDataset):
             first.extend(itertools.islice(rest, ITEMS_COMPARED))
         except Exception as error:
             rest = _raising(error)
-        yield fingerprint(first) if first else 0
+        self._of_first = fingerprint(first) if first else 0
         whole = (0, 1) if self.is_split else (self.rank, self.world_size)
         rows: Iterator[Any] = itertools.chain(first, rest)
         pairs = shard(_in_blocks(rows, self._block) if self._block else rows, *whole, self.start)
@@ -571,15 +468,7 @@ class StreamReader(WorkerDataset, IterableDataset):
                 )
                 yield Rejection(position + 1, "unreadable", message, fatal=True)
                 return
-            yield _raw(position * self.world_size + self.rank if self.is_split else position, item)
-
-    def items(self, read: Iterable[Any]) -> Iterator[RawItem | Rejection]:
-        """What has been read, perhaps in a worker process, without the checksum, which is kept."""
-        for item in read:
-            if isinstance(item, int):
-                self._of_first = item
-            else:
-                yield item
+            yield RawItem(position * self.world_size + self.rank if self.is_split else position, item)
 
     def common(self, place: tuple[int, ...], step: int) -> int:
         """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
@@ -601,16 +490,6 @@ class StreamReader(WorkerDataset, IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-
-
-def _raw(id: int, item: Any) -> RawItem:
-    """Packed here if this process is a worker: a queue does not report an item that it cannot pickle."""
-    if get_worker_info() is None:
-        return RawItem(id, item)
-    try:
-        return RawItem(id, pack(item), is_packed=True)
-    except Exception as error:
-        return RawItem(id, None, problem=one_line(error))
 
 
 def _in_blocks(rows: Iterator[Any], size: int) -> Iterator[Any]:

@@ -15,13 +15,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from odb_factory.data.agreement import ranks_alike
 from odb_factory.data.order import ShareProgress, StockSteps, split_by_weight
-from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
 from odb_factory.data.ranks import RankMetadata, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
@@ -55,6 +54,21 @@ DIFFERENT_PLANS = (
     "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
     "odb_factory and numpy on the same kind of processor."
 )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Compute(Protocol):
+    """Computes a pure function, somewhere."""
+
+    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def compute_here(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """In the caller's thread."""
+    return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

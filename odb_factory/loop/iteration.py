@@ -26,7 +26,8 @@ from odb_factory.config import ODBConfig, ResolvedConfig, make_config
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import MEAN_OF_STEP, StockMean, dismantle, why_not_observed
+from odb_factory.data.order import MEAN_OF_STEP, StockMean, dismantle
+from odb_factory.data.pool import why_not_observed
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of, world_size_of
 from odb_factory.data.serialize import Picklable

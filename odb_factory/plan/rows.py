@@ -23,15 +23,13 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, loader
 from llamafactory.model import load_config, load_tokenizer
-from torch.utils.data import DataLoader, Dataset
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.processes import BusyRows, WorkerDataset, WorkerInit
+from odb_factory.data.pool import Pool, at
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
-from odb_factory.data.workers import END, take
 from odb_factory.errors import DataError, ODBError, one_line
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
@@ -93,14 +91,18 @@ class TrainingRows:
     encoder: EncoderCost | None
 
 
-class RowReader(WorkerDataset, Dataset[ObservedRow]):
+class RowReader:
     """Observes rows as a training does, with their data set and their length without cutoff_len."""
 
     def __init__(self, observed: ObservedDataset, uncut: OnlineDataset | None, cutoff_len: int, source: str):
         self.dataset, self.observed = observed.dataset, observed
         self.uncut, self.cutoff_len, self.source = uncut, cutoff_len, source
 
+    def read(self, indices: Sequence[int]) -> list[ObservedRow]:
+        return [self[index] for index in indices]
+
     def __getitem__(self, index: int) -> ObservedRow:
+        at(index)
         row = self.observed[index]
         rows = getattr(self.dataset, "rows", None)
         source = rows.dataset_name(index) if isinstance(rows, IndexedRows) else self.source
@@ -390,11 +392,11 @@ def chosen_positions(num_rows: int, step_size: int, samples: int) -> list[range]
 
 def _read(rows: TrainingRows, indices: Sequence[int]) -> Iterator[ObservedRow]:
     workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS, len(indices) // ROWS_A_WORKER)
-    options: dict[str, Any] = {"worker_init_fn": WorkerInit(None), "prefetch_factor": 4} if workers else {}
-    loader = DataLoader(rows.reader, batch_size=CHUNK, sampler=indices, num_workers=workers, collate_fn=list, **options)
-    batches = iter(loader)
-    while (batch := take(batches, "observes", BusyRows())) is not END:
-        yield from batch
+    chunks = (indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK))
+    with contextlib.closing(Pool(rows.reader, workers)) as pool:
+        pool.start()
+        for batch in pool.map("read", (((chunk,), chunk) for chunk in chunks), 4 * workers):
+            yield from batch
 
 
 def _table(positions: Sequence[int], found: dict[int, ObservedRow]) -> np.ndarray:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import operator
 import os
 import re
 import socket
@@ -20,7 +21,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
 from odb_factory.config import ODBConfig
-from odb_factory.data.order import DataLoaderParts, read
+from odb_factory.data.order import DataLoaderParts
+from odb_factory.data.pool import look
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
@@ -213,7 +215,7 @@ def row_alone(trainer: Any, parts: DataLoaderParts) -> Any:
     if all(_is_of_transformers(trainer, name) for name in ("compute_loss", "training_step", "_prepare_inputs")):
         return None
     with kept_random_numbers(), contextlib.suppress(Exception):
-        return parts.collate_fn(list(read(parts.dataset, [0], parts)))
+        return parts.collate_fn([look(parts, operator.itemgetter(0))])
     return None
 
 

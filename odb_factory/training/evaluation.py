@@ -35,7 +35,8 @@ from odb_factory.config import AUTO, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX, Observer
-from odb_factory.data.order import DataLoaderParts, StockMean, dismantle, why_not_observed
+from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
+from odb_factory.data.pool import why_not_observed
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import OutOfMemoryError, one_line
@@ -52,8 +53,6 @@ logger = get_logger(__name__)
 
 ROWS_PLANNED = 256
 """Rows of a rank whose micro-batches are planned together."""
-PLANNED_HERE = 2048
-"""Rows of all ranks that are planned in some milliseconds: no process is started for them."""
 
 
 def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedConfig:
@@ -148,7 +147,6 @@ class Evaluation:
                 layout,
                 observer=observer,
                 keeps_samples=self._can_split,
-                plans_here=ROWS_PLANNED * self._trainer.args.world_size <= PLANNED_HERE,
                 is_evaluated=True,
                 rule=OptimizerStepRule(
                     batch_size=parts.batch_size,

@@ -1,0 +1,85 @@
+"""Send an object to another process, with its tensors and arrays in one file in memory that has no name.
+
+torch sends a file for each tensor, which the receiver asks a thread of the sender for, in several messages; a sender
+that computes answers late. Here the file of a batch follows at once, over a socket that both have from the beginning.
+It has no name, so nothing remains of it, whoever is killed, and the limit of /dev/shm does not hold for it.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64
+"""Bytes; a multiple of the size of every number."""
+IS_THERE = hasattr(os, "memfd_create")
+"""On Linux; elsewhere tensors are sent as torch does it."""
+MOST_BUFFERS = 512
+"""Of one call of `writev`."""
+Dumped = tuple[bytes, tuple[int, ...]]
+"""The object without what is in the file, and the bytes of each buffer in it."""
+
+
+def dump(value: Any, connection: socket.socket) -> Dumped:
+    """Pickle `value` and send the file with its tensors over `connection`. Raises what pickle raises."""
+    pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(pickled, pickle.HIGHEST_PROTOCOL, True, buffers.append if IS_THERE else None).dump(value)
+    raw = [buffer.raw() for buffer in buffers]
+    if raw:
+        file = os.memfd_create("odb-batch")
+        try:
+            _write(file, raw)
+            socket.send_fds(connection, [b"f"], [file])
+        finally:
+            os.close(file)
+    return pickled.getvalue(), tuple(one.nbytes for one in raw)
+
+
+def load(dumped: Dumped, connection: socket.socket) -> Any:
+    """Undo `dump`, in the order of its calls. The tensors are in the memory of the file, which lives as long as they
+    do; nobody else has it."""
+    pickled, sizes = dumped
+    buffers, start = [], 0
+    if sizes:
+        file = socket.recv_fds(connection, 1, 1)[1][0]
+        try:
+            memory = memoryview(mmap.mmap(file, 0))
+        finally:
+            os.close(file)
+        for size in sizes:
+            buffers.append(memory[start : start + size])
+            start += size + -size % ALIGNMENT
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _write(file: int, buffers: Sequence[memoryview]) -> None:
+    left = [part for one in buffers for part in (one, memoryview(bytes(-one.nbytes % ALIGNMENT)))]
+    while left:
+        written = os.writev(file, left[:MOST_BUFFERS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or not IS_THERE or not obj.numel() or obj.requires_grad:
+            return NotImplemented
+        is_plain = obj.device.type == "cpu" and obj.layout is torch.strided and obj.is_contiguous()
+        if not is_plain or obj.is_quantized or obj.is_conj() or obj.is_neg():
+            return NotImplemented
+        data = pickle.PickleBuffer(obj.flatten().view(torch.uint8).numpy())
+        return _tensor, (data, obj.dtype, tuple(obj.shape))
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape)

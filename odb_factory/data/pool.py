@@ -1,0 +1,762 @@
+"""The worker processes of a rank: one pool that observes rows, plans and collates.
+
+1. A call is submitted by the name of a method of `work`; calls are begun in the order in which they are submitted.
+2. `work` is inherited by fork, or pickled once for each worker under spawn and forkserver. Without workers a call is
+   computed in place, when its result is asked for.
+3. Random numbers are seeded by what is computed (seed, epoch, sample), so they depend neither on workers nor on a
+   resume.
+4. A worker ends with the process that started it, whatever ends that; the training process decides about Ctrl-C and
+   SIGTERM.
+5. A worker never raises: what went wrong is a part of its answer. A worker that dies, or that is not done in time, is
+   one line with its row and the cause.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch.multiprocessing  # tensors travel in shared memory
+from accelerate.utils import recursively_apply
+from torch.utils.data import _utils as torch_utils
+from torch.utils.data import get_worker_info
+
+from odb_factory.data.collate import CollatedDataset, Outcome
+from odb_factory.data.memory_file import Dumped, dump, load
+from odb_factory.data.observe import ItemError, ItemObserver, ObservedDataset, RawItem, UnitsFrom
+from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
+from odb_factory.data.samples import Rejection, Sample, Task, no_usable_row
+from odb_factory.data.serialize import NOT_SENT, fingerprint
+from odb_factory.ending import why_no_space, why_worker_died
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.random_numbers import kept_random_numbers, random_seed, seed_random_numbers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CHECK_S = 1.0
+"""How often a worker looks for its parent."""
+POLL_S = 0.2
+"""How often a thread that waits for a result looks at other things."""
+JOIN_S = 5.0
+"""A killed process is waited for this long."""
+NO_WORKER = torch.zeros(0, 2, dtype=torch.int64)
+CLOSED = "odb: this loader has been closed; make another one."
+MOST_NAMED = 8
+"""Rows that a message names."""
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a worker process.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What `torch.utils.data.get_worker_info()` returns in a worker, as in torch."""
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setup:
+    """What a worker process is started with.
+
+    table: int64[num_workers, 2] in shared memory, the process id of each worker (0: it has not begun) and the row that
+    it is at (-1: none). lock: over the choice of a line of it. connections: for each worker, see
+    `memory_file`. outlives: SIGTERM does not end the worker.
+    """
+
+    work: _Shipped
+    init_fn: _Shipped
+    num_workers: int
+    seed: int
+    table: torch.Tensor
+    lock: Any
+    connections: list[socket.socket]
+    outlives: bool
+
+
+@dataclass(slots=True)
+class _Worker:
+    """This process as a worker. problem: why it can compute nothing."""
+
+    setup: _Setup
+    number: int
+    line: np.ndarray
+    work: Any = None
+    problem: Exception | None = None
+
+
+_here: _Worker | None = None
+
+
+def at(row: int) -> None:
+    """This worker process is at this row of the dataset (-1: at none), for messages of the process that waits."""
+    if _here is not None:
+        _here.line[1] = row
+
+
+class _Shipped:
+    """An object for a worker process: inherited by fork, else pickled when the process is started.
+
+    It is unpickled by `open`, once the worker watches its parent: that may take long, or fail.
+    """
+
+    def __init__(self, content: Any, name: str):
+        self.content, self.name = content, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            return _Pickled, (bytes(ForkingPickler.dumps(self.content)),)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.name} {NOT_SENT.format(one_line(error))}") from None
+
+    def open(self) -> Any:
+        return self.content
+
+
+class _Pickled:
+    def __init__(self, content: bytes):
+        self.content = content
+
+    def open(self) -> Any:
+        return pickle.loads(self.content)
+
+
+def _begin(setup: _Setup) -> None:
+    """The initializer of a worker process."""
+    global _here
+    table = setup.table.numpy()
+    with setup.lock:
+        number = int(np.flatnonzero(table[:, 0] == 0)[0])
+        table[number, 0] = os.getpid()
+    _here = _Worker(setup, number, table[number])
+    # A collection would look at every object of the process that this one was forked from, and so copy its memory.
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the training process too, which ends the pool
+    signal.signal(signal.SIGTERM, _pass_over if setup.outlives else signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, name="odb-parent-watch", daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        _here.work, init_fn = setup.work.open(), setup.init_fn.open()
+        dataset, seed = getattr(_here.work, "dataset", None), random_seed(setup.seed, number)
+        info = WorkerInfo(id=number, num_workers=setup.num_workers, seed=seed, dataset=dataset)
+        torch_utils.worker._worker_info = info  # type: ignore[assignment]
+        seed_random_numbers(seed)
+        if init_fn is not None:
+            if get_worker_info() is not info:
+                raise ConfigError("worker_init_fn: this release of torch has no worker info to be set; leave it out.")
+            init_fn(number)
+    except Exception as error:
+        _here.problem = error if isinstance(error, ConfigError) else DataError(f"a data worker: {one_line(error)}")
+
+
+def _pass_over(*_: object) -> None:
+    """The handler of a signal that must not end this process; unlike SIG_IGN, a program started by it has none."""
+
+
+def _end_with_parent() -> None:
+    """End this process within about a second of the end of the process that started it.
+
+    Where workers are forked, a later one holds the pipe of the parent too, but the id of the parent changes; with a
+    forkserver the parent of the system is the server.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    is_child = os.getppid() == parent.pid
+    while parent.is_alive() and not (is_child and os.getppid() != parent.pid):
+        time.sleep(CHECK_S)
+    os._exit(1)
+
+
+Answer = tuple[Dumped | None, Exception | None, int]
+"""What a call has come to, the error in place of it, and the number of the worker."""
+
+
+def _run(name: str, args: tuple[Any, ...]) -> Answer:
+    assert _here is not None
+    if _here.problem is not None:
+        return None, _here.problem, _here.number
+    try:
+        value = getattr(_here.work, name)(*args)
+    except BaseException as error:
+        return None, _sendable(error), _here.number
+    finally:
+        at(-1)
+    try:
+        return dump(value, _here.setup.connections[_here.number]), None, _here.number
+    except Exception as error:
+        return None, NotSent(why_no_space(error) or one_line(error)), _here.number
+
+
+def _sendable(error: BaseException) -> Exception:
+    """The error itself, if it is one that arrives whole in another process."""
+    if isinstance(error, ConfigError | DataError):
+        with suppress(Exception):
+            if str(pickle.loads(pickle.dumps(error))) == str(error):
+                return error
+    return DataError(one_line(error))
+
+
+class NotSent(DataError):
+    """A result could not be sent to the training process."""
+
+
+def _pinned(value: Any) -> Any:
+    return value.pin_memory()
+
+
+def _can_be_pinned(value: Any) -> bool:
+    return hasattr(value, "pin_memory")
+
+
+def _device() -> int:
+    """The index of the current accelerator of the calling thread."""
+    return torch.accelerator.current_device_index() if hasattr(torch, "accelerator") else torch.cuda.current_device()
+
+
+def _set_device(index: int) -> None:
+    set_index = torch.accelerator.set_device_index if hasattr(torch, "accelerator") else torch.cuda.set_device
+    set_index(index)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the training process.
+
+
+class Pending:
+    """A call that a pool computes. rows: that it is about, for messages."""
+
+    def __init__(self, pool: Pool, call: Callable[[], Any] | Future[Answer], rows: Sequence[int]):
+        self._pool, self._call, self._rows = pool, call, rows
+        self._arrived: Future[Any] = Future()
+        if isinstance(call, Future):
+            call.add_done_callback(partial(_arrive, pool, self._arrived))  # without a reference to this object
+
+    def result(self, check: Callable[[], None] = lambda: None) -> Any:
+        """The result of the call; waits for it.
+
+        check: called several times a second while it waits; may raise. Raises `DataError` if the call cannot be
+        computed.
+        """
+        if not isinstance(self._call, Future):
+            with kept_random_numbers():
+                return self._call()
+        end = time.monotonic() + (self._pool.timeout or math.inf)
+        while True:
+            try:
+                return self._arrived.result(POLL_S)
+            except TimeoutError:
+                check()
+                if time.monotonic() > end:
+                    raise DataError(self._pool.why_late()) from None
+            except BrokenProcessPool:
+                raise DataError(self._pool.why_broken()) from None
+            except CancelledError:
+                raise ConfigError(CLOSED) from None
+            except NotSent as error:
+                raise DataError(
+                    f"{named(self._rows)}: what a data worker has made cannot be sent to the training process "
+                    f"({one_line(error)}); let dataset and collate_fn return what pickle takes, or set num_workers to "
+                    "0."
+                ) from None
+
+    def cancel(self) -> None:
+        """Nobody asks for the result any more."""
+        if isinstance(self._call, Future):
+            self._call.cancel()
+
+
+def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
+    """In a thread of the executor, for one answer after the other."""
+    try:
+        arrived.set_result(pool.receive(*call.result()))
+    except BaseException as error:
+        arrived.set_exception(error)
+
+
+def named(rows: Sequence[int]) -> str:
+    """Rows as in messages."""
+    more = ", ..." if len(rows) > MOST_NAMED else ""
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:MOST_NAMED]))}{more}" if rows else "a plan"
+
+
+class Pool:
+    """Computes methods of `work` in `num_workers` processes, or in place if there are none.
+
+    work: `work.dataset`, if there is such, is what `worker_init_fn` finds in `get_worker_info()`. timeout: seconds
+    that a result is waited for (0: no limit). seed: of the workers, for `worker_init_fn`. pin_memory: results are
+    copied to pinned memory. The other options are those of a DataLoader.
+
+        with closing(Pool(work, 2)) as pool:
+            pool.start()
+            pending = [pool.submit("square", number, rows=[number]) for number in range(10)]
+            squares = [one.result() for one in pending]
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        num_workers: int,
+        *,
+        multiprocessing_context: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        timeout: float = 0,
+        pin_memory: bool = False,
+        name: str = "the work",
+    ):
+        self.work, self.num_workers, self.timeout = work, num_workers, timeout
+        self._context: Any = multiprocessing_context
+        if multiprocessing_context is None or isinstance(multiprocessing_context, str):
+            self._context = multiprocessing.get_context(multiprocessing_context)
+        self._init_fn, self._pins, self._name = worker_init_fn, pin_memory, name
+        self._executor: ProcessPoolExecutor | None = None
+        self._processes: list[BaseProcess] = []
+        self._connections: list[socket.socket] = []
+        self._device: int | None = None
+        self._table = NO_WORKER
+        self._why_broken, self._owner = "", 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, work: Any, parts: DataLoaderParts, num_workers: int | None = None, *, pin_memory: bool = False) -> Pool:
+        """With the options of a DataLoader. num_workers: others than its own."""
+        return cls(
+            work,
+            parts.num_workers if num_workers is None else num_workers,
+            multiprocessing_context=parts.multiprocessing_context,
+            worker_init_fn=parts.worker_init_fn,
+            timeout=parts.timeout,
+            pin_memory=pin_memory,
+            name=f"dataset: {type(parts.dataset).__name__}, or its cost_fn,",
+        )
+
+    def start(self, seed: int = 0) -> None:
+        """Start the workers, unless they run. Call it in the main thread: no thread of ours may run when they fork.
+
+        Raises `ConfigError` if what they need cannot be sent to them.
+        """
+        if not self.num_workers or self._executor is not None:
+            return
+        self._why_broken, self._table = "", torch.tensor([[0, -1]] * self.num_workers).share_memory_()
+        pairs = [socket.socketpair() for _ in range(self.num_workers)]
+        self._connections = [ours for ours, _ in pairs]
+        self._device = _device() if self._pins else None
+        setup = _Setup(
+            work=_Shipped(self.work, self._name),
+            init_fn=_Shipped(self._init_fn, "worker_init_fn:"),
+            num_workers=self.num_workers,
+            seed=seed,
+            table=self._table,
+            lock=self._context.Lock(),
+            # A job scheduler sends SIGTERM to all processes. A training process that handles it, to save a checkpoint
+            # for one, needs its workers until then.
+            outlives=callable(signal.getsignal(signal.SIGTERM)),
+            connections=[theirs for _, theirs in pairs],
+        )
+        context: Any = _Context(self._context)
+        self._executor = executor = ProcessPoolExecutor(
+            self.num_workers, context, initializer=_begin, initargs=(setup,)
+        )
+        self._processes, self._owner = context.processes, os.getpid()
+        _pools.add(self)
+        try:
+            for _ in range(self.num_workers):  # the first starts all workers that are forked, each starts a spawned one
+                executor.submit(os.getpid)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+
+    def submit(self, name: str, *args: Any, rows: Sequence[int] = ()) -> Pending:
+        """Have `work.name(*args)` computed. rows: that it is about."""
+        if not self.num_workers:
+            return Pending(self, partial(getattr(self.work, name), *args), rows)
+        executor = self._executor
+        if executor is None:
+            raise ConfigError(CLOSED)
+        try:
+            return Pending(self, executor.submit(_run, name, args), rows)
+        except BrokenProcessPool:
+            raise DataError(self.why_broken()) from None
+
+    def map(self, name: str, calls: Iterable[tuple[tuple[Any, ...], Sequence[int]]], ahead: int) -> Iterator[Any]:
+        """The results of these calls (arguments, rows), in order; `ahead` of them are submitted before their turn."""
+        pending: deque[Pending] = deque()
+        try:
+            for args, rows in calls:
+                pending.append(self.submit(name, *args, rows=rows))
+                if len(pending) > ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for one in pending:
+                one.cancel()
+
+    def compute(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
+        result: R = self.submit("compute", function, args, kwargs).result()
+        return result
+
+    def receive(self, dumped: Dumped | None, error: Exception | None, number: int) -> Any:
+        """The result in the answer of a worker."""
+        if dumped is None:
+            assert error is not None
+            raise error
+        try:
+            value = load(dumped, self._connections[number])
+        except Exception as error:
+            raise NotSent(one_line(error)) from None
+        if self._device is not None:
+            _set_device(self._device)
+            value = recursively_apply(_pinned, value, test_type=_can_be_pinned)
+        return value
+
+    def why_late(self) -> str:
+        busy = ", ".join(f"row {row} (pid {pid})" for pid, row in self._table.tolist() if row >= 0)
+        return (
+            f"nothing came from the data workers within timeout: {self.timeout:g} s; they are at "
+            f"{busy or 'no row'}: look for what they wait for, or raise `timeout`."
+        )
+
+    def why_broken(self) -> str:
+        """Why a worker has died; ends the others."""
+        with self._lock:
+            if not self._why_broken:
+                pid, code = self._first_dead()
+                row = dict(self._table.tolist()).get(pid, -1)
+                place = f"at row {row} of the dataset" if row >= 0 else "at no row"
+                self._why_broken = why_worker_died(pid, code, place)
+                self._kill()
+        return self._why_broken
+
+    def _first_dead(self) -> tuple[int, int | None]:
+        """Process id and exit code of the worker that has died by itself; the executor terminates the others."""
+        end = time.monotonic() + JOIN_S
+        while True:
+            dead = [(one.pid or 0, one.exitcode) for one in self._processes if one.exitcode is not None]
+            dead.sort(key=lambda one: one[1] == -signal.SIGTERM)
+            if dead or time.monotonic() > end:
+                return dead[0] if dead else (0, None)
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing. `start` starts other ones."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            _pools.discard(self)
+            executor.shutdown(wait=False, cancel_futures=True)
+            self._kill()
+            self._processes, self._connections, self._table = [], [], NO_WORKER  # they hold file descriptors
+
+    def _kill(self) -> None:
+        started = [one for one in self._processes if one.pid is not None]
+        if os.getpid() != self._owner:  # a copy, in a process that was forked later
+            return
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join(JOIN_S)
+
+
+class _Context:
+    """A context of multiprocessing that keeps the processes that are made with it."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.processes = inner, list[BaseProcess]()
+
+    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:
+        process: BaseProcess = self.inner.Process(*args, **kwargs)
+        self.processes.append(process)
+        return process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+"""Those whose workers run."""
+
+
+def _close_all() -> None:
+    for pool in list(_pools):
+        pool.close()
+
+
+# A program that ends without closing its loader: Python waits for all that is submitted before it calls what `atexit`
+# has. What is registered here it calls before, and without it such a program ends later.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_close_all)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The pool of a loader.
+
+OBSERVE_CHUNK = 8
+"""Rows that a worker observes at a time: fewer messages, still a short first wait."""
+STAND_IN_CHUNK = 16
+"""Rows of which the smallest that can be collated stands in for the samples of an idle micro-batch."""
+OBSERVES, COLLATES = range(2)
+"""By which random numbers of the same sample differ."""
+Draws = tuple[int, int]
+"""The seed and the epoch that random numbers follow from."""
+Row = int | RawItem | Rejection | Sample
+"""The number of a row of the dataset, an item of a stream, or what either has been observed as."""
+
+
+class Work:
+    """What the pool of a loader computes."""
+
+    def __init__(self, rows: ObservedDataset, groups: CollatedDataset):
+        self.rows, self.groups = rows, groups
+
+    @property
+    def dataset(self) -> Any:
+        return self.rows.dataset
+
+    def observe(self, draws: Draws, rows: Sequence[Row]) -> list[Sample | Rejection]:
+        return [self._observe(draws, row) for row in rows]
+
+    def collate(self, draws: Draws, task: Task) -> Outcome:
+        first = task[1][0].id
+        at(first)
+        seed_random_numbers(*draws, COLLATES, first)
+        return self.groups.outcome(task)
+
+    def stand_in(self, draws: Draws, rows: Sequence[Row]) -> tuple[Sample | None, dict[int, str]]:
+        """The smallest of these rows that can be collated; of the others before it, why not."""
+        observed = self.observe(draws, rows)
+        reasons = {row.id: row.reason for row in observed if isinstance(row, Rejection)}
+        for sample in sorted((row for row in observed if isinstance(row, Sample)), key=size):
+            try:
+                self.groups.collate([sample])
+            except DataError:
+                reasons[sample.id] = "that cannot be collated"
+            else:
+                return sample, reasons
+        return None, reasons
+
+    def compute(self, function: Callable[..., R], args: Any, kwargs: Any) -> R:
+        return function(*args, **kwargs)
+
+    def _observe(self, draws: Draws, row: Row) -> Sample | Rejection:
+        if isinstance(row, Sample | Rejection):
+            return row
+        id = row.id if isinstance(row, RawItem) else row
+        at(id)
+        seed_random_numbers(*draws, OBSERVES, id)
+        return self.rows[row]
+
+
+def size(sample: Sample) -> tuple[int, int]:
+    return sample.cost.patches + sample.cost.padded, sample.id
+
+
+class LoaderPool:
+    """The rows of a rank, observed and collated in a pool that is made of `parts`.
+
+    order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. window: micro-batches
+    that are collated ahead, and chunks of rows that are observed ahead. has_rows: rows have numbers, which those of a
+    stream have not.
+    """
+
+    def __init__(self, parts: DataLoaderParts, rows: ObservedDataset, groups: CollatedDataset, rank: int, size: int):
+        self._parts, self._rank = parts, rank
+        self._pool = Pool.of(Work(rows, groups), parts, pin_memory=parts.pin_memory)
+        self.num_workers, self.window = parts.num_workers, parts.prefetch_factor * parts.num_workers
+        self.has_rows = parts.sampler is not None
+        self.order: Any
+        if self.has_rows:
+            self.order = ShardSampler(parts.sampler, rank, size)
+        else:
+            whole = parts.batch_size if parts.drop_last else None
+            self.order = StreamReader(parts.dataset, rank, size, is_split=parts.already_split, whole_batches_of=whole)
+        self._stand_in: Sample | None = None
+        self._first_seen: list[Sample | Rejection] = []
+        self._lock = threading.Lock()
+        self._epoch, self._is_closed = 0, False
+
+    def start(self) -> None:
+        """Start the workers, unless they run. In the main thread."""
+        if self._is_closed:
+            raise ConfigError(CLOSED)
+        self._pool.start(random_seed(self._seed, self._rank))
+
+    def begin(self, epoch: int) -> Iterator[Sample | Rejection]:
+        """The observed rows of this rank in the epoch that `order` is set to. Starts workers, unless they live on."""
+        if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
+            self._pool.close()
+        self.start()
+        self._epoch = epoch
+        return self._observed(iter(self.order))
+
+    def collate(self, task: Task) -> Pending:
+        micro_batch, samples = task
+        return self._pool.submit("collate", self._draws, task, rows=micro_batch.ids or [samples[0].id])
+
+    def compute(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._pool.compute(function, *args, **kwargs)
+
+    def read_rows(self, rows: Iterable[int]) -> Iterator[Sample | Rejection]:
+        """Observe rows by their numbers."""
+        self.start()
+        return self._observe(rows)
+
+    def stand_in(self) -> Sample:
+        """A sample for micro-batches that weigh nothing, which has been collated once: the smallest of the first usable
+        rows in the order of all ranks. Found once, by any thread.
+
+        Raises `DataError` if no row can be used.
+        """
+        with self._lock:
+            self._stand_in = self._stand_in or self._find_stand_in()
+            return self._stand_in
+
+    def end_epoch(self) -> None:
+        if not self._parts.persistent_workers:
+            self._pool.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._is_closed = True
+        self._pool.close()
+
+    @property
+    def _seed(self) -> int:
+        """Follows torch's global one, or that of the user's generator, of which nothing is drawn."""
+        generator = self._parts.generator
+        return torch.initial_seed() if generator is None else generator.initial_seed()
+
+    @property
+    def _draws(self) -> Draws:
+        return self._seed, self._epoch
+
+    def _observed(self, rows: Iterator[Any]) -> Iterator[Sample | Rejection]:
+        for row in self._observe(rows):
+            if not self.has_rows and len(self._first_seen) < STAND_IN_CHUNK:
+                self._first_seen.append(row)
+            yield row
+
+    def _observe(self, rows: Iterable[Row]) -> Iterator[Sample | Rejection]:
+        calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, OBSERVE_CHUNK))
+        with closing(self._pool.map("observe", calls, self.window)) as observed:
+            yield from itertools.chain.from_iterable(observed)
+
+    def _find_stand_in(self) -> Sample:
+        reasons: dict[int, str] = {}  # a row may be looked at twice
+        for rows in self._rows_to_try():
+            calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, STAND_IN_CHUNK))
+            with closing(self._pool.map("stand_in", calls, 0)) as tried:
+                for sample, others in tried:
+                    if sample is not None:
+                        return sample
+                    reasons |= others
+        raise DataError(no_usable_row(Counter(reasons.values())))
+
+    def _rows_to_try(self) -> Iterator[Iterable[Row]]:
+        """Rows in the order of all ranks. Of a stream first those that this rank has drawn: a second iterator may move
+        the file of the one under way, or end it."""
+        if self.has_rows:
+            yield self.order.whole()
+        else:
+            yield list(self._first_seen)
+            yield StreamReader(self._parts.dataset, 0, 1)
+
+
+def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
+    """Lists of `count` rows; the last may have fewer."""
+    rest = iter(rows)
+    while chunk := list(itertools.islice(rest, count)):
+        yield chunk
+
+
+def _ids(rows: Sequence[Row]) -> list[int]:
+    return [row if isinstance(row, int) else row.id for row in rows]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A look at single rows before there is a loader. A worker reads them, if there are any: the workers to come must not
+# inherit what a dataset opens when it is read first.
+
+
+@dataclass
+class _Look:
+    dataset: Any
+    function: Callable[[Any], Any]
+
+    def look(self) -> Any:
+        return self.function(self.dataset)
+
+
+def look(parts: DataLoaderParts, function: Callable[[Any], R]) -> R:
+    """`function(dataset)`, in a process of its own if these parts have workers; random numbers stay as they are."""
+    with closing(Pool.of(_Look(parts.dataset, function), parts, min(parts.num_workers, 1))) as pool:
+        pool.start()
+        result: R = pool.submit("look").result()
+        return result
+
+
+def ends_of(parts: DataLoaderParts) -> object:
+    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
+
+    A row that reads differently the second time (augmentation, random masks) says nothing about the data.
+    """
+    try:
+        first, again, last = look(parts, _ends)
+    except Exception as error:  # the loader reports what cannot be read
+        return type(error).__name__
+    return [first, last] if first == again else None
+
+
+def _ends(dataset: Any) -> list[int]:
+    return [fingerprint(dataset[index]) for index in (0, 0, len(dataset) - 1)]
+
+
+def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
+    """Observe the first item of a dataset with an index, and note what units of its items are counted from.
+
+    Returns "", or why items of this kind cannot be observed: they need a `cost_fn` or labels, or `cost_fn` returns no
+    cost.
+    """
+    message, units_from = look(parts, partial(_first_observed, observer))
+    if not message:
+        observer.units_from = units_from
+    return message
+
+
+def _first_observed(observer: ItemObserver, dataset: Any) -> tuple[str, UnitsFrom | None]:
+    """What is wrong with the kind of an item, or ""; what its units are counted from."""
+    try:
+        observer(dataset[0])
+    except ItemError as error:
+        return str(error), None
+    except Exception:  # a row that cannot be read; the loader reports it, by its policy
+        pass
+    return "", observer.units_from
