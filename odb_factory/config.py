@@ -26,7 +26,7 @@ LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
 
-LossScaling = Literal["stock", "exact", "sample", "square", "approx", "none"]
+LossScaling = Literal["stock", "exact", "approx", "none"]
 LOSS_SCALINGS: tuple[str, ...] = get_args(LossScaling)
 _UNSET: Any = ""
 

@@ -62,7 +62,7 @@ OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse", "length_buckets", "cost_mo
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
-    "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
+    "loss_scaling": ["stock", "exact", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
     "layout": ["auto", "flat", "padded"],
     "overlong": ["singleton", "drop", "error"],

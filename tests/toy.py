@@ -71,7 +71,6 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         tokens=5,
         padded_tokens=6,
         units=3,
-        root_units=1 + 2**0.5,
         num_stock_means=1,
         stock_input_tokens=6,
         done=2,

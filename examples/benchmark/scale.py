@@ -151,7 +151,7 @@ class World:
                 for rank in group:
                     sums[rank] = Sums(plans=[(group.start, checksum, rank)])
                 order = [(checksum, group.start, group.stop - 1)] if len(self.groups) == 1 else []
-                mine = {"exhausted": False, "roots": units << 52, "means": Counter({0: units}), "orders": order}
+                mine = {"exhausted": False, "means": Counter({0: units}), "orders": order}
                 sums[group.start] = replace(sums[group.start], outline=GroupOutline.of(plan, asked), **mine)
             texts = {rank: one.encode() for rank, one in sums.items()}
             told = self.run({rank: self.planning[rank].reduce(text, Sums.merge) for rank, text in texts.items()})

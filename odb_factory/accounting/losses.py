@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,6 @@ from odb_factory.model.own_loss import model_with_labels, own_loss
 # With `loss_scaling` one of these, a unit of sample s with n units weighs
 #     stock     1 / (num_stock_means x stock_units of s)     as in stock training
 #     exact     1 / (units of the step)                       the mean over the units of the step
-#     sample    1 / (samples of the step x n)                 every sample weighs the same
-#     square    1 / (sum of the roots x sqrt(n))              a sample weighs the root of its units
 #     approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
 #     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
 # All sums are known from the plan, so no communication is needed.
@@ -79,22 +76,19 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
     if micro_batch.whole is not None:
         planned = token_weights(micro_batch.whole, loss_scaling, world_size)
         return tuple(planned[i] for i in micro_batch.numbers)
-    step, units = micro_batch.step, micro_batch.units
-    divisors: list[float]
+    samples, step = micro_batch.samples, micro_batch.step
+    if not samples:
+        return ()
     match loss_scaling:
         case "stock":
-            divisors = [step.num_stock_means * one.stock_units for one in micro_batch.samples]
+            return tuple(world_size / (step.num_stock_means * sample.stock_units) for sample in samples)
         case "exact":
-            divisors = [step.units for _ in units]
-        case "sample":
-            divisors = [step.samples * n for n in units]
-        case "square":
-            divisors = [step.root_units * math.sqrt(n) for n in units]
+            divisor: float = step.units
         case "approx":
-            divisors = [step.tokens * micro_batch.num_units / micro_batch.tokens for _ in units]
+            divisor = step.tokens * micro_batch.num_units / micro_batch.tokens
         case _:
-            divisors = [step.active_ranks * micro_batch.num_units for _ in units]
-    return tuple(world_size / divisor for divisor in divisors)
+            divisor = step.active_ranks * micro_batch.num_units
+    return (world_size / divisor,) * len(samples)
 
 
 def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
@@ -197,7 +191,7 @@ class TokenLoss:
 
     Example::
 
-        token_loss = TokenLoss(model, "sample")
+        token_loss = TokenLoss(model, "stock")
         with token_loss.weighing(loss.row_weights, measured.segments, num_units):
             output = model(**batch)
         (output.loss * loss.scale).backward()

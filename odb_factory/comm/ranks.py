@@ -95,9 +95,8 @@ class Sums:
     failure: why the ranks cannot go on: (one only left the epoch, its rank, reason). plans: of ranks that have made the
     same plan, (first rank of these, checksum, a rank). outline: of the plans. orders: (order as in `RankMetadata`, from
     this rank, to this one).
-    exhausted, rejected, overlong: as in `RankMetadata`. roots: the square roots of the units of the samples, in units
-    of 2 ** -52, which are exact. means: tokens of stock's means that several groups share, by number; num_means: the
-    other ones.
+    exhausted, rejected, overlong: as in `RankMetadata`. means: tokens of stock's means that several groups
+    share, by number; num_means: the other ones.
     """
 
     failure: tuple[bool, int, str] | None = None
@@ -107,7 +106,6 @@ class Sums:
     exhausted: bool = True
     rejected: Counter[str] = field(default_factory=Counter)
     overlong: int = 0
-    roots: int = 0
     means: Counter[int] = field(default_factory=Counter)
     num_means: int = 0
 
@@ -156,7 +154,6 @@ class Sums:
             exhausted=all(one.exhausted for one in told),
             rejected=sum((one.rejected for one in told), Counter()),
             overlong=sum(one.overlong for one in told),
-            roots=sum(one.roots for one in told),
             means=sum((one.means for one in told), Counter()),
             num_means=sum(one.num_means for one in told),
         ).encode()

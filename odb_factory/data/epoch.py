@@ -46,8 +46,6 @@ OTHER_LENGTH = (
     "an epoch of the training dataset (or its sampler) has {} samples by its `__len__`, and yields {}; fix its "
     "`__len__`: the steps of an epoch are counted by it."
 )
-ROOT_SCALE = 1 << 52
-"""Of sums of square roots, as whole numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +226,6 @@ class EpochPlanner(ABC):
             epoch=self.epoch,
             index=index,
             num_micro_batches=len(planned),
-            root_units=sums.roots / ROOT_SCALE,
             rejected=self._all_rejected(sums),
             overlong=self.place.overlong + sums.overlong,
             **figures,
@@ -261,16 +258,12 @@ class EpochPlanner(ABC):
         others = [f"{remainder} {why}"] if remainder else []
         return CollectiveError(no_usable_row(rejected, others, empty))
 
-    def _sums(self, ranks: list[RankMetadata], units: Sequence[int] | np.ndarray, **others: Any) -> Sums:
-        """Of these ranks. units: of their samples that are planned. others: fields of `Sums`."""
-        values, counts = np.unique(np.asarray(units, dtype=np.int64), return_counts=True)
-        # Square roots of whole numbers are multiples of 2 ** -52: no order of the ranks changes their sum.
-        roots = [int(root * ROOT_SCALE) for root in np.sqrt(values).tolist()]
+    def _sums(self, ranks: list[RankMetadata], **others: Any) -> Sums:
+        """Of these ranks. others: fields of `Sums`."""
         return Sums(
             exhausted=all(rank.buffer.exhausted for rank in ranks),
             rejected=sum((rank.rejected for rank in ranks), Counter()),
             overlong=sum(rank.overlong for rank in ranks),
-            roots=sum(root * count for root, count in zip(roots, counts.tolist())),
             **others,
         )
 
@@ -377,7 +370,7 @@ class KeepEpoch(EpochPlanner):
             is_compared = index == self.first_index or not stock.is_split
             held = enumerate(ranks if is_compared else (), group.start)
             orders = tuple((rank.order, number, number) for number, rank in held)
-            mine = self._sums(ranks, rows["units"], means=means, num_means=num_means, orders=orders)
+            mine = self._sums(ranks, means=means, num_means=num_means, orders=orders)
 
         def make(least_steps: int) -> Plan:
             own = buffers[self.planning_ranks.start - group.start : self.planning_ranks.stop - group.start]
@@ -447,7 +440,7 @@ class FillEpoch(EpochPlanner):
         return self.held
 
     def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
-        buffers, sums = [rank.buffer for rank in ranks], self._sums(ranks, ())
+        buffers, sums = [rank.buffer for rank in ranks], self._sums(ranks)
         rejected = self._all_rejected(sums)
         epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
         self._carry_out(plan, mine, buffers)
@@ -466,7 +459,7 @@ class FillEpoch(EpochPlanner):
             self.shares[self._next_step] = self._share_now()
             tasks += self._optimizer_step(
                 planned,
-                self._sums(ranks, [units for one in planned for units in one.units]),
+                self._sums(ranks),
                 self._next_step,
                 num_stock_means=0,
                 stock_input_tokens=None,

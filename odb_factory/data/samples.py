@@ -47,7 +47,6 @@ class OptimizerStep(MicroStepTotals):
 
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
     num_micro_batches: K, the micro-batches of each rank. active_ranks: those of all ranks that are not idle.
-    root_units: sum over the samples of the square root of their units.
     num_stock_means: what stock divides the sum of its means by: their number, or what `StockMean` has in its place (0:
         there is no stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
@@ -64,7 +63,6 @@ class OptimizerStep(MicroStepTotals):
     epoch: int
     index: int
     num_micro_batches: int
-    root_units: float
     num_stock_means: float
     stock_input_tokens: int | None
     done: int

@@ -17,7 +17,6 @@ same number of messages, so ranks that leave an epoch together leave nothing beh
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -93,7 +92,6 @@ class Agreed:
         units, divisors = agreed.failed_units, {row.stock_mean: row.stock_units for row in rows}
         left = replace(
             _without(step, rows, emptied.total()),
-            root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in rows),
             num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == units[mean] for mean in divisors),
         )
         return replace(agreed, step=left)

@@ -490,7 +490,7 @@ def _check_losses(config: ODBConfig, model_args: Any, value_of: ValueOf) -> None
 
 def _weights_differ(config: ODBConfig, model_args: Any, value_of: ValueOf) -> bool:
     if config.loss_scaling != "stock":
-        return config.loss_scaling in ("sample", "square")
+        return False  # all tokens of a micro-batch weigh the same
     from llamafactory.model import load_tokenizer
 
     # LLaMA-Factory takes the mean of means for every model with a processor.

@@ -222,8 +222,7 @@ class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
         gradient_accumulation_steps x ranks samples (unless `global_batch_size` says otherwise), cut into as many
         micro-batches as the budgets need. drop_last: as in torch, counted in batches of all ranks.
     token_budget, max_patches, loss_scaling, buffer_size and every other key of `ODBConfig`: see there. loss_scaling is
-        `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows. With `sample`
-        and `square` call `weighted_loss` in place of the model's own.
+        `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows.
     layout: `padded` (which `auto` is here), as `collate_fn` returns the batches; `flat`: the samples of each in one
         row, without padding, for models of transformers (below).
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a

@@ -77,7 +77,7 @@ class LoopKeys(CommonKeys, total=False):
 
     token_budget: int
     max_patches: int | None
-    loss_scaling: Literal["exact", "sample", "square", "approx", "none"]
+    loss_scaling: Literal["exact", "approx", "none"]
 
 
 class TrainerKeys(CommonKeys, total=False):
@@ -87,7 +87,7 @@ class TrainerKeys(CommonKeys, total=False):
     max_patches: int | Literal["auto"] | None
     memory_fraction: float
     eval_token_budget: int | Literal["auto"] | None
-    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
+    loss_scaling: Literal["stock", "exact", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
     oom: Literal["raise", "split", "skip"]
     balance_encoder: bool | Literal["auto"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -76,7 +75,6 @@ def optimizer_step(
         tokens=sum(row.tokens for row in rows),
         padded_tokens=sum(one.padded_tokens for one in totals),
         units=sum(row.supervised for row in rows),
-        root_units=math.fsum(math.sqrt(row.supervised) for row in rows),
         num_stock_means=len(groups),
         stock_input_tokens=None,
         done=(index + 1) * len(rows),

@@ -39,11 +39,6 @@ def _defined(scaling: str, rows: list[Row], losses: Losses, slots: list[list[lis
         return _stock(rows, losses, stock_mean)
     if scaling == "exact":
         return _mean(range(len(rows)), losses)
-    if scaling == "sample":
-        return fmean(map(fmean, losses))
-    if scaling == "square":
-        roots = [math.sqrt(len(own)) for own in losses]
-        return math.fsum(root * fmean(own) for root, own in zip(roots, losses)) / math.fsum(roots)
     if scaling == "approx":
         tokens = [sum(rows[k].tokens for k in ids) for ids in active]
         return math.fsum(n * _mean(ids, losses) for n, ids in zip(tokens, active)) / sum(tokens)
@@ -66,7 +61,7 @@ def _summed(scaling: str, losses: Losses, micro_batches: list[list]) -> float:
 
 
 CASES = [("stock", "step"), ("stock", "rank"), ("stock", "micro_batch")]
-CASES += [(scaling, "step") for scaling in ("exact", "sample", "square", "approx", "none")]
+CASES += [(scaling, "step") for scaling in ("exact", "approx", "none")]
 
 
 @pytest.mark.parametrize(("scaling", "stock_mean"), CASES)
@@ -99,12 +94,11 @@ def test_equal_weights_use_the_mean_of_the_model_itself(scaling: str) -> None:
     assert all(loss_of(token_weights(one, scaling, 1), one.units).row_weights is None for one in micro_batches)
 
 
-@pytest.mark.parametrize("scaling", ["sample", "square", "stock"])
-def test_one_sample_alone_and_samples_of_one_length_have_equal_weights(scaling: str) -> None:
+def test_one_sample_alone_and_samples_of_one_stock_micro_batch_have_equal_weights() -> None:
     rows = [Row(9, n, False, 0, k // 3) for k, n in enumerate((4, 4, 4, 7, 2, 6))]
     (micro_batches,) = optimizer_step(rows, [[[0, 1, 2], [3], [4, 5], []]], stock_mean="micro_batch")
-    weighted = [loss_of(token_weights(one, scaling, 1), one.units).row_weights is not None for one in micro_batches]
-    assert weighted == [False, False, scaling != "stock", False]
+    weighted = [loss_of(token_weights(one, "stock", 1), one.units).row_weights is not None for one in micro_batches]
+    assert weighted == [False, False, False, False]
 
 
 def test_an_idle_micro_batch_has_no_weights() -> None:

@@ -134,9 +134,9 @@ def test_rows_dropped_in_an_epoch_that_was_left_are_counted() -> None:
 
 
 def test_the_audit_has_the_weight_of_each_row_where_they_differ(tmp_path: Path) -> None:
-    rows = [Row(9, n, False, 0, 0) for n in (2, 4, 8, 8)]
-    accounting = _accounting(folder=tmp_path, loss_scaling="sample")
-    _run(accounting, optimizer_step(rows, [[[0, 1], [2, 3]]])[0])
+    rows = [Row(9, n, False, 0, k) for k, n in enumerate((2, 4, 8, 8))]
+    accounting = _accounting(folder=tmp_path, loss_scaling="stock")
+    _run(accounting, optimizer_step(rows, [[[0, 1], [2, 3]]], stock_mean="micro_batch")[0])
     accounting.close()
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert [line["weight"] for line in lines] == [pytest.approx([1 / 8, 1 / 16]), pytest.approx(1 / 2)]
@@ -152,18 +152,17 @@ def test_an_audit_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scaling", "found", "message"),
     [
-        ("sample", Measured(2, 70, Media(), 6), None),
-        ("sample", Measured(1, 70, Media(), 6), "made 1 rows of these 2 samples, and loss_scaling 'sample' gives"),
-        ("sample", Measured(4, 70, Media(), 6), "made 4 rows of these 2 samples"),
-        ("square", Measured(2, 70, Media(), 5), "the collator left 5 units of 6 observed"),
+        ("stock", Measured(2, 70, Media(), 6), None),
+        ("stock", Measured(1, 70, Media(), 6), "made 1 rows of these 2 samples, and loss_scaling 'stock' gives"),
+        ("stock", Measured(4, 70, Media(), 6), "made 4 rows of these 2 samples"),
         ("exact", Measured(2, 70, Media(), 5), "the collator left 5 units of 6 observed"),
         ("approx", Measured(2, 70, Media(), 5), None),
         ("exact", Measured(1, 12, Media(), 6), "some were left out"),
     ],
 )
 def test_what_the_collator_changed_is_said(scaling: str, found: Measured, message: str | None) -> None:
-    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)]
-    ((one,),) = optimizer_step(rows, [[[0, 1]]])
+    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 1)]
+    ((one,),) = optimizer_step(rows, [[[0, 1]]], stock_mean="micro_batch")
     accounting = _accounting(loss_scaling=scaling)
     if message is None:
         accounting.begin(one, found)
@@ -179,18 +178,18 @@ def _measured(micro_batch: MicroBatch, *units: int) -> Measured:
 def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)]
-    ((one,),) = optimizer_step(rows, [[[0, 1]]])
+    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 1)]
+    ((one,),) = optimizer_step(rows, [[[0, 1]]], stock_mean="micro_batch")
     with caplog.at_level(logging.WARNING, "odb_factory"):
         for units in ((2, 4), (4, 2), (4, 2)):
-            _accounting(loss_scaling="sample").begin(one, _measured(one, 2, 4))
+            _accounting(loss_scaling="stock").begin(one, _measured(one, 2, 4))
             accounting = _accounting(loss_scaling="exact")
             accounting.begin(one, _measured(one, *units))
             accounting.begin(one, _measured(one, *units))
     said = [record.message for record in caplog.records if "the order of the rows" in record.message]
     assert len(said) == 2, "once a run, and not for rows in their order"
     with pytest.raises(DataError, match="rows \\[0, 1\\]: the collator returns them with \\[4, 2\\] units"):
-        _accounting(loss_scaling="sample").begin(one, _measured(one, 4, 2))
+        _accounting(loss_scaling="stock").begin(one, _measured(one, 4, 2))
 
 
 SEGMENTS = (9, 12, 3)
@@ -198,15 +197,15 @@ SEGMENTS = (9, 12, 3)
 
 def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Order and labels of each; what fills up has none; nothing is said of one row."""
-    rows = [Row(9, 2, False, 0, 0), Row(12, 4, False, 0, 0)]
-    ((one,),) = optimizer_step(rows, [[[0, 1]]])
+    rows = [Row(9, 2, False, 0, 0), Row(12, 4, False, 0, 1)]
+    ((one,),) = optimizer_step(rows, [[[0, 1]]], stock_mean="micro_batch")
 
     def found(*units: int) -> Measured:
         labels = [[-100] * (length - n) + [5] * n for length, n in zip(SEGMENTS, units)]
         row = torch.tensor([list(chain(*labels))])
         return measure_batch({"input_ids": row, "labels": row}, segments=SEGMENTS)
 
-    accounting = _accounting(folder=tmp_path, loss_scaling="sample")
+    accounting = _accounting(folder=tmp_path, loss_scaling="stock")
     accounting.begin(one, found(2, 4, 0))
     accounting.end()
     accounting.close()
@@ -216,7 +215,7 @@ def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptu
     assert line["weight"] == pytest.approx([1 / 4, 1 / 8])
     for wrong in ((4, 2, 0), (2, 3, 1)):
         with pytest.raises(DataError, match=re.escape(f"the collator returns them with {[*wrong]} units")):
-            _accounting(loss_scaling="sample").begin(one, found(*wrong))
+            _accounting(loss_scaling="stock").begin(one, found(*wrong))
     _accounting(loss_scaling="exact").begin(one, found(4, 2, 0))
     assert "in the order of the rows" in caplog.text
     with pytest.raises(DataError, match="left 5 units of 6"):

@@ -83,7 +83,7 @@ def _is_as_defined(model: nn.Module, wrapped: nn.Module | None = None) -> Any:
     logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
     expected = _defined(logits, batch["labels"])
     wanted = _gradients(model, expected)
-    with TokenLoss(wrapped or model, "sample").weighing(ROW_WEIGHTS):
+    with TokenLoss(wrapped or model, "stock").weighing(ROW_WEIGHTS):
         output = (wrapped or model)(**batch)
     aux = getattr(output, "aux_loss", None)
     aux = 0.0 if aux is None else 0.1 * aux
@@ -120,7 +120,7 @@ def test_peft_and_ddp_are_looked_through(tiny_text: Path) -> None:
 def test_afterwards_the_model_has_its_own_loss_again(tiny_text: Path) -> None:
     model, batch = _text(tiny_text), _batch()
     before = model(**batch).loss.item()
-    token_loss = TokenLoss(model, "sample")
+    token_loss = TokenLoss(model, "stock")
     with token_loss.weighing(ROW_WEIGHTS):
         assert model(**batch).loss.item() != before
     assert model(**batch).loss.item() == before
@@ -151,9 +151,9 @@ def test_a_loss_made_elsewhere_is_refused_by_name(tiny_text: Path, kind: str) ->
     if kind == "not of transformers":
         model, called = nn.Linear(1, 1), nn.Identity()
     name = "Linear" if kind == "not of transformers" else "Qwen2ForCausalLM"
-    with pytest.raises(ConfigError) as refused, TokenLoss(model, "square").weighing(ROW_WEIGHTS):
+    with pytest.raises(ConfigError) as refused, TokenLoss(model, "stock").weighing(ROW_WEIGHTS):
         called(_batch()["labels"]) if isinstance(called, nn.Identity) else called(**_batch())
-    assert str(refused.value).startswith("odb.loss_scaling: 'square' ")
+    assert str(refused.value).startswith("odb.loss_scaling: 'stock' ")
     assert f" {name} computes its loss without " in str(refused.value)
     assert "`loss_scaling: exact`" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -181,7 +181,7 @@ def test_segments_of_a_flat_row_weigh_what_rows_do(tiny_text: Path) -> None:
     wanted = _gradients(model, expected)
     flat, segments = _flat()
     model.config.use_cache = False
-    with TokenLoss(model, "sample").weighing(ROW_WEIGHTS, segments):
+    with TokenLoss(model, "stock").weighing(ROW_WEIGHTS, segments):
         loss = model(**flat).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
     found = _gradients(model, loss)

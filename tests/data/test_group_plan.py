@@ -113,7 +113,7 @@ def test_ranks_of_a_group_that_plan_otherwise_stop() -> None:
 def test_sums_travel_whole() -> None:
     buffers = [BufferMetadata(make_metadata([Cost(50, 3), Cost(20)], [0, 0], False).rows, False)]
     outline = GroupOutline.of(plan_optimizer_step(buffers, BUDGET, balance=True), 0)
-    told = Sums(outline=outline, rejected=Counter(unreadable=2), means=Counter({7: 3}), roots=1 << 70, exhausted=False)
+    told = Sums(outline=outline, rejected=Counter(unreadable=2), means=Counter({7: 3}), exhausted=False)
     assert outline.totals[0].tokens > 0
     assert Sums.decode(told.encode()) == Sums.decode(Sums.merge([told.encode(), Sums().encode()])) == told
 

@@ -136,9 +136,7 @@ def test_other_ranks_and_budgets_train_on_the_same(
     assert all(trained(epochs) == trained(runs[0]) for epochs in runs)
 
     def told(epochs: list[Epoch]) -> list[tuple[Any, ...]]:
-        return [
-            (s.index, s.samples, s.tokens, s.units, s.root_units, s.done, s.rejected, s.last) for s in epochs[0].steps
-        ]
+        return [(s.index, s.samples, s.tokens, s.units, s.done, s.rejected, s.last) for s in epochs[0].steps]
 
     assert all(told(epochs) == told(runs[0]) for epochs in runs), "to the last digit: weights are made of it"
 

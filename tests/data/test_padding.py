@@ -121,15 +121,13 @@ def test_an_epoch_has_few_shapes(layout: Any, mode: Any) -> None:
 
 
 def test_rows_that_were_added_weigh_nothing(tiny_text: Path) -> None:
-    """With weights that differ from sample to sample; float64."""
+    """In float64."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64)
     rows = [{"input_ids": [5 + k] * length, "labels": [5 + k] * length} for k, length in enumerate(LENGTHS)]
     losses = []
     for keys in ({}, {"length_buckets": [16, 32], "row_multiple": 4}):
         total, added = 0.0, 0
-        with ODBDataLoader(
-            rows[3:], batch_size=10, token_budget=96, collate_fn=collate, loss_scaling="sample", **keys
-        ) as loader:
+        with ODBDataLoader(rows[3:], batch_size=10, token_budget=96, collate_fn=collate, **keys) as loader:
             for batch in loader:
                 info = pop_step_info(batch)
                 added += info.filler_rows

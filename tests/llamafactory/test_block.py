@@ -42,8 +42,6 @@ def test_optimizer_steps_of_any_size_are_taken(config) -> None:
         ),
         ("tiny_vl", {"loss_scaling": "exact"}, {"use_liger_kernel": True} | COMPILED, False),
         ("tiny_text", {}, {"use_liger_kernel": True} | COMPILED, False),
-        ("tiny_text", {"loss_scaling": "sample"}, {"use_liger_kernel": True}, False),
-        ("tiny_text", {"loss_scaling": "sample"}, {"use_liger_kernel": True} | COMPILED, True),
         ("tiny_text", {}, {"use_liger_kernel": True, "use_asft_loss": True}, True),
         ("tiny_text", {"global_batch_size": "fill"}, {"use_liger_kernel": True} | COMPILED, False),
     ],

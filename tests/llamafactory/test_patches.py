@@ -159,7 +159,6 @@ def test_mistakes_are_named_in_the_words_of_the_plugin(patched, tiny_text, data_
         {"odb": None},
         {"odb": 512},
         {"cutoff_len": "abc"},
-        {"odb": {"token_budget": 1024, "loss_scaling": "sample"}, "use_liger_kernel": True, "torch_compile": True},
         {"packing": True},
         {"use_mca": True},
         {"ignore_pad_token_for_loss": False},

@@ -26,10 +26,6 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"odb": None}, ("odb: None is not a block", "token_budget")),
     ({"odb": FILL | {"loss_scaling": "stock"}}, ("odb.loss_scaling: 'stock'",)),
     ({"odb": {"token_budget": 256, "row_multiple": 2}, "stage": "kto"}, ("odb.row_multiple: 2",)),
-    (
-        {"odb": {"token_budget": 256, "loss_scaling": "square"}, "use_liger_kernel": True, "torch_compile": True},
-        ("use_liger_kernel: True",),
-    ),
     ({"packing": True}, ("packing: True does not go", "remove")),
     ({"stage": "pt", "packing": True}, ("packing: True does not go", "layout: flat")),
     ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, ("neat_packing: True", "remove one")),

@@ -113,9 +113,8 @@ def test_auto_is_padded_in_a_loop() -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "flat"])
 def test_a_collator_that_lays_flat_itself(layout: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With `flat` it is planned as such, and nothing is to be said; weights that differ can be told."""
-    scaling = "sample" if layout == "flat" else "exact"
-    with make(layout=layout, collate_fn=DataCollatorWithFlattening(), loss_scaling=scaling) as loader:
+    """With `flat` it is planned as such, and nothing is to be said."""
+    with make(layout=layout, collate_fn=DataCollatorWithFlattening()) as loader:
         infos = [pop_step_info(batch) for batch in loader]
     assert Counter(k for info in infos for k in info.ids) == Counter(range(NUM_ROWS))
     said = [message for message in caplog.messages if "into one row of" in message]
@@ -136,10 +135,7 @@ def test_a_batch_that_cannot_be_laid_flat_is_one_line_about_the_collator() -> No
 @pytest.mark.parametrize(
     ("by_logits", "pad_to_multiple_of"), [(True, None), (True, 32), (False, 32)], ids=["", "filled", "without logits"]
 )
-@pytest.mark.parametrize("scaling", ["exact", "sample"])
-def test_the_gradient_is_that_of_one_padded_batch(
-    tiny_text: Path, scaling: Any, by_logits: bool, pad_to_multiple_of: Any
-) -> None:
+def test_the_gradient_is_that_of_one_padded_batch(tiny_text: Path, by_logits: bool, pad_to_multiple_of: Any) -> None:
     """I8, I10: of every optimizer step, and its loss."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64, use_cache=False).train()
     loss_of = without_logits(model)
@@ -149,7 +145,6 @@ def test_the_gradient_is_that_of_one_padded_batch(
         batch_size=4,
         gradient_accumulation_steps=2,
         collate_fn=collate,
-        loss_scaling=scaling,
         pad_to_multiple_of=pad_to_multiple_of,
         num_workers=1,
         shuffle=True,
@@ -161,15 +156,14 @@ def test_the_gradient_is_that_of_one_padded_batch(
             if loss is None:
                 loss = weighted_loss(model(**batch).logits, labels, info)
             loss.backward()
-            if scaling == "exact":
-                own = model(**batch, labels=labels).loss * info.loss_scale  # in float32
-                assert own.item() == pytest.approx(loss.item(), rel=1e-5)
+            own = model(**batch, labels=labels).loss * info.loss_scale  # in float32
+            assert own.item() == pytest.approx(loss.item(), rel=1e-5)
             ids, total = [*ids, *info.ids], total + loss.item()
             if not info.ends_optimizer_step:
                 continue
             found = {name: value.grad.clone() for name, value in model.named_parameters()}
             model.zero_grad()
-            expected = big_padded_batch(model, ids, scaling)
+            expected = big_padded_batch(model, ids)
             assert total == pytest.approx(expected, rel=1e-13)
             for name, value in model.named_parameters():
                 deviation = (value.grad - found[name]).norm() / value.grad.norm()
@@ -439,13 +433,12 @@ def test_a_padded_and_a_flat_batch_share_a_backward(kind: str, is_flat_first: bo
         assert row is not None and row.segments == info.segments
 
 
-def big_padded_batch(model: Any, ids: list[int], scaling: str) -> float:
+def big_padded_batch(model: Any, ids: list[int]) -> float:
     """Backward of the loss of all samples as one padded batch, by its definition; returns the loss."""
     batch = collate([labelled(k) for k in ids])
     labels = batch.pop("labels")[:, 1:]
     logits = model(**batch).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    counts = (labels != -100).sum(1)
-    loss = losses.sum() / counts.sum() if scaling == "exact" else (losses.sum(1) / counts).mean()
+    loss = losses.sum() / (labels != -100).sum()
     loss.backward()
     return loss.item()

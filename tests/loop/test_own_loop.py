@@ -53,11 +53,10 @@ def _model_and_losses() -> tuple[torch.nn.Module, Callable[[int], list[torch.Ten
     return model, of_row
 
 
-@pytest.mark.parametrize("scaling", ["exact", "sample", "square"])
-def test_weighted_losses_add_up_to_what_the_word_says(scaling: Any) -> None:
+def test_weighted_losses_add_up_to_the_mean_over_all_tokens() -> None:
     """I8: over the micro-batches of an optimizer step, and their gradients too."""
     model, of_row = _model_and_losses()
-    with make(loss_scaling=scaling, batch_size=5, gradient_accumulation_steps=2, shuffle=True) as loader:
+    with make(batch_size=5, gradient_accumulation_steps=2, shuffle=True) as loader:
         assert loader.num_optimizer_steps == 6
         ids, total = [], 0.0
         for batch in loader:
@@ -69,12 +68,9 @@ def test_weighted_losses_add_up_to_what_the_word_says(scaling: Any) -> None:
                 continue
             found = [value.grad.clone() for value in model.parameters()]
             model.zero_grad()
-            rows = [of_row(k) for k in ids]
-            means = torch.stack([row.mean() for row in rows])
-            roots = torch.tensor([len(row) ** 0.5 for row in rows], dtype=torch.float64)
-            expected = {"exact": torch.cat(rows).mean(), "sample": means.mean(), "square": means @ roots / roots.sum()}
-            assert total == pytest.approx(expected[scaling].item(), rel=1e-12)
-            expected[scaling].backward()
+            expected = torch.cat([of_row(k) for k in ids]).mean()
+            assert total == pytest.approx(expected.item(), rel=1e-12)
+            expected.backward()
             for value, other in zip(model.parameters(), found):
                 torch.testing.assert_close(value.grad, other, rtol=1e-10, atol=1e-14)
             model.zero_grad()
@@ -138,16 +134,6 @@ def test_labels_on_a_device_are_not_counted_there(layout: Any, monkeypatch: pyte
         batch = next(iter(loader))
         loss_of({"labels": batch["labels"].to("meta")}, pop_step_info(batch))
         assert handed[-1] is None, "a unit is no label here"
-
-
-def test_a_mean_loss_is_not_scaled_where_samples_weigh_differently() -> None:
-    with make(loss_scaling="sample") as loader:
-        info = pop_step_info(next(iter(loader)))
-        assert len(set(info.token_weights)) > 1
-        with pytest.raises(
-            ConfigError, match=r"loss_scaling 'sample' gives .*; use weighted_loss\(logits, labels, info"
-        ):
-            _ = info.loss_scale
 
 
 def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
@@ -301,15 +287,10 @@ def test_a_collator_that_makes_something_else_is_told_once(
     assert re.search(words, message) and "None" not in message
 
 
-@pytest.mark.parametrize(
-    ("collate_fn", "loss_scaling", "words"),
-    [
-        *((drop, word, r"collator made \d+ rows of \d+ tokens of these \d+ samples") for word in ("exact", "none")),
-        (sort, "square", "'square' gives them different weights; use a collator that keeps both"),
-    ],
-)
-def test_a_collator_whose_rows_cannot_be_weighed_is_refused(collate_fn: Any, loss_scaling: str, words: str) -> None:
-    with make(collate_fn=collate_fn, loss_scaling=loss_scaling) as loader, pytest.raises(DataError, match=words):
+@pytest.mark.parametrize("loss_scaling", ["exact", "none"])
+def test_a_collator_that_leaves_samples_out_is_refused(loss_scaling: Any) -> None:
+    words = r"collator made \d+ rows of \d+ tokens of these \d+ samples"
+    with make(collate_fn=drop, loss_scaling=loss_scaling) as loader, pytest.raises(DataError, match=words):
         rows_of(loader)
 
 

@@ -43,20 +43,13 @@ def dynamic(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return loss * torch.exp(-loss.detach())
 
 
-def mean_of(loss: Loss, loss_scaling: str = "exact") -> Callable[..., torch.Tensor]:
-    """A `compute_loss_func`: the mean over all supervised tokens of a batch.
-
-    loss_scaling: `sample` or `square`: the mean over its rows of their own means, or weighed by the square root of
-    their supervised tokens.
-    """
+def mean_of(loss: Loss) -> Callable[..., torch.Tensor]:
+    """A `compute_loss_func`: the mean over all supervised tokens of a batch."""
 
     def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         targets = labels[:, 1:]
         supervised = targets != IGNORE
-        counts = supervised.sum(1, keepdim=True)
-        shares = {"sample": 1 / counts, "square": 1 / counts.sqrt()}.get(loss_scaling, torch.ones_like(counts))
-        weights = (shares * supervised)[supervised]
-        return (loss(outputs.logits[:, :-1][supervised], targets[supervised]) * weights).sum() / weights.sum()
+        return loss(outputs.logits[:, :-1][supervised], targets[supervised]).mean()
 
     return mean
 
@@ -97,7 +90,7 @@ def replay(case: Case, path: str | Path, world_size: int, folder: Path, batches:
     with precision(case.dtype):
         rows = make_rows(case, path, world_size)
         collate = Collator(model, AutoConfig.from_pretrained(path))
-        loss = mean_of(smoothed(epsilon) if epsilon else token_loss, case.loss_scaling)
+        loss = mean_of(smoothed(epsilon) if epsilon else token_loss)
         return train_in_batches(model, rows, collate, batches, folder, loss, **arguments)
 
 

@@ -1,11 +1,11 @@
-"""I8: with `loss_scaling: exact` (`sample`, `square`) an optimizer step is that of one process and one batch.
+"""I8: with `loss_scaling: exact` an optimizer step is that of one process and one batch.
 
 Real `transformers.Trainer`s with `enable_odb`, on 1, 2 and 4 ranks, train two epochs on rows of unequal length with
 unequal shares of supervised tokens. With `fill`, ranks other than the first end early and take idle micro-batches. Then
 stock's Trainer in a single process (`reference.py`) takes the same samples of each optimizer step, as the audit files
-name them, as ONE batch: the sum of the cross entropy of all supervised tokens over their number (with the other
-scalings, weighed as they say). Gradients (each parameter tensor by itself), parameters after every step, and the logged
-loss and grad_norm are the same, to 1e-10 in float64 and 1e-5 in float32.
+name them, as ONE batch: the sum of the cross entropy of all supervised tokens over their number. Gradients (each
+parameter tensor by itself), parameters after every step, and the logged loss and grad_norm are the same, to 1e-10 in
+float64 and 1e-5 in float32.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ OPTIONS: dict[str, Case] = {
     "own mean": Case("text", "float64", 2, own_loss="means"),
     "kept": Case("text", "float64", 2, keep=3),
     "kept, own loss": Case("text", "float64", 2, own_loss="divides", keep=3),
-    "sample": Case("text", "float64", 2, loss_scaling="sample", keep=3),
-    "square": Case("text", "float64", 2, loss_scaling="square", keep=3),
     "flat": Case("text", "float64", 2, keep=3, layout="flat"),
-    "flat, sample": Case("text", "float64", 2, loss_scaling="sample", keep=3, layout="flat"),
-    "vl sample": Case("vl", "float64", 2, loss_scaling="sample", keep=2),
     "approx": Case("text", "float64", 2, loss_scaling="approx"),
     "none": Case("text", "float64", 2, loss_scaling="none"),
 }
@@ -53,8 +49,6 @@ MORE_OPTIONS: dict[str, Case] = {
     "lora": Case("text", "float64", 2, lora=True),
     "clipping": Case("text", "float64", 2, arguments={"max_grad_norm": 0.5}),
     "adamw": Case("text", "float64", 2, arguments={"optim": "adamw_torch", "learning_rate": 1e-3}),
-    "sample, filled": Case("text", "float64", 2, loss_scaling="sample"),
-    "vl square": Case("vl", "float64", 2, loss_scaling="square", keep=2),
 }
 """Of the full grid: smoothing, adapters, clipping and AdamW are in `test_same_training.py`, with stock's weights."""
 FUSED_LOSS_ONLY = {

@@ -38,7 +38,7 @@ TEXT_32 = dataclasses.replace(TEXT, dtype="float32")
 
 WITHOUT = {
     "text": Short(TEXT),
-    "flat": Short(Case("text", "float64", 2, keep=3, layout="flat", loss_scaling="sample")),
+    "flat": Short(Case("text", "float64", 2, keep=3, layout="flat", loss_scaling="stock")),
     "images": Short(Case("vl", "float64", 2, keep=2, loss_scaling="stock")),
     "filled": Short(Case("text", "float64", 2, loss_scaling="none")),
     "zero": Short(TEXT_32),

@@ -65,22 +65,20 @@ def trained(
 
 
 @pytest.mark.parametrize("loss", [None, dft_loss_func])
-@pytest.mark.parametrize("loss_scaling", ["stock", "sample"])
 def test_nobody_makes_logits_of_all_tokens(
-    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_scaling: Any, loss: Any
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Any
 ) -> None:
-    """With weights that are equal within a micro-batch, and with others; of a loss of LLaMA-Factory, too."""
+    """Of the model's own loss, and of a loss of LLaMA-Factory."""
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
     monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, tile=16 * vocabulary, block=2**24, rows=16))
     stock, expected, of_stock = trained(tiny_text, tmp_path, loss=loss)
-    ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160, loss_scaling=loss_scaling)
+    ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160)
     assert of_stock > 100 * vocabulary
     assert largest <= config.hidden_size * vocabulary, "the head's own weight"
-    if loss_scaling == "stock":
-        assert found == pytest.approx(expected, rel=1e-5)
-        for one, other in zip(ours.model.parameters(), stock.model.parameters()):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-6)
+    assert found == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(ours.model.parameters(), stock.model.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-6)
     assert ours.evaluate(Rows(num_rows=4))["eval_loss"] > 0
 
 
