@@ -336,12 +336,11 @@ class ODBLoader:
         """
         late = [one for one in micro_batch.samples if one.id in causes]
         shares = dict(zip(micro_batch.ids, self.weights(micro_batch))) if late else {}
-        epoch, step = _place(micro_batch.step)
         for id, cause in causes.items():
-            message, share = f"{self.describe(id)}: {cause}", shares.get(id, 0.0)
+            message = f"{self.describe(id)}: {cause}"
             if id in shares:
-                message += f"; its optimizer step had begun: {share:.2%} of its loss is lost"
-            self.left_out.leave_out([id], reason, message, epoch=epoch, step=step, lost_weight=share)
+                message += f"; its optimizer step had begun: {shares[id]:.2%} of its loss is lost"
+            self.left_out.leave_out(reason, message)
         return [LateRow(one.tokens, one.units, shares[one.id], empties and one is late[-1]) for one in late]
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
@@ -466,7 +465,6 @@ class ODBLoader:
         workers, progress, ranks = self._workers, self._progress, self._ranks
         progress.turn_to(self.epoch)
         self._not_consumed.clear()
-        self.left_out.forget()
         now = progress.now
         self._order.set_epoch(self.epoch)
         self._order.start = progress.start

@@ -25,7 +25,7 @@ from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
 from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
-from odb_factory.config import ODBConfig, make_config
+from odb_factory.config import ODBConfig, ODBKeys, make_config
 from odb_factory.data.collate import Collated
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
 from odb_factory.data.saved import remove_unfinished
@@ -186,8 +186,6 @@ class ODBCallback(TrainerCallback):
 # ----------------------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from odb_factory.loop.iteration import TrainerKeys
-
     Base = Trainer
 else:
     Base = object
@@ -442,9 +440,9 @@ class ODBTrainerMixin(Base):
         run, accounting = training.run, training.run.accounting
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
-            logs.update(accounting.interval_metrics() | training.speed_metrics(accounting.interval))
+            logs.update(accounting.interval_metrics())
         elif "train_runtime" in logs:
-            logs.update(accounting.metrics() | training.speed_metrics(accounting.total))
+            logs.update(accounting.metrics())
             seconds = logs["train_runtime"]
             logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
             if training.arguments.counts_tokens:
@@ -473,7 +471,7 @@ def enable_odb(
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
-    **block: Unpack[TrainerKeys],
+    **block: Unpack[ODBKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
 

@@ -137,13 +137,10 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
         assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 / (0.2 * steps))
         assert set(entry) >= {
             "odb/micro_batches",
-            "odb/samples_per_micro_step",
-            "odb/tokens_per_micro_step",
-            "odb/units_per_step",
             "odb/padding_ratio",
             "odb/budget_use",
             "odb/samples_per_second",
-            "odb/data_wait_s",
+            "odb/data_wait_share",
         }
     evaluations = [entry["step"] for entry in log if "eval_loss" in entry]
     every_fifth = list(range(5, steps + 1, 5))
