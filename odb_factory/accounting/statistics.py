@@ -225,9 +225,8 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 def summary_line(summary: Mapping[str, Any]) -> str:
     """summary: as `StepAccounting.summary` returns it."""
     parts = [
-        f"done: {summary['optimizer_steps']} optimizer steps, {summary['samples']} samples",
-        f"{summary['micro_steps']} micro-batches on each of {summary['ranks']} ranks, "
-        f"{summary['idle_micro_batches']} of them idle in all",
+        f"done: {summary['samples']} samples in {summary['optimizer_steps']} optimizer steps",
+        f"{summary['micro_steps']} micro-batches on each rank, {summary['idle_micro_batches']} idle on all ranks",
         f"padding {summary['padding_ratio']:.1%}, balance {summary['balance']:.3f}",
     ]
     left_out = ", ".join(f"{count} {reason}" for reason, count in summary["left_out"].items())

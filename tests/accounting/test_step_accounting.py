@@ -77,7 +77,7 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
     assert metrics["odb/micro_batches"] == 3
     assert (metrics["odb/skipped"], metrics["odb/idle"]) == (2, summary["idle_micro_batches"])
     line = summary_line(summary)
-    assert "3 optimizer steps, 30 samples" in line and "2 unreadable" in line
+    assert "30 samples in 3 optimizer steps" in line and "2 unreadable" in line
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert [(line["optimizer_step"], line["micro_batch"], line["micro_batches"]) for line in lines] == [
         *((1, k, 2) for k in range(2)),

@@ -62,7 +62,7 @@ def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, t
     assert (summary["samples"], summary["left_out"], summary["micro_steps"]) == (144, {}, len(audit))
     assert summary["optimizer_steps"] == 10
     assert summary["config"]["token_budget"] == 1536
-    assert "[odb] done: 144 samples trained on" in done.stdout
+    assert "[odb] done: 144 samples in 10 optimizer steps" in done.stdout
     assert "Running tokenizer on dataset" not in done.stdout, "there must be no offline tokenization pass"
 
 
