@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from odb_factory.loop.dataloader import ODBHandle as ODBHandle
     from odb_factory.loop.dataloader import apply_odb as apply_odb
     from odb_factory.loop.step_info import ODBStepInfo as ODBStepInfo
-    from odb_factory.loop.step_info import check_loss as check_loss
     from odb_factory.loop.step_info import pop_step_info as pop_step_info
     from odb_factory.loop.step_info import weighted_loss as weighted_loss
     from odb_factory.loop.step_info import without_logits as without_logits
@@ -47,7 +46,6 @@ _HOMES = {
     "ODBTrainer": "odb_factory.training.trainer",
     "ODBTrainerMixin": "odb_factory.training.trainer",
     "apply_odb": "odb_factory.loop.dataloader",
-    "check_loss": "odb_factory.loop.step_info",
     "enable_odb": "odb_factory.training.trainer",
     "plan_micro_batches": "odb_factory.planning.micro_batches",
     "pop_step_info": "odb_factory.loop.step_info",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from odb_factory.errors import ConfigError, quoted
 
@@ -223,6 +223,40 @@ class ODBConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+class ODBKeys(TypedDict, total=False):
+    """The keys of `ODBConfig` as typed keyword arguments, for type checkers and completion."""
+
+    token_budget: int | Literal["auto"]
+    max_patches: int | Literal["auto"] | None
+    max_image_patches: int | None
+    max_video_patches: int | None
+    max_audio_frames: int | None
+    memory_fraction: float
+    eval_token_budget: int | Literal["auto"] | None
+    global_batch_size: int | Literal["keep", "fill"]
+    layout: Literal["auto", "flat", "padded"]
+    pad_to_multiple_of: int | None
+    length_buckets: Sequence[int] | None
+    row_multiple: int
+    buffer_size: int
+    collate_workers: int | None
+    loss_scaling: LossScaling
+    lr_scale: Literal["none", "sqrt", "linear"]
+    join: bool
+    balance: bool | None
+    balance_group_size: int
+    balance_encoder: bool | Literal["auto"]
+    cost_model: Sequence[int] | None
+    overlong: Literal["singleton", "drop", "error"]
+    on_error: Literal["raise", "skip"]
+    oom: Literal["raise", "split", "skip"]
+    rehearse: bool | None
+    resume: Literal["strict", "ignore_data"]
+    exchange_timeout_s: int
+    audit: bool
+    seed: int | None
 
 
 class ResolvedConfig(ODBConfig):

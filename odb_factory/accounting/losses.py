@@ -31,6 +31,10 @@ from odb_factory.model.own_loss import model_with_labels, own_loss
 #     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
 # All sums are known from the plan, so no communication is needed.
 
+OTHER_LOSS = (
+    "train without odb (with `loss_scaling: exact` all tokens of an optimizer step weigh the same, another loss than "
+    "stock's)"
+)
 IN_BATCH = (
     "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides in each "
     "optimizer step which samples share one; train without odb"
@@ -129,12 +133,12 @@ def weighted_token_loss(
     if segments and (rows, length) != (1, sum(segments)):
         raise DataError(
             f"the model computes its loss over logits of {rows} rows of {length} tokens and the micro-batch is one row "
-            f"of {sum(segments)}, so the weights of its samples are unknown; set `loss_scaling: exact`."
+            f"of {sum(segments)}, so its samples cannot be weighed; {OTHER_LOSS}."
         )
     if not segments and rows != len(row_weights):
         raise DataError(
             f"the model computes its loss over logits of {rows} rows and the micro-batch has {len(row_weights)} "
-            "samples, so their weights are unknown; set `loss_scaling: exact`."
+            f"samples, so these cannot be weighed; {OTHER_LOSS}."
         )
     if shift_labels is None:
         assert labels is not None
@@ -253,8 +257,8 @@ class TokenLoss:
                 f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
                 f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
                 "Liger's, or by custom code), which odb does not replace: "
-                f"{self.without_logits.reason or 'its forward was not reached'}; set `loss_scaling: exact`, or turn "
-                "the kernel off."
+                f"{self.without_logits.reason or 'its forward was not reached'}; turn the kernel off, or "
+                f"{OTHER_LOSS}."
             )
 
     def __call__(
@@ -289,8 +293,8 @@ class TokenLoss:
         if self._lacks_gradient:
             raise ConfigError(
                 f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
-                f"compute_loss of the trainer returns another loss than that of {self._name}, which lacks them; make "
-                "that one a `compute_loss_func`, or set `loss_scaling: exact`."
+                f"compute_loss of the trainer returns another loss than that of {self._name}, which lacks "
+                f"them; {OTHER_LOSS}."
             )
 
 

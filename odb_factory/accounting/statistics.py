@@ -11,141 +11,108 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.planning import EncoderPlan, MicroStepTotals
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sums over what was trained on, and the figures that are made of them. The fields of `StepStatistics` are the one list
-# of sums: the others name the fields they use.
+# Sums over what was trained on, and the figures that are made of them.
 
-FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "patches", "moved", "moved_bytes", "squares")
+FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "moved")
 """Sums of fields of `MicroStepTotals`."""
 SUMMARY = (
-    "samples", "micro_steps", "idle_micro_batches", "tokens", "padded_tokens", "units", "units_cv", "padding_ratio",
-    "balance", "patch_balance", "moved", "moved_bytes", "oom_cuts", "lost_weight", "data_wait_s", "seconds",
+    "optimizer_steps", "micro_steps", "idle_micro_batches", "samples", "tokens", "padded_tokens", "units", "moved",
+    "oom_cuts", "lost_weight", "data_wait_s", "seconds",
 )  # fmt: skip
-"""Entries of `odb_summary.json`. These names are public."""
+"""Sums that are entries of `odb_summary.json`. These names are public."""
 
 
-@dataclass
-class StepStatistics:
-    """Sums over micro-steps, all ranks together; tokens are real, padded_tokens and patches as collated.
+class StepStatistics(dict[str, float]):
+    """Sums by name, all ranks together; a sum that was never added to is 0.
 
-    awaited_tokens, awaited_patches: the sums if every rank had as many as the fullest one in each micro-step.
-    encoder_work, awaited_encoder_work: the same of what the vision tower costs, where its work is shared out.
-    squared_units: of optimizer steps, all ranks together. squares: of the tokens of each sample. oom_cuts: how often a
-    micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the loss of late rows,
-    as a share of the loss of an optimizer step.
+    The names of `SUMMARY` and: awaited_tokens, patches, awaited_patches: the sum if every rank had as many as the
+    fullest one in each micro-step; skipped: rows left out. Tokens are real, padded_tokens and patches as collated.
+    oom_cuts: how often a micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the
+    loss of late rows, as a share of the loss of an optimizer step.
     """
 
-    micro_steps: int = 0
-    optimizer_steps: int = 0
-    idle_micro_batches: int = 0
-    samples: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    units: int = 0
-    squared_units: int = 0
-    patches: int = 0
-    awaited_tokens: int = 0
-    awaited_patches: int = 0
-    encoder_work: int = 0
-    awaited_encoder_work: int = 0
-    moved: int = 0
-    moved_bytes: int = 0
-    squares: int = 0
-    oom_cuts: int = 0
-    lost_weight: float = 0.0
-    data_wait_s: float = 0.0
-    seconds: float = 0.0
+    def __missing__(self, name: str) -> float:
+        return 0
 
     def add(self, totals: MicroStepTotals, world_size: int) -> None:
         """Count a micro-step over all ranks."""
-        for name in FROM_TOTALS:
-            setattr(self, name, getattr(self, name) + getattr(totals, name))
-        self.micro_steps += 1
-        self.idle_micro_batches += world_size - totals.active_ranks
-        self.awaited_tokens += world_size * totals.max_rank_tokens
-        self.awaited_patches += world_size * totals.max_rank_patches
+        for name in (*FROM_TOTALS, "patches"):
+            self[name] += getattr(totals, name)
+        self["micro_steps"] += 1
+        self["idle_micro_batches"] += world_size - totals.active_ranks
+        self["awaited_tokens"] += world_size * totals.max_rank_tokens
+        self["awaited_patches"] += world_size * totals.max_rank_patches
 
     def since(self, before: StepStatistics) -> StepStatistics:
         """What was added to these sums after a copy of them was made."""
-        return StepStatistics(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+        return StepStatistics({name: value - before[name] for name, value in self.items()})
 
     @property
     def padding_ratio(self) -> float:
         """Share of the collated tokens that is padding (or dummy media), 0 to 1."""
-        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+        return 1 - self["tokens"] / self["padded_tokens"] if self["padded_tokens"] else 0.0
 
     @property
     def balance(self) -> float:
         """Padded tokens of all ranks as a share of awaited_tokens, 0 to 1: 1 if no rank waits for another."""
-        return self.padded_tokens / self.awaited_tokens if self.awaited_tokens else 1.0
+        return self["padded_tokens"] / self["awaited_tokens"] if self["awaited_tokens"] else 1.0
 
     @property
     def patch_balance(self) -> float:
         """The same of vision patches."""
-        return self.patches / self.awaited_patches if self.awaited_patches else 1.0
-
-    @property
-    def encoder_balance(self) -> float:
-        """The same of the vision tower's work, as encoded."""
-        return self.encoder_work / self.awaited_encoder_work if self.awaited_encoder_work else 1.0
-
-    @property
-    def units_cv(self) -> float:
-        """Standard deviation of the units of an optimizer step over their mean; 0 if all steps are alike."""
-        if not self.units or not self.optimizer_steps:
-            return 0.0
-        mean = self.units / self.optimizer_steps
-        return math.sqrt(max(self.squared_units / self.optimizer_steps - mean**2, 0.0)) / mean
-
-    def summary(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in SUMMARY}
+        return self["patches"] / self["awaited_patches"] if self["awaited_patches"] else 1.0
 
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public.
 
-        odb/micro_batches: micro-batches of an optimizer step on each rank; odb/units_per_step: of an optimizer step
-        on all ranks, and odb/units_cv their standard deviation over their mean.
+        odb/micro_batches: micro-batches of an optimizer step on each rank, mean. odb/idle: idle micro-batches.
+        odb/skipped: rows left out. odb/peak_memory_gib: of this process on its GPU, since it began.
         """
-        micro_steps, optimizer_steps = max(self.micro_steps, 1), max(self.optimizer_steps, 1)
-        seconds = self.seconds or math.inf
-        return {
-            "odb/micro_batches": round(self.micro_steps / optimizer_steps, 2),
-            "odb/samples_per_micro_step": round(self.samples / micro_steps, 2),
-            "odb/tokens_per_micro_step": round(self.tokens / micro_steps, 1),
-            "odb/units_per_step": round(self.units / optimizer_steps, 1),
-            "odb/budget_use": round(self.padded_tokens / (micro_steps * world_size * token_budget), 4),
-            "odb/samples_per_second": round(self.samples / seconds, 3),
-            "odb/tokens_per_second": round(self.tokens / seconds, 1),
-            "odb/data_wait_share": round(self.data_wait_s / seconds, 4),
-            **{
-                f"odb/{name}": round(getattr(self, name), 4)
-                for name in ("units_cv", "padding_ratio", "balance", "patch_balance", "data_wait_s")
-            },
+        seconds = self["seconds"] or math.inf
+        budgets = max(self["micro_steps"], 1) * world_size * token_budget
+        metrics = {
+            "odb/tokens_per_second": round(self["tokens"] / seconds, 1),
+            "odb/samples_per_second": round(self["samples"] / seconds, 3),
+            "odb/padding_ratio": round(self.padding_ratio, 4),
+            "odb/budget_use": round(self["padded_tokens"] / budgets, 4),
+            "odb/micro_batches": round(self["micro_steps"] / max(self["optimizer_steps"], 1), 2),
+            "odb/balance": round(self.balance, 4),
+            "odb/data_wait_share": round(self["data_wait_s"] / seconds, 4),
+            "odb/skipped": self["skipped"],
+            "odb/idle": self["idle_micro_batches"],
         }
+        if torch.cuda.is_initialized():
+            metrics["odb/peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return metrics
+
+    def summary(self) -> dict[str, float]:
+        ratios = {"padding_ratio": self.padding_ratio, "balance": self.balance}
+        return {name: self[name] for name in SUMMARY} | ratios
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Files of one JSON object a line: the audit, and the rows left out.
+# The audit: one JSON object a line for each micro-batch of a rank.
 
 AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
-LEFT_OUT_FILE = "odb_left_out_rank{rank}.jsonl"
 
 
-class Lines:
-    """A file of one JSON object a line, opened with the first line.
+class Audit:
+    """The audit file of a rank, opened with the first line.
 
-    what: its name in an error. append: continue the file of the run that is resumed; what that run wrote after its last
-    checkpoint is then in the file twice. Else the file of an earlier run goes with the first `flush`, at the latest.
-    Raises `ConfigError` if the file cannot be opened.
+    append: continue the file of the run that is resumed; what that run wrote after its last checkpoint is then in the
+    file twice. Raises `ConfigError` if the file cannot be opened.
     """
 
-    def __init__(self, path: Path, what: str):
-        self.path, self.what, self.append = path, what, False
+    def __init__(self, folder: Path, rank: int):
+        self.path, self.append = folder / AUDIT_FILE.format(rank=rank), False
         self._file: TextIO | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -157,16 +124,13 @@ class Lines:
                 self._file = self.path.open("a" if self.append else "w", encoding="utf-8")
             except OSError as error:
                 raise ConfigError(
-                    f"{self.path}: {self.what} cannot be written ({one_line(error)}); give another folder."
+                    f"{self.path}: the audit cannot be written ({one_line(error)}); give another folder."
                 ) from error
-        self._file.write(json.dumps(line, default=str) + "\n")
+        self._file.write(json.dumps(line) + "\n")
 
     def flush(self) -> None:
         if self._file is not None:
             self._file.flush()
-        elif not self.append:
-            self.path.unlink(missing_ok=True)
-            self.append = True
 
     def close(self) -> None:
         if self._file is not None:
@@ -251,18 +215,17 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def summary_line(summary: Mapping[str, Any]) -> str:
     """summary: as `StepAccounting.summary` returns it."""
-    left_out = ", ".join(f"{count} {reason}" for reason, count in summary["left_out"].items()) or "none"
-    overlong = f", {summary['overlong']} overlong ones alone" if summary["overlong"] else ""
-    remainder = f", remainder of epochs: {summary['remainder']}" if summary["remainder"] else ""
-    mib = summary["moved_bytes"] / 2**20
-    moved = f"; {summary['moved']} samples ({mib:.1f} MiB) moved between ranks" if summary["moved"] else ""
-    cuts = f"; memory was short {summary['oom_cuts']} times" if summary["oom_cuts"] else ""
-    if summary["lowered_to"]:
-        lowered = ", ".join(f"{key} {value}" for key, value in summary["lowered_to"].items() if value is not None)
-        cuts = f"{cuts}, budgets lowered to: {lowered}"
-    return (
-        f"done: {summary['samples']} samples trained on{overlong}, left out: {left_out}{remainder}; "
-        f"{summary['optimizer_steps']} optimizer steps of {summary['micro_steps']} micro-steps "
-        f"({summary['idle_micro_batches']} idle micro-batches); padding {summary['padding_ratio']:.1%} of "
-        f"{summary['padded_tokens']} tokens, balance {summary['balance']:.3f}{moved}{cuts}"
-    )
+    parts = [
+        f"done: {summary['samples']} samples in {summary['optimizer_steps']} optimizer steps",
+        f"{summary['micro_steps']} micro-batches on each rank, {summary['idle_micro_batches']} idle on all ranks",
+        f"padding {summary['padding_ratio']:.1%}, balance {summary['balance']:.3f}",
+    ]
+    left_out = ", ".join(f"{count} {reason}" for reason, count in summary["left_out"].items())
+    counted = {
+        f"left out: {left_out}": left_out,
+        f"rows that epochs ended without: {summary['remainder']}": summary["remainder"],
+        f"overlong samples, each alone: {summary['overlong']}": summary["overlong"],
+        f"micro-batches cut because memory was short: {summary['oom_cuts']}": summary["oom_cuts"],
+        f"budgets lowered to: {summary['lowered_to']}": summary["lowered_to"],
+    }
+    return "; ".join(parts + [text for text, count in counted.items() if count])

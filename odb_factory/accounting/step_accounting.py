@@ -9,111 +9,116 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from odb_factory.accounting.losses import loss_of, token_weights
-from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Computing, Lines, StepStatistics, audit_line
+from odb_factory.accounting.losses import OTHER_LOSS, loss_of, token_weights
+from odb_factory.accounting.statistics import Audit, Computing, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import COLLATION, OVER_BUDGET, Measured, MicroBatch, OptimizerStep
+from odb_factory.data.samples import COLLATION, LOST_WEIGHT, OVER_BUDGET, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Logged once at the start: how large optimizer steps are, how they are cut, how full the budgets get.
-
 logger = get_logger(__name__)
 
-MOSTLY_EMPTY = 0.5
-"""Budgets filled by less get a line of advice."""
+# ----------------------------------------------------------------------------------------------------------------------
+# Logged once at the start: what one optimizer step is, and how it is cut.
 
 
 def log_first_step(
     loader: ODBLoader, config: ResolvedConfig, first: OptimizerStep | None, *, in_loop: bool = False
 ) -> None:
-    """first: the first optimizer step, if it is planned. in_loop: of a custom loop, where no other line names the
-    layout."""
+    """first: the first optimizer step, if it is planned. in_loop: of a custom loop."""
     if first is None:
         return
     limits = loader.budget.limits.least(loader.lowered)
-    filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
+    fill = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
+    size, patches = loader.global_batch_size, limits.max_patches
     ranks = "one rank" if loader.world_size == 1 else f"each of {loader.world_size} ranks"
-    cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {ranks}"
-    budgets = (
-        f"fills {filled:.0%} of their budgets (token_budget {limits.token_budget}, max_patches {limits.max_patches}"
-        f"{''.join(f', max_{name} {most}' for name, most in loader.budget.caps)}"
-        f"{', lowered as memory was short' if loader.lowered else ''}); "
-        f"loss_scaling {config.loss_scaling}"
+    source = "without odb" if in_loop else "in stock training"
+    as_stock = f", as {source}" if config.global_batch_size == "keep" else ""
+    logger.info(
+        "one optimizer step: %s%s; the first is cut into %s on %s, of at most %d tokens%s each (%.0f %% full)",
+        f"as many samples as fill its micro-batches (first: {first.samples})" if size is None else f"{size} samples",
+        as_stock,
+        "1 micro-batch" if first.num_micro_batches == 1 else f"{first.num_micro_batches} micro-batches",
+        ranks,
+        limits.token_budget,
+        "" if patches is None else f" and {patches} patches",
+        100 * fill,
     )
-    if in_loop:
-        unit = "supervised token" if loader.counts_labels else "sample, or what cost_fn says"
-        budgets += f", layout {loader.layout}, a unit is a {unit}"
-    samples = "a stream of unknown length" if loader.num_samples is None else f"{loader.num_samples} samples"
-    size = loader.global_batch_size
-    if size is None:
-        if loader.num_samples is not None:
-            samples += f" in about {loader.estimate_optimizer_steps()} optimizer steps an epoch"
-        if not in_loop:
-            samples += " (figures of the Trainer above are bounds)"
-        logger.info("%s; the first has %s and %s", samples, cut, budgets)
-        return
-    if loader.num_optimizer_steps is not None:
-        samples += f", {_count(loader.num_optimizer_steps, 'optimizer step')} an epoch"
-    each = f"each of {_count(min(size, loader.num_samples or size), 'sample')}"
-    if config.global_batch_size == "keep":
-        each += " as without odb" if in_loop else " as in stock training"
-    logger.info("%s, %s; the first is cut into %s and %s", samples, each, cut, budgets)
-    if filled > 1:
+    if fill > 1:
         logger.warning(
             "token_budget %d is smaller than most samples of the first optimizer step: most micro-batches will hold "
             "one sample; raise token_budget, or lower cutoff_len",
             config.token_budget,
         )
-    if size <= loader.world_size and (loader.num_samples is None or loader.num_samples > size):
+    if size is not None and size <= loader.world_size and (loader.num_samples is None or loader.num_samples > size):
         logger.warning(
-            "an optimizer step has %s, one on a rank, so nothing can be batched: %s",
-            _count(size, "sample"),
+            "an optimizer step has %d samples for %d ranks, so nothing can be batched: %s",
+            size,
+            loader.world_size,
             'give global_batch_size="fill" (optimizer steps as large as the budget), or the batch_size and '
             "gradient_accumulation_steps that the loop would have without odb"
             if in_loop
             else "raise per_device_train_batch_size or gradient_accumulation_steps, or set `global_batch_size`",
         )
-    elif filled < MOSTLY_EMPTY and first.num_micro_batches == 1:
-        logger.warning(
-            "an optimizer step of %d samples fills %.0f %% of token_budget %d on %s: token_budget could be smaller, or "
-            "global_batch_size larger",
-            size,
-            100 * filled,
-            config.token_budget,
-            ranks,
-        )
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `BatchChecks`: compare every collated micro-batch with its plan, before it is trained on.
+
+WARNINGS = {
+    "one row": "the collator lays the samples of rows {ids} into one row of {measured.length} tokens, but they were "
+    "planned as padded rows: the budget is not filled, and padding figures are those of the plan; the audit has the "
+    "shape that was collated. With `layout: flat` they are planned as they are laid.",
+    "order": "rows {ids}: the collator returns them with {units} units and they have {planned}, so it has changed "
+    "their order or their labels; `ids` of the step info and of the audit are not in the order of the rows",
+    "padded": "layout: padded ({measured}) for a micro-batch that was planned flat; {measured.why_padded}. Others are "
+    "not logged; set `layout: padded` if memory is short, then padding counts towards the budget",
+    "overlong": "overlong samples travel alone: row {ids[0]} has {measured}, the budget is {budget}",
+    "over budget": "rows {ids} were collated to {measured}, above the budget of {budget}: the collator adds more than "
+    "the plan knows of, or cost_fn returns less than there is; give what it adds (collation=) or lower the budget if "
+    "memory is short",
+}
+"""Each is logged once."""
 
 
 class BatchChecks:
     """Call it with each micro-batch and what its collated tensors measure.
 
     Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
-    or if the samples' weights differ and it does not make one row (flat: segment) of each. Warns once of each kind:
-    samples that cannot be laid flat, a sample beyond a budget, a micro-batch that grew beyond one in the collator,
-    samples that share one row although they are not flat, rows in another order than their ids.
+    or if the samples' weights differ and it does not make one row (flat: segment) of each. Logs `WARNINGS`.
     """
 
     def __init__(self, config: ResolvedConfig, budget: Budget):
         self._config, self._budget = config, budget
-        self._warned: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, micro_batch: MicroBatch, measured: Measured) -> None:
         if micro_batch.idle:
             return
-        ids = list(micro_batch.ids)
+        ids, planned = list(micro_batch.ids), list(micro_batch.units)
+        rows = len(ids) if measured.segments else measured.rows - measured.filler_rows
+        units = None if measured.units_by_row is None or rows != len(ids) else list(measured.units_by_row)
+        is_reordered = units is not None and units != planned + [0] * (len(units) - len(ids))
+        self._check_loss(micro_batch, measured, rows, is_reordered)
+        exceeds = not measured.why_padded and not measured.is_within(self._budget)
+        holds = {
+            "one row": rows < len(ids),
+            "order": is_reordered,
+            "padded": bool(measured.why_padded),
+            "overlong": exceeds and len(ids) == 1,
+            "over budget": exceeds and len(ids) > 1,
+        }
+        for kind in [kind for kind, applies in holds.items() if applies and kind not in self._logged]:
+            self._logged.add(kind)
+            found = {"ids": ids, "units": units, "planned": planned, "measured": measured, "budget": self._budget}
+            logger.warning("%s", WARNINGS[kind].format(**found))
+
+    def _check_loss(self, micro_batch: MicroBatch, measured: Measured, rows: int, is_reordered: bool) -> None:
+        """rows: those that samples stand in, or segments of a flat row."""
+        ids, scaling = list(micro_batch.ids), self._config.loss_scaling
         # One row a sample, or all in one row; a collator of pairs may make more rows.
         shares_one_row = measured.rows == 1 and measured.length >= micro_batch.tokens
         if not measured.segments and measured.rows < len(ids) and not shares_one_row:
@@ -122,79 +127,19 @@ class BatchChecks:
                 f"these {len(ids)} samples, so some were left out; keep every sample, or leave such rows out "
                 "of the dataset (a row without supervised tokens is left out and counted)."
             )
-        if self._config.loss_scaling not in ("approx", "none") and measured.units != micro_batch.num_units:
+        if scaling not in ("approx", "none") and measured.units != micro_batch.num_units:
             raise DataError(
                 f"rows {ids}: the collator left {measured.units} units of "
                 f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
-                "keeps labels as they are (and `ignore_pad_token_for_loss: true`), leave `labels` out of the rows if "
-                "it makes them, or set `loss_scaling: approx`."
+                "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or leave `labels` out of the rows "
+                "if it makes them."
             )
-        self._check_rows(micro_batch, measured)
-        self._check_budget(micro_batch, measured)
-
-    def _check_rows(self, micro_batch: MicroBatch, measured: Measured) -> None:
-        """Weights that differ, and the ids of the step info, rely on one row (flat: segment) a sample, in order."""
-        ids, rows = list(micro_batch.ids), measured.rows - measured.filler_rows
-        if measured.segments:
-            rows = len(ids)
-        if rows < len(ids):
-            self._warn_once(
-                "one row",
-                f"the collator lays the {len(ids)} samples of rows {ids} into one row of {measured.length} tokens, but "
-                "they were planned as padded rows: the budget is not filled, and padding figures are those of the "
-                "plan; the audit has the shape that was collated. With `layout: flat` they are planned as they are "
-                "laid.",
-            )
-        scaling = self._config.loss_scaling
-        differ = len(set(token_weights(micro_batch, scaling, 1))) > 1
-        if differ and rows != len(ids):
+        if (rows != len(ids) or is_reordered) and len(set(token_weights(micro_batch, scaling, 1))) > 1:
+            made = f"{rows} rows of these {len(ids)} samples" if rows != len(ids) else "their labels in another order"
             raise DataError(
-                f"rows {ids}: the collator made {rows} rows of these {len(ids)} samples, and loss_scaling {scaling!r} "
-                "gives them different weights; use a collator that makes one row of each, or set `loss_scaling: exact`."
+                f"rows {ids}: the collator made {made}, and loss_scaling {scaling!r} gives the samples different "
+                f"weights; use a collator that makes one row of each, in their order, or {OTHER_LOSS}."
             )
-        if measured.units_by_row is None or rows != len(ids):
-            return
-        found = list(measured.units_by_row)
-        if found == [*micro_batch.units, *[0] * (len(found) - len(ids))]:
-            return
-        problem = (
-            f"rows {ids}: the collator returns them with {found} units and they have {list(micro_batch.units)}, so it "
-            "has changed their order or their labels"
-        )
-        if differ:
-            raise DataError(
-                f"{problem}, and loss_scaling {scaling!r} gives them different weights; use a collator that keeps "
-                "both, or set `loss_scaling: exact`."
-            )
-        self._warn_once("order", f"{problem}; `ids` of the step info and of the audit are not in the order of the rows")
-
-    def _check_budget(self, micro_batch: MicroBatch, measured: Measured) -> None:
-        if measured.why_padded:
-            self._warn_once(
-                "padded",
-                f"layout: padded ({measured}) for a micro-batch that was planned flat; {measured.why_padded}. Others "
-                "are not logged; set `layout: padded` if memory is short, then padding counts towards the budget",
-            )
-            return
-        if measured.is_within(self._budget):
-            return
-        if len(micro_batch.ids) == 1:
-            self._warn_once(
-                "overlong",
-                f"overlong samples travel alone: row {micro_batch.ids[0]} has {measured}, the budget is {self._budget}",
-            )
-            return
-        self._warn_once(
-            "over budget",
-            f"rows {list(micro_batch.ids)} were collated to {measured}, above the budget of {self._budget}: the "
-            "collator adds more than the plan knows of, or cost_fn returns less than there is; give what it adds "
-            "(collation=) or lower the budget if memory is short",
-        )
-
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            logger.warning("%s", message)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -203,12 +148,11 @@ class BatchChecks:
 class StepAccounting:
     """The accounting of one run of a loader, in a trainer or in a custom loop.
 
-    audit_dir: folder of `odb_audit_rank{r}.jsonl`, left_out_dir: of `odb_left_out_rank{r}.jsonl`; None: not written.
-    encoder_patches: encoded by each rank since the run began or was resumed; empty where they do not share this work.
+    audit_dir: folder of `odb_audit_rank{r}.jsonl`; None: not written.
+    encoder_patches: encoded by each rank since the run began or was resumed; empty if they do not share this work.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
-    computing: the micro-batch between `begin` and `end`. total: the sums of the run; interval: those between the last
-        two calls of `interval_metrics`.
+    computing: the micro-batch between `begin` and `end`. total: the sums of the run.
 
     Example::
 
@@ -219,27 +163,14 @@ class StepAccounting:
             if micro_batch.ends_optimizer_step: ...
     """
 
-    def __init__(
-        self,
-        loader: ODBLoader,
-        config: ResolvedConfig,
-        audit_dir: str | Path | None = None,
-        *,
-        left_out_dir: str | Path | None = None,
-    ):
+    def __init__(self, loader: ODBLoader, config: ResolvedConfig, audit_dir: str | Path | None = None):
         self.loader, self.config = loader, config
-        self.total, self.interval = StepStatistics(), StepStatistics()
+        self.total = StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
         self.encoder_patches: list[int] = []
         self._checks = BatchChecks(config, loader.budget)
-        self._audit: Lines | None = None
-        self._left_out_file: Lines | None = None
-        if audit_dir is not None:
-            self._audit = Lines(Path(audit_dir) / AUDIT_FILE.format(rank=loader.rank), "the audit")
-        if left_out_dir is not None:
-            path = Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank)
-            self._left_out_file, loader.left_out.path = Lines(path, "the list of rows left out"), path
+        self._audit = None if audit_dir is None else Audit(Path(audit_dir), loader.rank)
         loader.weights = self._shares
         self._at_start, self._at_log = StepStatistics(), StepStatistics()
         self._clock: float | None = None
@@ -253,18 +184,18 @@ class StepAccounting:
         """The loader's next micro-batch, None after the last; counts the time spent waiting for it."""
         self._tick()
         if self._has_logged:  # an interval has no seconds of an evaluation or a save between two optimizer steps
-            self._has_logged, self._at_log.seconds = False, self.total.seconds
-        before = self.total.seconds
+            self._has_logged, self._at_log["seconds"] = False, self.total["seconds"]
+        before = self.total["seconds"]
         item = next(collated, None)
         self._tick()
-        self._waited += self.total.seconds - before
-        self.total.data_wait_s += self.total.seconds - before
+        self._waited += self.total["seconds"] - before
+        self.total["data_wait_s"] += self.total["seconds"] - before
         return item
 
     def _tick(self) -> None:
         """Bring `seconds` up to date; they count from the first call on."""
         now = time.perf_counter()
-        self.total.seconds += 0.0 if self._clock is None else now - self._clock
+        self.total["seconds"] += 0.0 if self._clock is None else now - self._clock
         self._clock = now
 
     def begin(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
@@ -273,8 +204,7 @@ class StepAccounting:
         Raises `DataError` if the collator has changed what was planned.
         """
         self._checks(micro_batch, measured)
-        self._left_out[COLLATION] += self.loader.failed.pop(COLLATION, 0)
-        self.num_over_budget += self.loader.failed.pop(OVER_BUDGET, 0)
+        self._take_reports()
         step, before = micro_batch.step, self._uncounted
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
@@ -297,63 +227,47 @@ class StepAccounting:
                 step = self.optimizer_steps + 1
                 self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))
                 self._waited = 0.0
-        total = self.total
-        total.add(micro_batch.totals, self.loader.world_size)
+        self.total.add(micro_batch.totals, self.loader.world_size)
         for plan in (plan for done in parts for plan in done.encoded):
-            total.encoder_work += int(plan.load.sum())
-            total.awaited_encoder_work += len(plan.load) * int(plan.load.max())
             self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
+        self._take_reports()
         self._tick()
-        self.interval = self.total.since(self._at_log)
-        self._at_log, self._has_logged = dataclasses.replace(self.total), True
-        return self._metrics(self.interval)
+        interval = self.total.since(self._at_log)
+        self._at_log, self._has_logged = StepStatistics(self.total), True
+        return interval.metrics(self.config.token_budget, self.loader.world_size)
 
     def metrics(self) -> dict[str, float]:
         """The `odb/...` entries of the whole run."""
+        self._take_reports()
         self._tick()
-        return self._metrics(self.total)
-
-    def _metrics(self, statistics: StepStatistics) -> dict[str, float]:
-        metrics = statistics.metrics(self.config.token_budget, self.loader.world_size)
-        if "skip" in (self.config.on_error, self.config.oom):
-            metrics["odb/lost_weight"] = round(statistics.lost_weight, 6)
-        if self.config.oom == "split":
-            metrics["odb/oom_cuts"] = statistics.oom_cuts
-        if self.encoder_patches:
-            metrics["odb/encoder_balance"] = round(statistics.encoder_balance, 4)
-        return metrics
+        return self.total.metrics(self.config.token_budget, self.loader.world_size)
 
     def lose(self, shares: Sequence[float], reason: str) -> None:
         """Count rows that were left out after their optimizer step had begun. shares: of the loss of that step."""
         self._left_out[reason] += len(shares)
-        self.total.lost_weight += sum(shares)
-
-    def stats(self) -> dict[str, float]:
-        """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
-        collator made larger than the budget."""
-        return self.metrics() | {"odb/left_out": self.left_out.total(), "odb/over_budget": self.num_over_budget}
+        self.total["lost_weight"] += sum(shares)
 
     @property
     def left_out(self) -> Counter[str]:
         """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
         return self._left_out if self._uncounted is None else self._left_out + self._uncounted.rejected
 
-    def since_resume(self, name: str) -> int:
+    def since_resume(self, name: str) -> float:
         """A sum of `StepStatistics` since the start of this process."""
-        return getattr(self.total, name) - getattr(self._at_start, name)
+        return self.total[name] - self._at_start[name]
 
     def summary(self) -> dict[str, Any]:
         """The content of `odb_summary.json`; the names are public."""
         self._tick()
         return {
             "dataset_samples": self.loader.num_samples,
-            "optimizer_steps": self.optimizer_steps,
             **self.total.summary(),
+            "optimizer_steps": self.optimizer_steps,
             "encoder_patches": self.encoder_patches,
             "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
             "left_out": dict(self.left_out),
@@ -368,7 +282,7 @@ class StepAccounting:
         """The figures, in JSON types. The loader saves the rows left out in the current epoch."""
         return {
             "optimizer_steps": self.optimizer_steps,
-            "total": vars(self.total).copy(),
+            "total": dict(self.total),
             "over_budget": self.num_over_budget,
             "left_out": dict(self._left_out),
             "remainder": self._remainder,
@@ -377,16 +291,16 @@ class StepAccounting:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.resume_at(state["optimizer_steps"])
-        self.total, self._at_start, self._at_log = (StepStatistics(**state["total"]) for _ in range(3))
+        self.total, self._at_start, self._at_log = (StepStatistics(state["total"]) for _ in range(3))
         self.num_over_budget = state["over_budget"]
         self._left_out = Counter(state["left_out"])
         self._remainder, self._overlong = state["remainder"], state["overlong"]
 
     def resume_at(self, optimizer_steps: int) -> None:
-        """Continue after that many optimizer steps of the run; files are appended to."""
+        """Continue after that many optimizer steps of the run; the audit is appended to."""
         self.optimizer_steps = optimizer_steps
-        for file in self._files:
-            file.append = True
+        if self._audit is not None:
+            self._audit.append = True
 
     def sum_over_ranks(self) -> None:
         """Add up what each rank has counted for itself. Collective; at the end of a run."""
@@ -395,29 +309,30 @@ class StepAccounting:
         self._left_out[COLLATION], self.num_over_budget = counts[COLLATION], counts[OVER_BUDGET]
 
     def close(self) -> None:
-        """Close the files; safe to call twice."""
-        for file in self._files:
-            file.close()
-
-    @property
-    def _files(self) -> list[Lines]:
-        return [file for file in (self._audit, self._left_out_file) if file is not None]
+        """Close the audit; safe to call twice."""
+        if self._audit is not None:
+            self._audit.close()
 
     def _shares(self, micro_batch: MicroBatch) -> list[float]:
         """The share of each sample in the loss of its optimizer step."""
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
         return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
 
+    def _take_reports(self) -> None:
+        """Count what this rank has left out or collated beyond its budget."""
+        failed = self.loader.failed
+        self._left_out[COLLATION] += int(failed.pop(COLLATION, 0))
+        self.num_over_budget += int(failed.pop(OVER_BUDGET, 0))
+        self.total["lost_weight"] += failed.pop(LOST_WEIGHT, 0.0)
+        self.total["skipped"] = self.left_out.total()
+
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1
         self.loader.consume(step)
-        for row in self.loader.left_out.through(step.index):
-            if self._left_out_file is not None:
-                self._left_out_file.add({**row, "optimizer_step": self.optimizer_steps})
-        for file in self._files:
-            file.flush()
-        self.total.optimizer_steps += 1
-        self.total.squared_units += step.units**2
+        self._take_reports()
+        if self._audit is not None:
+            self._audit.flush()
+        self.total["optimizer_steps"] += 1
         if step.last:
             self._end_epoch(step)
 

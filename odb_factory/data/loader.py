@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pickle
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,7 +23,16 @@ from odb_factory.data.order import DataLoaderParts, ShareProgress, length_of
 from odb_factory.data.pool import POLL_S, LoaderPool, Pending, ends_of, size
 from odb_factory.data.progress import RESTART, DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.ranks import Ranks
-from odb_factory.data.samples import COLLATION, OVER_BUDGET, LeftOut, MicroBatch, OptimizerStep, Sample, Task
+from odb_factory.data.samples import (
+    COLLATION,
+    LOST_WEIGHT,
+    OVER_BUDGET,
+    LeftOut,
+    MicroBatch,
+    OptimizerStep,
+    Sample,
+    Task,
+)
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.errors import CollectiveError, DataError, one_line
@@ -203,7 +212,8 @@ class ODBLoader:
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. failed: counts of this rank, which the training takes: rows that could not
-        be collated (COLLATION), micro-batches of two or more samples that became larger than the budgets (OVER_BUDGET).
+        be collated (COLLATION), their shares of the loss of their steps (LOST_WEIGHT), micro-batches of two or more
+        samples that became larger than the budgets (OVER_BUDGET).
     groups: what collates its micro-batches, in its layout.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     weights: of each sample of a micro-batch the share of the loss of its optimizer step; the training sets it.
@@ -306,7 +316,7 @@ class ODBLoader:
         self.under_way: Pass | None = None
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
-        self.failed: Counter[str] = Counter()
+        self.failed: defaultdict[str, float] = defaultdict(float)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -381,11 +391,10 @@ class ODBLoader:
         causes: id -> why. Returns the share of each in the loss of its optimizer step, which is lost.
         """
         shares = dict(zip(micro_batch.ids, self.weights(micro_batch)))
-        epoch, step = _place(micro_batch.step)
         lost = [shares.get(id, 0.0) for id in causes]
         for (id, cause), share in zip(causes.items(), lost):
             message = f"{self.describe(id)}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
-            self.left_out.leave_out([id], reason, message, epoch=epoch, step=step, lost_weight=share)
+            self.left_out.leave_out(reason, message)
         return lost
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
@@ -508,7 +517,6 @@ class ODBLoader:
         workers, progress, ranks = self._workers, self._progress, self._ranks
         progress.turn_to(self.epoch)
         self._not_consumed.clear()
-        self.left_out.forget()
         now = progress.now
         self._order.set_epoch(self.epoch)
         self._order.start = progress.start
@@ -577,7 +585,7 @@ class ODBLoader:
             raise DataError(self._problem(outcome))
         if outcome.failed and not micro_batch.idle:
             causes = {id: f"cannot be collated: {cause}" for id, cause in outcome.failed.items()}
-            self.leave_out(micro_batch, causes, COLLATION)
+            self.failed[LOST_WEIGHT] += sum(self.leave_out(micro_batch, causes, COLLATION))
             self.failed[COLLATION] += len(causes)
             micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes])
         if measured is None:

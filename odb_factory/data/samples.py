@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Cost, Media, MicroStepTotals
@@ -214,56 +213,27 @@ def describe_cost(tokens: int, media: Media) -> str:
 MAX_LOGGED = 10
 COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
 """The reasons of rows that fail: they cannot be collated, or are of a micro-batch that memory does not hold."""
-OVER_BUDGET = "over_budget"
+OVER_BUDGET, LOST_WEIGHT = "over_budget", "lost_weight"
 HINTS = {"unsupervised": " (no token carries loss; cutoff_len may cut the answers off, and nothing would be learned)"}
 
 logger = get_logger(__name__)
 
 
 class LeftOut:
-    """The rows that one rank leaves out. The first ones are logged; all of them wait for `through`, to be written.
-
-    path: of the file that they will be written to, for the log.
-    """
+    """Logs the first rows that this rank leaves out; the accounting counts those of all ranks."""
 
     def __init__(self) -> None:
-        self.path: Path | None = None
-        self._num_logged = 0
-        self._lock = threading.Lock()
-        self._rows: deque[tuple[int, dict[str, Any]]] = deque()
+        self._count, self._lock = 0, threading.Lock()
 
-    def leave_out(
-        self, ids: Sequence[int], reason: str, message: str, *, epoch: int, step: int, lost_weight: float = 0.0
-    ) -> None:
-        """Leave these rows out of an optimizer step (its index in the epoch). Any thread.
-
-        lost_weight: of each, the share of the loss of that step, where they are late.
-        """
-        row = {"reason": reason, "message": message, "epoch": epoch, "lost_weight": lost_weight}
+    def leave_out(self, reason: str, message: str) -> None:
+        """Leave a row out. Any thread."""
         with self._lock:
-            for id in ids:
-                self._rows.append((step, {"id": id} | row))
-                self._log(reason, message)
-
-    def through(self, step: int) -> list[dict[str, Any]]:
-        """The rows of the optimizer steps up to this one that have not been asked for yet."""
-        with self._lock:
-            now = [row for index, row in self._rows if index <= step]
-            self._rows = deque(one for one in self._rows if one[0] > step)
-        return now
-
-    def forget(self) -> None:
-        """Before a pass: rows of steps that were not taken will be found again."""
-        with self._lock:
-            self._rows.clear()
-
-    def _log(self, reason: str, message: str) -> None:
-        self._num_logged += 1
-        if self._num_logged <= MAX_LOGGED:
+            self._count += 1
+            count = self._count
+        if count <= MAX_LOGGED:
             logger.warning("left out (%s): %s", reason, message)
-        if self._num_logged == MAX_LOGGED:
-            where = "counted" if self.path is None else f"listed in {self.path}"
-            logger.warning("further rows that are left out are not logged but %s", where)
+        if count == MAX_LOGGED:
+            logger.warning("further rows that are left out are counted and not logged")
 
 
 def no_usable_row(rejected: Mapping[str, int], others: Sequence[str] = (), empty: str = "it is empty") -> str:

@@ -317,12 +317,11 @@ class EpochPlanner(ABC):
             tasks.append((MicroBatch(step=step, index=number, samples=one.infos, totals=one.totals), samples))
         return tasks
 
-    def _leave_out(self, row: Rejection, step: int) -> None:
-        """step: index of the optimizer step that the row would have been in, or of the next one that is handed on."""
+    def _leave_out(self, row: Rejection) -> None:
         if row.fatal:
             raise DataError(row.message)
         self.rejected[row.reason] += 1
-        self.context.leave_out([row.id], row.reason, row.message, epoch=self.epoch, step=step)
+        self.context.leave_out(row.reason, row.message)
 
     def _all_rejected(self, ranks: Sequence[RankMetadata]) -> Counter[str]:
         """Rows of the epoch that all ranks have rejected until now, by reason."""
@@ -366,7 +365,7 @@ class KeepEpoch(EpochPlanner):
         while self._next is not None and self._next[0] < first + self.stock.global_batch_size:
             position, row = self._next
             if isinstance(row, Rejection):
-                self._leave_out(row, index)
+                self._leave_out(row)
             else:
                 self.overlong += self.context.budget.overlong(row.cost)
                 held.append(Held(row, position=position - first))
@@ -507,7 +506,7 @@ class FillEpoch(EpochPlanner):
             if isinstance(row, Sample):
                 self._next = Held(row, draw)
                 return
-            self._leave_out(row, self._next_step)
+            self._leave_out(row)
 
     def _make_plan(self, ranks: list[RankMetadata], budget: Budget, index: int) -> Plan:
         plan: Plan = self.context.compute(

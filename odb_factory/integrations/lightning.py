@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from odb_factory.accounting.losses import in_float32
 from odb_factory.errors import ConfigError
-from odb_factory.loop.dataloader import ODBDataLoader, ODBHandle
+from odb_factory.loop.dataloader import ODBDataLoader
 from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
 from odb_factory.model.flat_row import begin_row
 
@@ -62,7 +62,7 @@ class OptimizerSteps:
             trainer.fit(module, OptimizerSteps(loader))
     """
 
-    def __init__(self, loader: ODBDataLoader[Any] | ODBHandle):
+    def __init__(self, loader: ODBDataLoader[Any]):
         self._loader = loader
         self._state: dict[str, Any] | None = None
         self._is_unused = False

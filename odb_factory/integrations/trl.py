@@ -15,12 +15,12 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.observe import IGNORE_INDEX, ItemError
 from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
@@ -29,9 +29,6 @@ from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import PAIRS, why_no_door
 from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.trainer import enable_odb
-
-if TYPE_CHECKING:
-    from odb_factory.loop.iteration import TrainerKeys
 
 USED = (
     *("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type"),
@@ -60,7 +57,7 @@ def _correct_packages() -> None:
 _correct_packages()
 
 
-def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpack[TrainerKeys]) -> Any:
+def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpack[ODBKeys]) -> Any:
     """Make `train()` of a `trl.DPOTrainer` form its micro-batches online. Changes this one object; returns it.
 
     config, or its keys one by one, as in `enable_odb`; `token_budget` counts for each pair both answers, prompts

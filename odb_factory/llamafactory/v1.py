@@ -35,7 +35,7 @@ from odb_factory.data.observe import IGNORE_INDEX, ItemError, RowDropped, count_
 from odb_factory.data.order import StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.loop.iteration import Iteration
+from odb_factory.loop.dataloader import ODBDataLoader
 from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
 from odb_factory.model.check import (
     NUM_SAMPLES,
@@ -201,7 +201,7 @@ class BatchGenerator(TrainerCallback):
         self._rows = RenderedRows(
             trainer.train_dataset, trainer.renderer, args.cutoff_len, needs_both=kind == "rm", has_ranks=ranks > 1
         )
-        self._iteration: Iteration | None = None
+        self._online: ODBDataLoader[Any] | None = None
         self._saved: dict[str, Any] | None = None
         self._epoch = 0
 
@@ -211,13 +211,13 @@ class BatchGenerator(TrainerCallback):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        if self._iteration is not None:
-            self._iteration.set_epoch(epoch)
+        if self._online is not None:
+            self._online.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """After the optimizer step handed out last (JSON types)."""
-        assert self._iteration is not None, "v1 saves after an optimizer step"
-        return self._iteration.state()
+        assert self._online is not None, "v1 saves after an optimizer step"
+        return self._online.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not isinstance(state, Mapping) or "version" not in state:
@@ -228,15 +228,15 @@ class BatchGenerator(TrainerCallback):
         self._saved = dict(state)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        if self._iteration is None:
-            self._iteration = self._begin()
+        if self._online is None:
+            self._online = self._begin()
         if self._saved is not None:
             saved, self._saved = self._saved, None
-            self._iteration.load([saved])
+            self._online.load_state_dict([saved])
             if saved["epoch"] > self._epoch:  # saved at the end of its epoch, which v1 begins once more
                 return
         step = []
-        for batch in self._iteration.batches():
+        for batch in self._online:
             info = pop_step_info(batch)
             step.append(self._micro_batch(batch, info))
             if info.ends_optimizer_step:
@@ -246,28 +246,28 @@ class BatchGenerator(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         begin_row(())
-        if self._iteration is not None:
-            self._iteration.close()
+        if self._online is not None:
+            self._online.close()
 
-    def _begin(self) -> Iteration:
+    def _begin(self) -> ODBDataLoader[Any]:
         trainer, config = self._trainer, self._config
         args, models = trainer.args, models_of(trainer)
         is_bf16 = args.bf16 and args.dist_config is not None
         layout = resolve_layout(models, config.layout, SimpleNamespace(device=trainer.device, bf16=is_bf16, fp16=False))
-        iteration = self._make(layout)
-        if layout.name == "flat" and (why := self._why_not_flat(iteration)) is not None:
+        online = self._make(layout)
+        if layout.name == "flat" and (why := self._why_not_flat(online)) is not None:
             layout = fall_back(layout, config.layout, why)
-            iteration.close()
-            iteration = self._make(layout)
-        iteration.is_checked = True
+            online.close()
+            online = self._make(layout)
+        online.is_checked = True
         logger.info(
             "online dynamic batching is on for v1's %s; layout: %s (%s)", self._kind, layout.name, layout.reason
         )
         Losses(trainer, self._kind, is_flat=layout.name == "flat")
         trainer.callback_handler.add_callback(self)
-        return iteration
+        return online
 
-    def _make(self, layout: Layout) -> Iteration:
+    def _make(self, layout: Layout) -> ODBDataLoader[Any]:
         args, is_flat = self._trainer.args, layout.name == "flat"
         model = models_of(self._trainer)[0]
         positions = positions_of_media(model) if self._kind == "sft" else None  # v1 gives pairs positions of one axis
@@ -280,7 +280,7 @@ class BatchGenerator(TrainerCallback):
             pin_memory=True,
             generator=torch.Generator().manual_seed(args.seed),
         )
-        iteration = Iteration(
+        online: ODBDataLoader[Any] = ODBDataLoader.from_dataloader(
             loader,
             gradient_accumulation_steps=self.num_micro_batch,
             cost_fn=_cost_of,
@@ -289,25 +289,25 @@ class BatchGenerator(TrainerCallback):
             stock_mean=StockMean("micro_batch", counts="labels"),
             config=dataclasses.replace(self._config, layout=layout.name, audit=False, seed=args.seed),
         )
-        iteration.set_epoch(self._epoch)
-        return iteration
+        online.set_epoch(self._epoch)
+        return online
 
-    def _why_not_flat(self, iteration: Iteration) -> str | None:
+    def _why_not_flat(self, online: ODBDataLoader[Any]) -> str | None:
         """Try the model on a few rows in both layouts, on all ranks."""
 
         def prepare(batch: dict[str, Any]) -> dict[str, Any]:
             inputs = {key: value for key, value in batch.items() if key not in NOT_FOR_MODELS}
             return send_to_device(inputs, self._trainer.device)
 
-        iteration.loader.begin()
+        online.loader.begin()
         return check_rows(
-            Runs(self._trainer.model, prepare, iteration.gather),
-            lambda: of_batches(*iteration.trial_batches(NUM_SAMPLES)._replace(has_logits=True)),
+            Runs(self._trainer.model, prepare, online.gather),
+            lambda: of_batches(*online.trial_batches(NUM_SAMPLES)._replace(has_logits=True)),
         )
 
     def _micro_batch(self, batch: dict[str, Any], info: ODBStepInfo) -> dict[str, Any]:
         rows = batch.pop(UNPADDED, None)
-        weights = [sample.stock_units / self._trainer.args.micro_batch_size for sample in info._micro_batch.samples]
+        weights = [sample.stock_units / self._trainer.args.micro_batch_size for sample in info.planned.samples]
         if info.is_idle:  # v1 multiplies the loss by the number of labels
             batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
         if rows is not None:

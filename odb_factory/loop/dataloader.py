@@ -2,216 +2,205 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.state import AcceleratorState, GradientState, is_initialized
+from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DataLoader, Sampler
 
-from odb_factory.data.order import IN_ORDER, check_source, unwrap
+from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
+from odb_factory.config import ODBConfig, ODBKeys, ResolvedConfig, make_config
+from odb_factory.data.collate import Collated, TrialBatches, trial_batches
+from odb_factory.data.loader import ODBLoader, Pass
+from odb_factory.data.observe import ItemObserver
+from odb_factory.data.order import (
+    IN_ORDER,
+    MEAN_OF_STEP,
+    StockMean,
+    check_source,
+    dismantle,
+    unwrap,
+)
+from odb_factory.data.pool import why_not_observed
+from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of
 from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
+from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line, quoted
-from odb_factory.loop.iteration import Iteration, LoopOptions, check_whole, refuse_fixed_batches
+from odb_factory.log import get_logger
+from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Taken, put_step_info
+from odb_factory.model.flat_row import end_row
+from odb_factory.planning import Collation, Cost
+from odb_factory.version import why_gradients_are_lost
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T_co = TypeVar("T_co", covariant=True)
+logger = get_logger(__name__)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The settings of a loop.
 
 
-class Controls(Generic[T_co]):
-    """What can be asked of an online DataLoader. Generic as `DataLoader` is: only then may an object become one."""
+class LoopOptions(ODBKeys, total=False):
+    """What `ODBDataLoader` and `apply_odb` take beside the arguments of a DataLoader."""
 
-    _odb: Iteration
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
-        self._odb.set_epoch(epoch)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
-        return self._odb.epoch
-
-    @property
-    def num_optimizer_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None if not known (`global_batch_size: fill`, a dataset without a length).
-
-        With several ranks, all ask.
-        """
-        return self._odb.loader.num_optimizer_steps
-
-    def estimate_optimizer_steps(self) -> int:
-        """Optimizer steps of an epoch: `num_optimizer_steps`, or an estimate with `global_batch_size: fill`.
-
-        The estimate is of the next epoch, or of the one under way, and takes all samples to be as long as those seen
-        until now: with sorted data it can be wrong by a factor. It begins the epoch and waits for its first plan: with
-        several ranks, all call it. Raises `TypeError` for a dataset without a length.
-        """
-        return self._odb.estimate_optimizer_steps()
-
-    def stats(self) -> dict[str, float]:
-        """Padding, balance, waiting and throughput since the first batch, of all ranks, to be logged.
-
-        Names and meanings are those of the Trainer's `odb/...` figures, with odb/left_out: rows that were left out, and
-        odb/over_budget: micro-batches of all ranks that the collator made larger than the budget.
-        Before the first batch: with several ranks, all ask.
-        """
-        return self._odb.accounting.stats()
-
-    def close(self) -> None:
-        """End the worker processes and release the process group of the planning (on all ranks)."""
-        self._odb.close()
-
-    def _end(self) -> None:
-        """The `with` block is left."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """After an error this rank reports to the others why it leaves. Raises the cause of the error, if known."""
-        cause = None if error is None else ending(error)
-        # A generator that yields the batches may be closed, and a program may end.
-        is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
-        if cause is not None and not is_end:
-            self._odb.abort(one_line(cause))
-        self._end()
-        if cause is not None and cause is not error:
-            raise cause from error
+    gradient_accumulation_steps: int
+    cost_fn: Callable[[Any], Cost | int] | None
+    collation: Collation | None
+    audit_dir: str | Path | None
+    process_group: dist.ProcessGroup | None
+    already_split: bool
+    config: ODBConfig | None
 
 
-class Stateful:
-    """Not part of `Online`: accelerate would add counts of its own to the state of a DataLoader it has wrapped."""
-
-    _odb: Iteration
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place of this rank after the last optimizer step whose batches were all yielded (JSON types).
-
-        The contract is that of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
-        """
-        return self._odb.state()
-
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Resume from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
-
-        Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
-        with that epoch keeps the place in it. Raises `DataError` for a value that is no state of this rank, and if the
-        data are not those of the state.
-        """
-        loader = self._odb.loader
-        self._odb.load(_checked_states(state, loader.rank, loader.world_size))
-
-    def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
-        """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
-
-        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names. Loading raises `DataError` if
-        a file is missing or damaged; where each node has a disk of its own, this rank's file is enough for as many
-        ranks as before.
-        """
-
-        def path_of(folder: str, rank: int) -> Path:
-            return Path(folder, f"{name}_rank{rank}.json")
-
-        def save(models: Any, weights: Any, folder: str) -> None:
-            state = self.state_dict()
-            path = path_of(folder, state["rank"])
-            try:
-                write_checked(path, {"state": state})
-            except OSError as error:
-                raise DataError(
-                    f"{path}: cannot be written ({one_line(error)}); the checkpoint is incomplete."
-                ) from None
-
-        def load(models: Any, folder: str) -> None:
-            loader = self._odb.loader
-            own, first = path_of(folder, loader.rank), path_of(folder, 0)
-            if not first.exists() and not own.exists():
-                raise DataError(
-                    f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was "
-                    "saved without checkpoint_with(accelerator). Load it without that call to restart the epoch."
-                )
-            # An older folder that more ranks wrote has files of ranks that no longer exist.
-            state = _read(first, 0) if first.exists() else _read(own, loader.rank)
-            ranks = range(state["world_size"])
-            is_apart = not all(path_of(folder, rank).exists() for rank in ranks)
-            if is_apart and own.exists() and len(ranks) == loader.world_size:  # a node with a disk of its own
-                ranks = range(loader.rank, loader.rank + 1)
-            self.load_state_dict([_read(path_of(folder, rank), rank) for rank in ranks])
-
-        accelerator.register_save_state_pre_hook(save)
-        accelerator.register_load_state_pre_hook(load)
-        self._odb.is_checkpointed = True
+NOT_IN_A_LOOP = {
+    "audit": "does not say where to; give audit_dir= instead.",
+    "oom": "takes the micro-batches of an optimizer step once more, which a custom loop does by itself; leave it out, "
+    "and lower token_budget if memory is short.",
+    "balance_encoder": "acts in the forwards of a trainer; leave it out.",
+    "rehearse": "runs the model before training, which a custom loop does by itself; leave it out.",
+    "lr_scale": "has no effect in a custom loop, which sets its learning rate; leave it out, and scale by "
+    "optimizer_step_samples of the step info.",
+}
+"""Keys that only a trainer can honour, and what another value than the default would need."""
 
 
-def _read(path: Path, rank: int) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
-        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
-        require(own == rank, "state.rank", own, "but the file is of another rank")
-    except DataError as error:
-        raise DataError(
-            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
-            "restart the epoch."
-        ) from None
-    return state
+def loop_config(config: ODBConfig | None, keys: ODBKeys) -> ResolvedConfig:
+    """The config, with `exact` and `padded` for a trainer's defaults of loss_scaling and layout.
+
+    Raises `ConfigError` for keys that have no effect outside of a trainer.
+    """
+    config = make_config(config, keys)
+    if keys.get("loss_scaling") == "stock":
+        raise ConfigError(
+            "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes its own; leave it out "
+            f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
+        )
+    for key in config.auto_keys:
+        raise ConfigError(
+            f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."
+        )
+    for key, why in NOT_IN_A_LOOP.items():
+        if (value := getattr(config, key)) not in (getattr(ODBConfig, key), False):
+            raise ConfigError(f"odb.{key}: {value!r} {why}")
+    if config.loss_scaling == "stock":
+        config = dataclasses.replace(config, loss_scaling="exact")
+    if config.layout == "auto":
+        config = dataclasses.replace(config, layout="padded")
+    return config.resolved()
 
 
-class Online(Controls[T_co]):
-    """Base before a `DataLoader` class: the same object, iterated online. T_co: what its `collate_fn` returns."""
+def check_whole(name: str, value: object, meaning: str = "") -> None:
+    """Raise `ConfigError` for what is no whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1{meaning}.")
 
-    def __iter__(self) -> Iterator[T_co]:
-        return self._odb.batches()
 
-    def __len__(self) -> NoReturn:
-        raise TypeError(
-            "the number of batches is not known before they are formed; num_optimizer_steps says how many optimizer "
-            "steps an epoch has, and the step info where one ends and how much of the epoch is done (progress)"
+# ----------------------------------------------------------------------------------------------------------------------
+# accelerate: it neither cuts nor counts batches of a loader that forms them online.
+
+
+def refuse_fixed_batches(items: Any) -> NoReturn:
+    """Replaces a DataLoader's `collate_fn`, which nobody calls while the batches are formed online.
+
+    A caller has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
+    """
+    raise ConfigError(
+        "a DataLoader was built from the parts of one whose batches odb forms online, as "
+        "accelerate.skip_first_batches does, and would yield fixed batches; to resume in the middle of an epoch "
+        "use state_dict() and load_state_dict(), and otherwise the online loader itself."
+    )
+
+
+def _is_deepspeed() -> bool:
+    """Whether this is a training by DeepSpeed through accelerate."""
+    is_training = is_initialized() and torch.is_grad_enabled()
+    return is_training and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
+
+
+def _check_accumulation(*, is_prepared: bool) -> None:
+    """Raise `ConfigError` if accelerate would end optimizer steps by its own count, or DeepSpeed lose micro-batches."""
+    if _is_deepspeed() and (lost := why_gradients_are_lost(AcceleratorState().deepspeed_plugin.deepspeed_config)):
+        raise ConfigError(lost)
+    theirs = GradientState().num_steps
+    if is_prepared and theirs != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
+            "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
+            "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
         )
 
-    @property
-    def _is_accelerate_prepared(self) -> bool:
-        """True: `accelerator.prepare` leaves prepared loaders alone, and would build one of fixed batches otherwise."""
-        return True
 
-    @_is_accelerate_prepared.setter
-    def _is_accelerate_prepared(self, value: bool) -> None:
-        """`accelerator.prepare` sets it: now batches are moved, and the ranks are those of accelerate's mesh."""
-        self._odb.is_prepared = self._odb.moves_batches = value
+class _Boundary:
+    """accelerate's `sync_gradients` during one iteration: DeepSpeed steps in the `accelerator.backward` of the last
+    micro-batch of an optimizer step alone.
 
+    Otherwise it is 1, which is true (a prepared optimizer steps and clears gradients when the loop says so) and is not
+    `True`: if it is found to be `True`, `accelerator.accumulate` has set it.
+    """
 
-def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """A list of states. Raises `DataError` for a value from which this rank cannot resume."""
-    states = [state] if isinstance(state, Mapping) else state
-    if (
-        not isinstance(states, Sequence)
-        or not states
-        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
-    ):
-        shown = " ".join(quoted(state).split())
-        raise DataError(
-            f"load_state_dict: {shown} is not what state_dict() has returned; give this rank's, or a list of "
-            "those of all ranks."
-        )
-    only = states[0]
-    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
-        raise DataError(
-            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
-            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
-            "checkpoint_with(accelerator) instead)."
-        )
-    return [dict(one) for one in states]
+    def __init__(self) -> None:
+        self._is_used = is_initialized() and torch.is_grad_enabled()
+        self._before: Any = GradientState().sync_gradients if self._is_used else None
+        self._is_set = False
+
+    def set(self, *, is_last: bool) -> None:
+        """Before a micro-batch is handed over. Raises `ConfigError` if the loop uses `accelerator.accumulate`."""
+        if not self._is_used:
+            return
+        state = GradientState()
+        if self._is_set and state.sync_gradients is True:
+            raise ConfigError(
+                "accelerator.accumulate: it counts batches, and lets the optimizer step after each micro-batch of an "
+                "optimizer step that odb has cut; leave it out, and step where the step info says ends_optimizer_step."
+            )
+        state.sync_gradients = False if _is_deepspeed() and not is_last else 1
+        self._is_set = True
+
+    def restore(self) -> None:
+        if self._is_set:
+            GradientState().sync_gradients = self._before
 
 
-class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
+def _is_first_of_replica() -> bool:
+    """Whether this rank is the first of its tensor-parallel ranks in accelerate's mesh; the others compute the same."""
+    mesh = getattr(AcceleratorState(), "device_mesh", None)
+    return mesh is None or "tp" not in (mesh.mesh_dim_names or ()) or mesh["tp"].get_local_rank() == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+STALE = (
+    "this iterator is stale: its loader was iterated again, given another epoch or state, or closed; finish one "
+    "iteration before the next, or make two loaders."
+)
+UNCHECKED = (
+    "layout: flat in a custom loop, and nothing has made sure that the model keeps the samples of a row apart "
+    "(one with its cache switched on does not); call odb_factory.unpad(model, loader) before the first batch"
+)
+NOT_TAKEN = (
+    "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
+    "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (logged once)."
+)
+RUN_STEPS = "optimizer_steps_of_run"
+"""The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
+
+
+class ODBDataLoader(DataLoader[T_co]):
     """A DataLoader that forms its batches online, under budgets; yields what `collate_fn` returns.
 
     dataset: map-style or an `IterableDataset`; an item is a mapping with `input_ids` (list, array or tensor of shape
@@ -308,109 +297,476 @@ class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
             worker_init_fn=worker_init_fn,
             generator=generator,
         )
-        self._odb = Iteration(self, **options)
-        self.collate_fn = refuse_fixed_batches
+        self._set_up(self, **options)
 
-    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
-        return super().__iter__()
+    @classmethod
+    def from_dataloader(
+        cls, dataloader: Any, *, stock_mean: StockMean = MEAN_OF_STEP, **options: Unpack[LoopOptions]
+    ) -> Self:
+        """The online loader of an existing DataLoader's dataset, order, collator and workers.
+
+        dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at
+        1); it stays as it is. An optimizer step has its batch size x gradient_accumulation_steps x ranks samples.
+        stock_mean: what a trainer's loss is a mean over, for trainers that weigh samples by it. options: those of
+        `ODBDataLoader`, and the keys of `ODBConfig`.
+        Raises `ConfigError` if its order cannot be found out, or if its class has an `__iter__` of its own.
+
+        Example::
+
+            with ODBDataLoader.from_dataloader(dataloader, token_budget=8192) as loader:
+                for batch in loader:
+                    info = pop_step_info(batch)
+        """
+        source = unwrap(dataloader)
+        if hasattr(dataloader, "_odb"):
+            raise ConfigError("apply_odb: this DataLoader forms its batches online already; call it once.")
+        if isinstance(dataloader, DataLoaderDispatcher):
+            raise ConfigError(
+                "dispatch_batches: accelerate lets one rank read for all (by default where a dataset is iterated), and "
+                "with odb every rank forms its own batches; apply odb before `prepare`, or set it to False in "
+                "accelerate's DataLoaderConfiguration."
+            )
+        if getattr(dataloader, "skip_batches", 0):
+            raise ConfigError(
+                "accelerate.skip_first_batches: it would pass over micro-batches of odb; to resume in the middle of an "
+                "epoch use state_dict() and load_state_dict() of the online loader."
+            )
+        kind = type(source)
+        if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
+            raise ConfigError(
+                f"apply_odb: {kind.__name__} has an `__iter__` of its own, and what that does to batches would be left "
+                "out; do it in collate_fn or in the loop, and give a torch DataLoader."
+            )
+        check_source(source.dataset, source.sampler)
+        online = cls.__new__(cls)
+        vars(online).update(vars(source))
+        online._set_up(source, stock_mean=stock_mean, **options)
+        online._is_prepared = source is not dataloader
+        online._moves_batches = getattr(dataloader, "device", None) is not None  # of accelerate's
+        return online
+
+    def _set_up(
+        self,
+        source: DataLoader[Any],
+        *,
+        gradient_accumulation_steps: int = 1,
+        cost_fn: Callable[[Any], Any] | None = None,
+        collation: Collation | None = None,
+        audit_dir: str | Path | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        already_split: bool = False,
+        stock_mean: StockMean = MEAN_OF_STEP,
+        config: ODBConfig | None = None,
+        **keys: Unpack[ODBKeys],
+    ) -> None:
+        """source: whose parts are read. Its `ODBLoader` is made when it is first needed, for the ranks there are then.
+
+        is_checked: `unpad` has found that the loop's model takes flat rows.
+        """
+        self.config = resolved = loop_config(config, keys)
+        check_process_group(process_group)
+        check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
+        generator = source.generator
+        seed = next(s for s in (resolved.seed, generator and generator.initial_seed(), 0) if s is not None)
+        parts = dismantle(source, seed, already_split=already_split)
+        if already_split and parts.sampler is not None:
+            raise ConfigError(
+                "already_split: this dataset has an index, of which every rank takes its own share; give each rank the "
+                "whole dataset (an order that is split, such as DistributedSampler's, is joined again)."
+            )
+        observer = ItemObserver(
+            Picklable(parts.collate_fn, "collate_fn"),
+            cost_fn=cost_fn,
+            loss_scaling=resolved.loss_scaling,
+            takes_any_loss=True,
+        )
+        if parts.sampler is not None and (why := why_not_observed(parts, observer)):
+            raise ConfigError(f"dataset: {observer.describe(parts.dataset, 0)}: {why}.")
+        self._make = partial(
+            ODBLoader,
+            parts,
+            resolved,
+            observer=observer,
+            rule=OptimizerStepRule(
+                batch_size=parts.batch_size,
+                accumulation=gradient_accumulation_steps,
+                drop_last=parts.drop_last,
+                stock_mean=stock_mean,
+            ),
+            collation=collation,
+            layout="flat" if resolved.layout == "flat" else "padded",
+            seed=seed,
+            agree_on={"already_split": already_split},
+        )
+        ring_of(process_group, resolved.exchange_timeout_s)  # a rank that dies from here on ends the others
+        self.collate_fn = refuse_fixed_batches
+        self._pins_memory, self._audit_dir, self._process_group = parts.pin_memory, audit_dir, process_group
+        self._loader: ODBLoader | None = None
+        self._accounting: StepAccounting
+        self._is_prepared = self._moves_batches = self.is_checkpointed = self.is_checked = False
+        self._is_closed = self._has_begun = self._has_logged = self._has_warned = False
+        self._epoch = 0
+        self._current: Pass | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.dataset).__name__}, {self._odb})"
+        loader = self._loader
+        ranks = "not begun" if loader is None else f"rank {loader.rank} of {loader.world_size}"
+        budget = f"token_budget={self.config.token_budget}"
+        return f"{type(self).__name__}({type(self.dataset).__name__}, {budget}, epoch={self.epoch}, {ranks})"
+
+    # Its epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
+        self._epoch = epoch
+        if self._loader is not None:
+            self._loader.set_epoch(epoch)
+        self._has_begun = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
+        return self._epoch if self._loader is None else self._loader.epoch
+
+    @property
+    def num_optimizer_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None if not known (`global_batch_size: fill`, a dataset without a length).
+
+        With several ranks, all ask.
+        """
+        return self.loader.num_optimizer_steps
+
+    def estimate_optimizer_steps(self) -> int:
+        """Optimizer steps of an epoch: `num_optimizer_steps`, or an estimate with `global_batch_size: fill`.
+
+        The estimate is of the next epoch, or of the one under way, and takes all samples to be as long as those seen
+        until now: with sorted data it can be wrong by a factor. It begins the epoch and waits for its first plan: with
+        several ranks, all call it. Raises `TypeError` for a dataset without a length.
+        """
+        loader = self.loader
+        if loader.num_optimizer_steps is None:
+            if loader.num_samples is None:
+                raise TypeError("the dataset has no length, so the number of its optimizer steps cannot be estimated")
+            if loader.under_way is None and self._has_begun:
+                self.set_epoch(loader.epoch + 1)
+        return loader.estimate_optimizer_steps()
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            "the number of batches is not known before they are formed; num_optimizer_steps says how many optimizer "
+            "steps an epoch has, and the step info where one ends and how much of the epoch is done (progress)"
+        )
+
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
+        loader = self.loader
+        _check_accumulation(is_prepared=self._is_prepared)
+        if self._has_begun:
+            self.set_epoch(loader.epoch + 1)
+        elif self.config.layout == "flat" and not self.is_checked and loader.rank == 0:
+            logger.warning(UNCHECKED)
+        self._has_begun = True
+        items = iter(loader)
+        assert loader.under_way is not None
+        return self._batches(loader, items, loader.under_way)
+
+    def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[T_co]:
+        accounting, boundary, taken = self.accounting, _Boundary(), Taken()
+        micro_batch, first = None, None
+        end_row()
+        try:
+            for micro_batch, measured, collated in iter(partial(accounting.next, items), None):
+                accounting.begin(micro_batch, measured)
+                if not self._has_logged:
+                    self._has_logged = True
+                    log_first_step(loader, self.config, micro_batch.step, in_loop=True)
+                if self._moves_batches:  # as accelerate does
+                    collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pins_memory)
+                info = ODBStepInfo.of(
+                    micro_batch,
+                    measured,
+                    loss_scaling=self.config.loss_scaling,
+                    world_size=loader.world_size,
+                    num_samples=loader.num_samples,
+                    optimizer_step=accounting.optimizer_steps + 1,
+                    taken=taken,
+                )
+                first = first or weakref.ref(info)
+                batch = put_step_info(collated, info)
+                boundary.set(is_last=micro_batch.ends_optimizer_step)
+                accounting.end()
+                self._current = current
+                del info, collated  # the batch alone holds the info
+                yield batch
+                del batch
+                if not (self._has_warned or taken.count or first()):
+                    self._has_warned = True
+                    logger.warning(NOT_TAKEN)
+            if not (current.is_empty or (micro_batch and micro_batch.step.last and micro_batch.ends_optimizer_step)):
+                raise ConfigError(STALE)
+        finally:
+            end_row([taken.row])
+            boundary.restore()
+            if self._current is current:
+                self._current = None
+
+    # Its figures and its end
+
+    def stats(self) -> dict[str, float]:
+        """Throughput, padding, balance and waiting since the first batch, of all ranks, to be logged.
+
+        Names and meanings are those of the Trainer's `odb/...` figures. Before the first batch: with several ranks, all
+        ask.
+        """
+        return self.accounting.metrics()
+
+    def close(self) -> None:
+        """End the worker processes and release the process group of the planning (on all ranks)."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loader is not None:
+            self._finalizer.detach()
+            self._loader.close()
+            self._accounting.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error this rank reports to the others why it leaves. Raises the cause of the error, if known."""
+        cause = None if error is None else ending(error)
+        # A generator that yields the batches may be closed, and a program may end.
+        is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
+        if cause is not None and not is_end and self._loader is not None and not self._is_closed:
+            self._loader.abort(one_line(cause))
+        self.close()
+        if cause is not None and cause is not error:
+            raise cause from error
+
+    # Its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of this rank after the last optimizer step whose batches were all yielded (JSON types).
+
+        The contract is that of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        """
+        return self.loader.state_dict() | {RUN_STEPS: self.accounting.optimizer_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Resume from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
+
+        Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
+        with that epoch keeps the place in it. Raises `DataError` for a value that is no state of this rank, and if the
+        data are not those of the state.
+        """
+        loader = self.loader
+        states = _checked_states(state, loader.rank, loader.world_size)
+        if self._current is not None:
+            raise ConfigError(
+                "load_state_dict: batches of this iteration have been taken; load before the first batch, or leave the "
+                "loop (and drop its iterator) before."
+            )
+        loader.load_state_dict([{key: one[key] for key in one if key != RUN_STEPS} for one in states])
+        self.accounting.resume_at(states[0].get(RUN_STEPS, 0))
+        self._has_begun = False
+
+    def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
+        """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
+
+        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names. Loading raises `DataError` if
+        a file is missing or damaged; where each node has a disk of its own, this rank's file is enough for as many
+        ranks as before.
+        """
+
+        def path_of(folder: str, rank: int) -> Path:
+            return Path(folder, f"{name}_rank{rank}.json")
+
+        def save(models: Any, weights: Any, folder: str) -> None:
+            state = self.state_dict()
+            path = path_of(folder, state["rank"])
+            try:
+                write_checked(path, {"state": state})
+            except OSError as error:
+                raise DataError(
+                    f"{path}: cannot be written ({one_line(error)}); the checkpoint is incomplete."
+                ) from None
+
+        def load(models: Any, folder: str) -> None:
+            loader = self._odb.loader
+            own, first = path_of(folder, loader.rank), path_of(folder, 0)
+            if not first.exists() and not own.exists():
+                raise DataError(
+                    f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was "
+                    "saved without checkpoint_with(accelerator). Load it without that call to restart the epoch."
+                )
+            # An older folder that more ranks wrote has files of ranks that no longer exist.
+            state = _read(first, 0) if first.exists() else _read(own, loader.rank)
+            ranks = range(state["world_size"])
+            is_apart = not all(path_of(folder, rank).exists() for rank in ranks)
+            if is_apart and own.exists() and len(ranks) == loader.world_size:  # a node with a disk of its own
+                ranks = range(loader.rank, loader.rank + 1)
+            self.load_state_dict([_read(path_of(folder, rank), rank) for rank in ranks])
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        self._odb.is_checkpointed = True
 
     @property
     def use_stateful_dataloader(self) -> bool:
         """`accelerator.save_state` asks for it, and then keeps one state for all ranks."""
-        if self._odb.is_checkpointed:
+        if self.is_checkpointed:
             return False
-        if self._odb.loader.world_size > 1:
+        if self.loader.world_size > 1:
             raise ConfigError(
                 "accelerator.save_state would keep one state for all ranks of this ODBDataLoader; call "
                 "loader.checkpoint_with(accelerator) once, after prepare."
             )
         return True
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True: `accelerator.prepare` leaves prepared loaders alone, and would build one of fixed batches otherwise."""
+        return True
 
-class ODBHandle(Controls[Any], Stateful):
-    """The result of `apply_odb`: iterates the DataLoader, and `remove()` restores it.
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """`accelerator.prepare` sets it: now batches are moved, and the ranks are those of accelerate's mesh."""
+        self._is_prepared = self._moves_batches = value
+
+    # For `unpad` and trainers
+
+    @property
+    def _odb(self) -> ODBDataLoader[T_co]:
+        """The online loader of a DataLoader that has one."""
+        return self
+
+    @property
+    def loader(self) -> ODBLoader:
+        """Made by the first to ask; on all ranks at the same place of the program."""
+        if self._loader is None:
+            if self._is_closed:
+                raise ConfigError("odb: this loader has been closed; make another one.")
+            group = find_process_group(self._process_group, is_prepared=self._is_prepared)
+            loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
+            loader.set_epoch(self._epoch)
+            writes = not self._is_prepared or self._process_group is not None or _is_first_of_replica()
+            self._accounting = StepAccounting(loader, self.config, self._audit_dir if writes else None)
+            self._loader, self._finalizer = loader, weakref.finalize(self, _release, loader, os.getpid())
+        return self._loader
+
+    @property
+    def accounting(self) -> StepAccounting:
+        _ = self.loader
+        return self._accounting
+
+    def trial_batches(self, count: int) -> TrialBatches:
+        """`count` samples of the epoch that has begun, to check the model with (`unpad`)."""
+        return trial_batches(self.loader.first_samples(), self.loader.groups, count)
+
+    def gather(self, content: Any) -> list[Any]:
+        """The content (JSON types) of each rank of the process group, on all of them."""
+        answers = gather_once(json.dumps(content).encode(), self.config.exchange_timeout_s, parent=self._process_group)
+        return [json.loads(answer) for answer in answers]
+
+
+def _release(loader: ODBLoader, pid: int) -> None:
+    """The user has not closed the loader: it is garbage-collected, or the program ends."""
+    if os.getpid() == pid:  # not in a worker process, which inherits the finalizer
+        loader.release()
+
+
+def _read(path: Path, rank: int) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
+        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
+        require(own == rank, "state.rank", own, "but the file is of another rank")
+    except DataError as error:
+        raise DataError(
+            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
+            "restart the epoch."
+        ) from None
+    return state
+
+
+def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A list of states. Raises `DataError` for a value from which this rank cannot resume."""
+    states = [state] if isinstance(state, Mapping) else state
+    if (
+        not isinstance(states, Sequence)
+        or not states
+        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
+    ):
+        shown = " ".join(quoted(state).split())
+        raise DataError(
+            f"load_state_dict: {shown} is not what state_dict() has returned; give this rank's, or a list of "
+            "those of all ranks."
+        )
+    only = states[0]
+    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
+        raise DataError(
+            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
+            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
+            "checkpoint_with(accelerator) instead)."
+        )
+    return [dict(one) for one in states]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An existing DataLoader that forms its batches online.
+
+
+class ODBHandle(ODBDataLoader[Any]):
+    """The result of `apply_odb`: the online loader of the DataLoader; `remove()` gives that its own batches back.
 
     Example::
 
-        with apply_odb(dataloader, token_budget=8192) as loader:
-            for batch in loader:
+        with apply_odb(dataloader, token_budget=8192) as handle:
+            for batch in dataloader:
                 info = pop_step_info(batch)
     """
 
-    def __init__(self, dataloader: Any, loader: DataLoader[Any], stock: type[DataLoader[Any]], odb: Iteration):
-        self.dataloader, self._loader, self._stock, self._odb = dataloader, loader, stock, odb
-        self._collate_fn = loader.collate_fn
-        self._drop_last = getattr(dataloader, "_drop_last", None)  # of one that accelerate has prepared
-        if self._drop_last is not None:  # else `gather_for_metrics` cuts the last micro-batch as a last fixed one
-            dataloader._drop_last = True
+    dataloader: Any = None
+    """The DataLoader, as it was given."""
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({type(self.dataloader).__name__}, {self._odb})"
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataloader)
-
-    def remove(self) -> None:
+    def close(self) -> None:
         """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
-        self.close()
-        if self._loader.__dict__.pop("_odb", None) is not None:
-            self._loader.__class__ = self._stock
-            self._loader.collate_fn = self._collate_fn
-            if self._drop_last is not None:
-                self.dataloader._drop_last = self._drop_last
+        super().close()
+        if self.dataloader is not None:
+            _set_class(self.dataloader, type(self.dataloader).__base__)
+            self.dataloader = None
 
-    _end = remove
+    remove = close
+
+
+def _set_class(dataloader: Any, kind: Any) -> None:
+    """accelerate's loaders have a property of that name."""
+    vars(object)["__class__"].__set__(dataloader, kind)
 
 
 def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     """Let an existing DataLoader form its batches online: in place, this one object only.
 
-    dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at 1).
-    Its dataset, order, collator and workers are kept, and so is the number of samples in an optimizer step: its batch
-    size x gradient_accumulation_steps x ranks. options: those of `ODBDataLoader`, and the keys of `ODBConfig`.
-    Raises `ConfigError` if its order cannot be found out, if its class has an `__iter__` of its own, or if it was
-    applied before.
+    dataloader, options: as in `ODBDataLoader.from_dataloader`, which leaves the DataLoader as it is; so do the errors.
 
     Example::
 
         handle = apply_odb(dataloader, token_budget=8192)  # dataloader now forms its batches online
         handle.remove()
     """
-    loader = unwrap(dataloader)
-    if hasattr(loader, "_odb"):
-        raise ConfigError("apply_odb: this DataLoader forms its batches online already; call it once.")
-    if isinstance(dataloader, DataLoaderDispatcher):
-        raise ConfigError(
-            "dispatch_batches: accelerate lets one rank read for all (by default where a dataset is iterated), and "
-            "with odb every rank forms its own batches; apply odb before `prepare`, or set it to False in accelerate's "
-            "DataLoaderConfiguration."
-        )
-    if getattr(dataloader, "skip_batches", 0):
-        raise ConfigError(
-            "accelerate.skip_first_batches: it would pass over micro-batches of odb; to resume in the middle of an "
-            "epoch use state_dict() and load_state_dict() of what apply_odb returns."
-        )
-    if getattr(dataloader, "use_stateful_dataloader", False):
-        raise ConfigError(
-            "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
-            "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
-        )
-    stock = type(loader)
-    if stock.__iter__ is not DataLoader.__iter__ and not stock.__module__.startswith("torchdata."):
-        raise ConfigError(
-            f"apply_odb: {stock.__name__} has an `__iter__` of its own, and what that does to batches would be left "
-            "out; do it in collate_fn or in the loop, and give a torch DataLoader."
-        )
-    check_source(loader.dataset, loader.sampler)
-    # accelerate asks for a batch before it hands over the last
-    iteration = Iteration(loader, is_fetched_ahead=loader is not dataloader, **options)
-    # The state of a torchdata loader would be that of fixed batches.
-    kinds = (Online, Stateful, stock) if hasattr(stock, "state_dict") else (Online, stock)
-    loader.__class__ = type(stock.__name__, kinds, {"__module__": stock.__module__})
-    loader._odb = iteration
-    handle = ODBHandle(dataloader, loader, stock, iteration)
-    loader.collate_fn = refuse_fixed_batches
-    return handle
+    online = ODBHandle.from_dataloader(dataloader, **options)
+    stock = type(dataloader)
+
+    def method(name: str) -> Any:
+        return lambda _, *args: getattr(online, name)(*args)
+
+    def value(name: str) -> Any:
+        return property(lambda _: getattr(online, name), lambda _, new: setattr(online, name, new))
+
+    methods = {name: method(name) for name in ("__iter__", "__len__", "set_epoch", "state_dict", "load_state_dict")}
+    values = {name: value(name) for name in ("collate_fn", "use_stateful_dataloader", "_is_accelerate_prepared")}
+    attributes = {"__module__": stock.__module__, "_odb": online} | methods | values
+    _set_class(dataloader, type(stock.__name__, (stock,), attributes))
+    online.dataloader = dataloader
+    return online

@@ -1,43 +1,32 @@
-"""`ODBStepInfo`, and the loss that a custom loop computes with it."""
+"""What the batches of a custom loop carry, and the loss that is made with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from odb_factory.accounting.losses import (
-    IN_BATCH,
-    TokenLoss,
-    in_batch_loss,
-    in_float32,
-    loss_of,
-    token_weights,
-    weighted_token_loss,
-)
+from odb_factory.accounting.losses import TokenLoss, in_float32, token_weights, weighted_token_loss
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.observe import count_supervised
-from odb_factory.data.samples import Measured, MicroBatch, Sample
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.data.samples import Measured, MicroBatch
+from odb_factory.errors import DataError
 from odb_factory.model.flat_row import FlatRow, begin_row, row_in_progress
 
 STEP_INFO_KEY = "odb_step_info"
 LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
-"""Without `stock`: what the loss of a loop would be without odb, only its author knows."""
+"""Without `stock`: only the author of a loop knows what its loss would be without odb."""
 
 
-class Receipt:
-    """Whether a step info has been taken out of its batch, and the flat row that has begun then; known also when both
-    are gone."""
+class Taken:
+    """How many step infos `pop_step_info` has taken out of the batches of one iteration, and the flat row of the last
+    one."""
 
-    taken = False
+    count = 0
     row: FlatRow | None = None
 
 
@@ -45,14 +34,13 @@ class Receipt:
 class ODBStepInfo:
     """A micro-batch of this rank, and the optimizer step that it is a part of.
 
-    loss_scaling: by what tokens are weighed. token_weights: of each sample, in the order of `ids`, the weight of each
-        of its units; made as `loss_scale` is. () if idle.
+    loss_scaling: how tokens are weighed. token_weight: the weight of each unit of this micro-batch, for gradients that
+        are averaged over ranks and summed over micro-batches; 0 if idle.
     is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
         elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
     segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
         order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
-    filler_rows: rows without labels after the samples, of a padded micro-batch (`row_multiple`).
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in the run, from 1, as in the audit. optimizer_step_samples: samples of
@@ -73,11 +61,10 @@ class ODBStepInfo:
     """
 
     loss_scaling: str
-    token_weights: tuple[float, ...]
+    token_weight: float
     is_idle: bool
     ids: tuple[int, ...]
     segments: tuple[int, ...]
-    filler_rows: int
     samples: int
     tokens: int
     units: int
@@ -89,67 +76,68 @@ class ODBStepInfo:
     ends_optimizer_step: bool
     epoch: int
     progress: float | None
-    _micro_batch: MicroBatch = field(repr=False, compare=False)
-    _world_size: int = field(repr=False, compare=False)
-    _num_supervised: int | None = field(default=None, repr=False, compare=False)
-    receipt: Receipt = field(default_factory=Receipt, repr=False, compare=False)
+    planned: MicroBatch = field(repr=False, compare=False)
+    num_supervised: int | None = field(default=None, repr=False, compare=False)
+    world_size: int = field(default=1, repr=False, compare=False)
+    taken: Taken = field(default_factory=Taken, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        measured: Measured,
+        *,
+        loss_scaling: str,
+        world_size: int,
+        num_samples: int | None,
+        optimizer_step: int,
+        taken: Taken,
+    ) -> ODBStepInfo:
+        """measured: its tensors. num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""
+        step, progress = micro_batch.step, None
+        if num_samples is not None:
+            progress = 1.0 if step.last else min(step.done / max(num_samples, 1), 1.0)
+        return cls(
+            loss_scaling=loss_scaling,
+            token_weight=_weight_of(micro_batch, loss_scaling, world_size),
+            is_idle=micro_batch.idle,
+            ids=micro_batch.ids,
+            segments=measured.segments,
+            samples=len(micro_batch.ids),
+            tokens=micro_batch.tokens,
+            units=micro_batch.num_units,
+            samples_all_ranks=micro_batch.totals.samples,
+            optimizer_step=optimizer_step,
+            optimizer_step_samples=step.samples,
+            micro_batch=micro_batch.index,
+            micro_batches=step.num_micro_batches,
+            ends_optimizer_step=micro_batch.ends_optimizer_step,
+            epoch=step.epoch,
+            progress=progress,
+            planned=micro_batch,
+            num_supervised=measured.num_supervised,
+            world_size=world_size,
+            taken=taken,
+        )
 
     @property
     def loss_scale(self) -> float:
         """Multiply the mean loss of this micro-batch by it before `backward()`; 0 on an idle micro-batch.
 
         It is made for gradients that are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the
-        micro-batches of an optimizer step: do not divide by their number (where `accelerator.backward` does, multiply
-        by it). Raises `ConfigError` where the samples' tokens weigh differently, as with `loss_scaling: sample`.
+        micro-batches of an optimizer step: do not divide by their number (if `accelerator.backward` does, multiply by
+        it).
         """
-        loss = loss_of(self.token_weights, self._micro_batch.units)
-        if loss.row_weights is not None:
-            raise ConfigError(
-                f"loss_scale: loss_scaling {self.loss_scaling!r} gives the samples of a micro-batch different weights, "
-                "so their mean loss cannot be scaled; use weighted_loss(logits, labels, info), or choose 'exact'."
-            )
-        return loss.scale
+        return self.token_weight * self.units
 
     def to(self, *args: Any, **kwargs: Any) -> ODBStepInfo:
         """Itself: what moves all of a batch to a device leaves it as it is."""
         return self
 
 
-def make_step_info(
-    micro_batch: MicroBatch,
-    loss_scaling: str,
-    world_size: int,
-    measured: Measured,
-    num_samples: int | None,
-    optimizer_step: int,
-) -> ODBStepInfo:
-    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""
-    step = micro_batch.step
-    progress = None
-    if num_samples is not None:
-        progress = 1.0 if step.last else min(step.done / max(num_samples, 1), 1.0)
-    return ODBStepInfo(
-        loss_scaling=loss_scaling,
-        token_weights=token_weights(micro_batch, loss_scaling, world_size),
-        is_idle=micro_batch.idle,
-        ids=micro_batch.ids,
-        segments=measured.segments,
-        filler_rows=measured.filler_rows,
-        samples=len(micro_batch.ids),
-        tokens=micro_batch.tokens,
-        units=micro_batch.num_units,
-        samples_all_ranks=micro_batch.totals.samples,
-        optimizer_step=optimizer_step,
-        optimizer_step_samples=step.samples,
-        micro_batch=micro_batch.index,
-        micro_batches=step.num_micro_batches,
-        ends_optimizer_step=micro_batch.ends_optimizer_step,
-        epoch=step.epoch,
-        progress=progress,
-        _micro_batch=micro_batch,
-        _world_size=world_size,
-        _num_supervised=measured.num_supervised,
-    )
+def _weight_of(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> float:
+    """The weight of each unit: the same for all of a micro-batch in every scaling of a loop."""
+    return next(iter(token_weights(micro_batch, loss_scaling, world_size)), 0.0)
 
 
 def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
@@ -171,15 +159,10 @@ def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
                 "info to each batch, so return a dict, a tuple, a list, a tensor or a custom object."
             ) from None
         return batch
-    if STEP_INFO_KEY in batch:
+    if STEP_INFO_KEY in batch or not isinstance(batch, MutableMapping):
         raise DataError(
-            f"collate_fn returned a batch with the key {STEP_INFO_KEY!r}, under which odb adds the step info; rename "
-            "it in the collator."
-        )
-    if not isinstance(batch, MutableMapping):
-        raise DataError(
-            f"collate_fn returned a {type(batch).__name__}, which takes no further key; odb adds the step info to each "
-            "batch, so return a dict or a BatchEncoding."
+            f"collate_fn returned a {type(batch).__name__} that takes no key {STEP_INFO_KEY!r}, under which odb adds "
+            "the step info to each batch; return a dict or a BatchEncoding without that key."
         )
     batch[STEP_INFO_KEY] = info
     return batch
@@ -197,43 +180,39 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
     A model that `unpad` has set up takes the lengths of a flat row from the info that was taken out last.
 
     batch: as the loader yields it: a mapping, or another type that `collate_fn` returns (a tuple, a tensor, an object).
-    loss_scaling: exact, sample, square, approx or none; default: that of the loader. Raises `DataError` if the batch
-    has no info, and `ValueError` for another word.
+    loss_scaling: exact, approx or none; default: that of the loader. Raises `DataError` if the batch has no info, and
+    `ValueError` for another word.
     """
-    held = batch if isinstance(batch, MutableMapping) else getattr(batch, "__dict__", {})
-    info: ODBStepInfo | None = held.pop(STEP_INFO_KEY, None)
+    holder = batch if isinstance(batch, MutableMapping) else getattr(batch, "__dict__", {})
+    info: ODBStepInfo | None = holder.pop(STEP_INFO_KEY, None)
     if info is None:
         raise DataError(
             f"this batch has no {STEP_INFO_KEY!r}: it does not come from an ODBDataLoader, or the info was taken out "
             "before; call pop_step_info once for each batch, before anything else drops the key."
         )
     begin_row(info.segments)
-    info.receipt.taken, info.receipt.row = True, row_in_progress()
+    info.taken.count, info.taken.row = info.taken.count + 1, row_in_progress()
     if loss_scaling is None or loss_scaling == info.loss_scaling:
         return info
     if loss_scaling not in LOOP_LOSS_SCALINGS:
         raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOOP_LOSS_SCALINGS)}.")
-    weights = token_weights(info._micro_batch, loss_scaling, info._world_size)
-    return dataclasses.replace(info, loss_scaling=loss_scaling, token_weights=weights)
+    weight = _weight_of(info.planned, loss_scaling, info.world_size)
+    return dataclasses.replace(info, loss_scaling=loss_scaling, token_weight=weight)
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
-    """A micro-batch's part of the loss of its optimizer step, with any `loss_scaling`; call `backward()` on it.
+    """A micro-batch's part of the loss of its optimizer step; call `backward()` on it.
 
     logits: [rows, length, vocabulary]; labels: [rows, length], -100 where no loss is wanted; padded or flat, as the
     micro-batch is. Shifted and in float32 as in transformers' causal models; what a model adds to its own loss (for the
-    routers of a mixture of experts) is not in it. Raises `DataError` if the rows (flat: segments) are not the
-    samples of the micro-batch.
+    routers of a mixture of experts) is not in it.
 
     Example::
 
         info = pop_step_info(batch)
         weighted_loss(model(**batch).logits, batch["labels"], info).backward()
     """
-    weights = info.token_weights or (0.0,)
-    if len(set(weights)) == 1:  # so it does not matter which row is which
-        return weighted_token_loss(logits, labels, weights[:1] * len(logits))
-    return weighted_token_loss(logits, labels, (*weights, *[0.0] * info.filler_rows), segments=info.segments)
+    return weighted_token_loss(logits, labels, (info.token_weight,) * len(logits))
 
 
 def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo], Tensor]:
@@ -257,67 +236,12 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
         nonlocal token_loss
         if token_loss is None:  # by now engines have wrapped the model
             token_loss = TokenLoss(model, info.loss_scaling)
-        loss, labels = loss_of(info.token_weights, info._micro_batch.units, info.filler_rows), batch.get("labels")
+        labels = batch.get("labels")
         # On an accelerator they are not counted once more: the host would wait for it.
         on_host = isinstance(labels, Tensor) and labels.device.type == "cpu"
-        num_supervised = count_supervised(labels) if on_host else info._num_supervised
-        with token_loss.weighing(loss.row_weights, info.segments, max(info.units, 1), num_supervised):
+        num_supervised = count_supervised(labels) if on_host else info.num_supervised
+        with token_loss.weighing(None, info.segments, max(info.units, 1), num_supervised):
             output = model(**batch)
-        return in_float32(output["loss"] if isinstance(output, dict) else output[0]) * loss.scale
+        return in_float32(output["loss"] if isinstance(output, dict) else output[0]) * info.loss_scale
 
     return compute
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `check_loss`: make sure that the loss of a loop does not depend on which samples share a micro-batch (I8).
-
-SAMPLES = 4
-TOLERANCE = 0.01
-"""Relative difference that counts as rounding, in bfloat16 too; in-batch negatives differ by far more."""
-
-
-def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
-    """Check on four samples that the mean loss of a batch is the mean of the losses of its halves.
-
-    dataloader: an `ODBDataLoader` (or what `apply_odb` returns), not yet iterated. It begins the epoch. With several
-    ranks, all call it.
-    loss_fn: batch, as the loader yields it (on the CPU, without step info) -> mean loss, a scalar. It runs without
-    gradients; put a model with dropout into eval mode, because its losses are random otherwise.
-    Raises `ConfigError` if the loss compares samples with each other, as in-batch negatives do.
-
-    Example::
-
-        check_loss(loader, lambda batch: functional.cross_entropy(model(batch["x"]), batch["y"]))
-    """
-    name = in_batch_loss(loss_fn.modules()) if isinstance(loss_fn, nn.Module) else None
-    if name is not None:
-        raise ConfigError(f"check_loss: {name} {IN_BATCH}.")
-    iteration = getattr(dataloader, "_odb", None)
-    if iteration is None or not iteration.loader.has_rows:
-        raise ConfigError("check_loss: give the ODBDataLoader that the loop iterates, of a dataset with an index.")
-    loader = iteration.loader
-    loader.begin()
-    samples = list(itertools.islice(loader.first_samples(), SAMPLES))
-    samples = [sample for sample in samples if sample.cost.modality == samples[0].cost.modality]
-    if len(samples) < 2:
-        raise ConfigError(f"check_loss: the first {SAMPLES} rows have no two samples that could share a micro-batch.")
-
-    def mean_loss(samples: Sequence[Sample]) -> float:
-        with torch.no_grad():
-            return float(loss_fn(loader.groups.collate(list(samples))[1]))
-
-    half = len(samples) // 2
-    whole, again = mean_loss(samples), mean_loss(samples)
-    if not math.isclose(whole, again, rel_tol=TOLERANCE, abs_tol=1e-6):
-        raise ConfigError(
-            f"check_loss: the loss of the same batch is {whole:.4g}, and {again:.4g} the second time; put the model "
-            "into eval mode for the check, or draw no random numbers in loss_fn."
-        )
-    halves = [(mean_loss(part), sum(one.cost.units for one in part)) for part in (samples[:half], samples[half:])]
-    mean = sum(loss * units for loss, units in halves) / sum(units for _, units in halves)
-    if not math.isclose(whole, mean, rel_tol=TOLERANCE, abs_tol=1e-6):
-        raise ConfigError(
-            f"check_loss: the mean loss of {len(samples)} samples is {whole:.4g}, and that of their halves, weighed by "
-            f"units, {mean:.4g}: it {IN_BATCH}; or it is no mean over the units of `Cost`; or the model depends on "
-            "padding or on batch statistics."
-        )

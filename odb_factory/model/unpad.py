@@ -216,10 +216,10 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
                 info = pop_step_info(batch)
                 (model(**batch).loss * info.loss_scale).backward()
     """
-    iteration = getattr(dataloader, "_odb", None)
-    if iteration is None or iteration.config.layout != "flat":
+    online = getattr(dataloader, "_odb", None)
+    if online is None or online.config.layout != "flat":
         raise ConfigError("unpad: give the ODBDataLoader that the loop iterates, made with layout='flat'.")
-    if not iteration.loader.has_rows:
+    if not online.loader.has_rows:
         raise ConfigError(
             "unpad: the rows of a stream cannot be read by their number; try the model with a dataset of a few such "
             "rows first, and let its `unpad` stand."
@@ -235,15 +235,13 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
     def to_device(batch: dict[str, Any]) -> dict[str, Any]:
         return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
-    iteration.loader.begin()
-    why = check_rows(
-        Runs(model, to_device, iteration.gather), lambda: of_batches(*iteration.trial_batches(NUM_SAMPLES))
-    )
+    online.loader.begin()
+    why = check_rows(Runs(model, to_device, online.gather), lambda: of_batches(*online.trial_batches(NUM_SAMPLES)))
     if why is not None:
         if is_first:
             vars(inner)[UNDO]()
         raise LayoutError(why)
-    iteration.is_checked = True
+    online.is_checked = True
     puts_back: Callable[[], None] = vars(inner)[UNDO]
     return puts_back
 

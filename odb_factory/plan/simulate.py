@@ -116,7 +116,7 @@ def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Figures:
         micro_batches=len(totals) / len(counts),
         least_micro_batches=min(counts),
         most_micro_batches=max(counts),
-        samples_per_micro_step=statistics.samples / max(len(totals), 1),
+        samples_per_micro_step=statistics["samples"] / max(len(totals), 1),
         padding_ratio=statistics.padding_ratio,
         balance=statistics.balance,
         patch_balance=statistics.patch_balance,

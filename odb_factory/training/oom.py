@@ -388,7 +388,7 @@ class RestartedSteps:
                 loader.lowered.token_budget,
                 patches,
             )
-        self.run.accounting.total.oom_cuts += sum(answer["cuts"] for answer in answers)
+        self.run.accounting.total["oom_cuts"] += sum(answer["cuts"] for answer in answers)
         self.run.accounting.lose(lost, OUT_OF_MEMORY)
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
 

@@ -4,121 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
 
-from odb_factory.accounting.statistics import Computing, StepStatistics, summary_line, write_summary
+from odb_factory.accounting.statistics import Computing, summary_line, write_summary
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.model.check import unwrapped
-from odb_factory.model.encoder import find_tower
 from odb_factory.planning import Limits
 
 logger = get_logger(__name__)
-
-
-def device_of(args: Any) -> str:
-    if args.device.type != "cuda":
-        return f"{args.device.type}, {os.cpu_count()} cores"
-    return torch.cuda.get_device_name(args.device)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `odb/model_tflops_per_s` and `odb/mfu`: how much of what the model needs is computed a second.
-
-PEAKS = {
-    "B200": 2250.0, "H200 NVL": 835.5, "H200": 989.5, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.5,
-    "A100": 312.0, "A40": 149.7, "A10": 125.0, "L40S": 362.0, "L4": 121.0,
-}  # fmt: skip
-"""Dense bf16 operations a second (1e12) of data-centre GPUs, by the data sheets of NVIDIA and words of the name."""
-
-
-def peak_of(device: str) -> float | None:
-    """Operations a second of a whole device of this name, as its data sheet says; None: not known."""
-    words = set(device.replace("-", " ").split())
-    known = (peak for name, peak in PEAKS.items() if words.issuperset(name.split()))
-    return None if "MIG" in words else next((peak * 1e12 for peak in known), None)
-
-
-@dataclass(frozen=True)
-class Operations:
-    """Floating-point operations that the optimizer steps of a model need, by what their number grows with.
-
-    token: weights of the language model; unit: those of its head, which only tokens with a loss meet; patch: those of
-    the vision tower; square: of the tokens of a sample, full attention. peak: of a device, if it is known.
-    A weight takes 2 operations forward, 2 where a gradient passes it, and 2 where it is trained; of experts those count
-    that a token is sent to. Not counted: recomputation, attention of the tower and within windows, recurrent states.
-    """
-
-    token: int
-    unit: int
-    patch: int
-    square: int
-    peak: float | None
-
-    @classmethod
-    def of(cls, model: nn.Module, device: str, *, has_peak: bool = True) -> Operations | None:
-        """model: as loaded, not yet wrapped by an engine. None where its weights do not show what is computed.
-        has_peak: it computes in 16 bits, for which peaks are known."""
-        inner = unwrapped(model)
-        if not isinstance(inner, PreTrainedModel) or getattr(inner, "is_quantized", False):
-            return None
-        tower, config, text = find_tower(inner), inner.config, inner.config.get_text_config()
-        parts = {
-            "token": inner.get_decoder(),
-            "patch": tower and getattr(*tower),
-            "unit": inner.get_output_embeddings(),
-        }
-        if parts["unit"] is None or getattr(config, "audio_config", None) is not None:
-            return None
-        kind_of = {module: kind for kind, part in parts.items() if part is not None for module in part.modules()}
-        merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
-        num_experts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-        experts, chosen = next(filter(None, num_experts), None), getattr(text, "num_experts_per_tok", None)
-        every, passed, trained = Counter[str](), Counter[str](), Counter[str]()  # weights; those that a gradient passes
-        passes = False
-        for name, module in inner.named_modules():
-            kind = None if isinstance(module, nn.Embedding) or "original_module" in name else kind_of.get(module)
-            for key, weight in module.named_parameters(recurse=False):
-                shape = getattr(weight, "ds_shape", weight.shape)
-                if kind is not None and len(shape) > 1:
-                    size = math.prod(shape) // (merged if "merger" in name else 1)
-                    if ".experts." in f"{name}.{key}":
-                        if not experts or not chosen:
-                            return None
-                        size = size * chosen // experts
-                    every[kind] += size
-                    passed[kind] += size * passes
-                    trained[kind] += size * weight.requires_grad
-                passes = passes or weight.requires_grad
-        whole = ["full_attention"] * (0 if getattr(text, "sliding_window", None) else text.num_hidden_layers)
-        layers = (getattr(text, "layer_types", None) or whole).count("full_attention")
-        heads = getattr(text, "num_attention_heads", 0)
-        width = heads and heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-        square = 2 * layers * width * (1 + 2 * passed["token"] / max(every["token"], 1))  # half of all pairs: causal
-        token, unit, patch = (2 * (every[kind] + passed[kind] + trained[kind]) for kind in ("token", "unit", "patch"))
-        return cls(token, unit, patch, round(square), peak_of(device) if has_peak else None)
-
-    def metrics(self, done: StepStatistics, world_size: int) -> dict[str, float]:
-        """The entries of a log line; done: sums over all ranks."""
-        if not done.seconds:
-            return {}
-        needed = self.token * done.tokens + self.unit * done.units + self.patch * done.patches
-        rate = (needed + self.square * done.squares) / done.seconds / world_size
-        found = {"odb/model_tflops_per_s": float(f"{rate / 1e12:.4g}")}
-        return found if self.peak is None else found | {"odb/mfu": round(rate / self.peak, 4)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -271,7 +172,7 @@ class ODBRun:
         self.max_steps: int | None = args.max_steps if args.max_steps > 0 else None
         self.epochs: float = args.num_train_epochs if self.max_steps is None else math.inf
         audit_dir = self.output_dir if config.audit else None
-        self.accounting = StepAccounting(loader, config, audit_dir, left_out_dir=self.output_dir)
+        self.accounting = StepAccounting(loader, config, audit_dir)
         is_estimated = not config.keeps and self.max_steps is None
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
         self.budgets: dict[str, int | None] = {}

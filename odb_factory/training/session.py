@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from odb_factory.accounting.losses import TokenLoss, in_float32
-from odb_factory.accounting.statistics import Computing, StepStatistics
+from odb_factory.accounting.statistics import Computing
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
@@ -64,7 +64,7 @@ from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
 from odb_factory.training.checks import check_hooks, check_keeps_rows, check_pairs, of_trainer, row_alone, why_not_split
 from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
-from odb_factory.training.run import ODBRun, Operations, device_of
+from odb_factory.training.run import ODBRun
 from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.stock import Rows, SampleModel, StockLoss, assumed, cut, measure, number_like, short_rows
 from odb_factory.training.trainer_loss import routers_weigh, why_logits
@@ -386,7 +386,6 @@ class Training:
         self.is_unchecked = self.lacks_budgets = False
         self.trial_units: int | None = None
         self.eval_loaders: list[tuple[Any, ODBLoader]] = []
-        self._operations: Operations | None = None
         self._doors: list[UnpadDoor] = []
         self._knows_integers: bool | None = None
         self._engine: Engine | None = None
@@ -420,10 +419,6 @@ class Training:
             check_keeps_rows(self.trainer, batch)
         if odb.observer is None:
             self._parts = with_all_columns(self._parts, dataset, odb.cost_fn)
-        if not odb.equal_weights:
-            with contextlib.suppress(AttributeError):  # of a config of another kind
-                is_half = args.bf16 or args.fp16 or self.trainer.model.dtype in (torch.bfloat16, torch.float16)
-                self._operations = Operations.of(self.trainer.model, device_of(args), has_peak=is_half)
         config, self.lacks_budgets = first_config(odb.config, self.checkpoint)
         self._sampler_at_begin = SamplerState(self._parts.sampler)
         self.stock = self._ask_stock()
@@ -597,10 +592,6 @@ class Training:
                 yield
         finally:
             accelerator.sync_gradients = True
-
-    def speed_metrics(self, done: StepStatistics) -> dict[str, float]:
-        """The entries of `Operations.metrics`; none where operations are not known. done: sums over all ranks."""
-        return {} if self._operations is None else self._operations.metrics(done, self.run.loader.world_size)
 
     # Its end
 

@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
-from odb_factory.config import ODBConfig, make_config
+from odb_factory.config import ODBConfig, ODBKeys, make_config
 from odb_factory.data.collate import Collated
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
 from odb_factory.data.ranks import check_process_group, ring_of
@@ -184,8 +184,6 @@ class ODBCallback(TrainerCallback):
 # ----------------------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from odb_factory.loop.iteration import TrainerKeys
-
     Base = Trainer
 else:
     Base = object
@@ -440,9 +438,9 @@ class ODBTrainerMixin(Base):
         run, accounting = training.run, training.run.accounting
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
-            logs.update(accounting.interval_metrics() | training.speed_metrics(accounting.interval))
+            logs.update(accounting.interval_metrics())
         elif "train_runtime" in logs:
-            logs.update(accounting.metrics() | training.speed_metrics(accounting.total))
+            logs.update(accounting.metrics())
             seconds = logs["train_runtime"]
             logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
             if training.arguments.counts_tokens:
@@ -471,7 +469,7 @@ def enable_odb(
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
-    **block: Unpack[TrainerKeys],
+    **block: Unpack[ODBKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
 

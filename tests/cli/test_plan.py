@@ -71,7 +71,7 @@ def check_prediction(planned: dict[str, Any], output: Path, within: float = 1e-9
     own = planned["own"]
     assert own["optimizer_steps"] == summary["optimizer_steps"]
     assert own["micro_steps"] == pytest.approx(summary["micro_steps"], rel=within)
-    for name in ("padding_ratio", "balance", "patch_balance"):
+    for name in ("padding_ratio", "balance"):
         assert own[name] == pytest.approx(summary[name], abs=within), name
     assert within <= POINTS
     return summary

@@ -183,7 +183,6 @@ def test_engine_trains_as_one_stock_process(train, stock, name: str) -> None:
     summary = json.loads((out / "odb_summary.json").read_text())
     if ENGINES[name].balance:
         assert summary["moved"] > 0
-        assert summary["moved_bytes"] < 4096 * summary["moved"], "pictures travel by name"
         same = read_audits(train("ddp", 2), 2)
         assert read_audits(out, 2) == same, "I6"
     else:

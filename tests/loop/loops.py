@@ -34,5 +34,5 @@ def stopped(loader: Any, step: int, handle: Any = None) -> tuple[Counter[int], A
         info = pop_step_info(batch)
         rows.update(info.ids)
         if info.optimizer_step == step and info.ends_optimizer_step:
-            return rows, json.loads(json.dumps((handle or loader).state_dict()))
+            return rows, json.loads(json.dumps((loader if handle is None else handle).state_dict()))
     raise AssertionError("the epoch has fewer optimizer steps")

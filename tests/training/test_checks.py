@@ -6,7 +6,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -360,18 +359,10 @@ def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
     refuses(filled, "^drop_last: True .*keep the optimizer steps")
 
 
-def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, caplog) -> None:
-    def said(folder: Path, **block: Any) -> tuple[list[str], list[str]]:
-        caplog.clear()
-        train(tiny_text, folder, max_steps=1, block=BLOCK | block)
-        lines = [record.getMessage() for record in caplog.records if record.name.startswith("odb_factory")]
-        return [line for line in lines if "as in stock" in line], [line for line in lines if "could be smaller" in line]
-
-    (expected,), (advice,) = said(tmp_path / "empty", token_budget=4096)
-    assert expected.startswith("60 samples, 8 optimizer steps an epoch, each of 8 samples as in stock training; ")
-    assert "cut into 1 micro-batch on one rank" in expected
-    assert advice.startswith("an optimizer step of 8 samples fills ") and "of token_budget 4096 on one rank" in advice
-    assert said(tmp_path / "full")[1] == []
+def test_the_start_line_names_the_optimizer_step_and_its_cut(tiny_text, tmp_path, caplog) -> None:
+    train(tiny_text, tmp_path, max_steps=1, block=BLOCK | {"token_budget": 4096})
+    (line,) = [message for message in caplog.messages if message.startswith("one optimizer step: ")]
+    assert line.startswith("one optimizer step: 8 samples, as in stock training; the first is cut into 1 micro-batch")
 
 
 def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
@@ -453,12 +444,12 @@ def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
     trainer = make(tiny_text, tmp_path, logging_steps=5, callbacks=[Talker()], trainer_class=Talks, block=BLOCK)
     trainer.train()
     history = trainer.state.log_history
-    name = "odb/samples_per_micro_step"
+    name = "odb/micro_batches"
     assert not [entry for entry in history if "mine" in entry and name in entry]
     (first, *_) = [entry for entry in history if name in entry]
-    samples = [len(line["ids"]) for line in audit(tmp_path) if line["optimizer_step"] <= first["step"]]
+    lines = [line for line in audit(tmp_path) if line["optimizer_step"] <= first["step"]]
     assert first["step"] > 1
-    assert first[name] == pytest.approx(sum(samples) / len(samples), abs=0.01)
+    assert first[name] == pytest.approx(len(lines) / first["step"], abs=0.01)
 
 
 def test_active_dropout_is_logged_in_one_line(tiny_text, tmp_path, caplog) -> None:
