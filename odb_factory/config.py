@@ -20,8 +20,6 @@ AUTO = "auto"
 """The value of a budget that is chosen before training."""
 BUDGETS = ("token_budget", "max_patches")
 """Keys that may be `auto`: what the memory of the accelerator allows."""
-CAPS = ("max_image_patches", "max_video_patches", "max_audio_frames")
-"""Keys that bound one modality."""
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
@@ -62,9 +60,6 @@ class ODBConfig:
 
     token_budget: int | Literal["auto"] = _number()
     max_patches: int | Literal["auto"] | None = _number(None)
-    max_image_patches: int | None = _number(None)
-    max_video_patches: int | None = _number(None)
-    max_audio_frames: int | None = _number(None)
     memory_fraction: float = 0.9
     eval_token_budget: int | Literal["auto"] | None = _number(None)
     global_batch_size: int | Literal["keep", "fill"] = _number("keep")
@@ -175,12 +170,6 @@ class ODBConfig:
     def keeps(self) -> bool:
         """Whether optimizer steps are kept (`global_batch_size` is keep or a number)."""
         return self.global_batch_size != "fill"
-
-    @property
-    def caps(self) -> tuple[tuple[str, int], ...]:
-        """By modality: the name of what is bounded, and the most of a micro-batch."""
-        given = ((name.removeprefix("max_"), getattr(self, name)) for name in CAPS)
-        return tuple((name, most) for name, most in given if most is not None)
 
     @property
     def group_size(self) -> int:

@@ -14,16 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import AUTO, BUDGETS, CAPS, ELSEWHERE, ODBConfig
+from odb_factory.config import AUTO, BUDGETS, ELSEWHERE, ODBConfig
 from odb_factory.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[1] / "docs" / "migration.md"
 DEFAULTS = {
     "token_budget": 8192,
     "max_patches": None,
-    "max_image_patches": None,
-    "max_video_patches": None,
-    "max_audio_frames": None,
     "memory_fraction": 0.9,
     "eval_token_budget": None,
     "global_batch_size": "keep",
@@ -52,7 +49,6 @@ DEFAULTS = {
 """What a block with nothing but `token_budget` means."""
 OPTIONAL_NUMBERS = [
     "max_patches",
-    *CAPS,
     "eval_token_budget",
     "pad_to_multiple_of",
     "collate_workers",

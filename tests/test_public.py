@@ -57,9 +57,6 @@ def test_keys_of_the_block() -> None:
     assert [item.name for item in dataclasses.fields(odb_factory.ODBConfig)] == [
         "token_budget",
         "max_patches",
-        "max_image_patches",
-        "max_video_patches",
-        "max_audio_frames",
         "memory_fraction",
         "eval_token_budget",
         "global_batch_size",

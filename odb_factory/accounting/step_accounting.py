@@ -42,7 +42,6 @@ def log_first_step(
     cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {ranks}"
     budgets = (
         f"fills {filled:.0%} of their budgets (token_budget {limits.token_budget}, max_patches {limits.max_patches}"
-        f"{''.join(f', max_{name} {most}' for name, most in loader.budget.caps)}"
         f"{', lowered as memory was short' if loader.lowered else ''}); "
         f"loss_scaling {config.loss_scaling}"
     )

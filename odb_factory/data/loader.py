@@ -20,7 +20,7 @@ from torch import Tensor
 
 from odb_factory.comm.agreement import block_settings, releases
 from odb_factory.comm.ranks import Ranks
-from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
+from odb_factory.config import BUDGETS, ResolvedConfig
 from odb_factory.data.collate import Collated, CollatedDataset, Outcome
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
@@ -55,7 +55,6 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName
         layout,
         Sizes(multiple, tuple(config.length_buckets or ()), limit),
         1 if is_flat else config.row_multiple,
-        config.caps,
     )
 
 
@@ -135,7 +134,7 @@ class Pass:
 
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
-KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
+KEYS_OF_ROWS = ("overlong", *BUDGETS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 
 

@@ -62,9 +62,6 @@ class CommonKeys(TypedDict, total=False):
     balance: bool | None
     balance_group_size: int
     cost_model: Sequence[int] | None
-    max_image_patches: int | None
-    max_video_patches: int | None
-    max_audio_frames: int | None
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]
     resume: Literal["strict", "ignore_data"]

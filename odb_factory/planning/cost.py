@@ -195,12 +195,6 @@ class Collation:
         patches: Amount = (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
         return tokens, patches
 
-    def dummy_of(self, name: str, media: Amount, audio: Amount) -> Amount:
-        """What is injected of one size of `Media`."""
-        of = {"image_patches": self.dummy_media_patches, "audio_frames": self.dummy_audio_patches * FRAMES_PER_PATCH}
-        size: Amount = ((audio if name == "audio_frames" else media) == 0) * of.get(name, 0)
-        return size
-
     def length(self, longest: Amount, first: Amount, dummy_tokens: Amount) -> Amount:
         """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
         length: Amount = -(-larger(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
@@ -226,7 +220,6 @@ class Limits:
 class Budget:
     """The budgets of a group, measured as collated. `max_patches` None: not limited.
 
-    caps: further ones by modality: the name of a size of `Media`, and the most of it.
     layout: `padded`, a row for each sample; `flat`, all samples of a group in one row, one after the other.
     sizes: what padded row lengths are rounded up to, or the tokens of a flat micro-batch.
     row_multiple: padded rows are rounded up to a multiple of this, as far as the budget allows.
@@ -238,13 +231,11 @@ class Budget:
     layout: str = "padded"
     sizes: Sizes = EVERY_SIZE
     row_multiple: int = 1
-    caps: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         """As in messages."""
         sums = [] if self.max_patches is None else [f"{self.max_patches} patches"]
-        caps = [f"{most} {name.replace('_', ' ')}" for name, most in self.caps]
-        return ", ".join([f"{self.token_budget} tokens", *sums, *caps])
+        return ", ".join([f"{self.token_budget} tokens", *sums])
 
     @property
     def limits(self) -> Limits:
@@ -292,14 +283,6 @@ class Budget:
             over = over + larger(patches - self.max_patches, 0)
         return over
 
-    def excess_of_caps(self, sums: Sequence[Amount], media: Amount, audio: Amount) -> Amount:
-        """By how much groups break `caps`. sums: of the capped sizes of their samples, in that order. media, audio: how
-        many samples have it."""
-        over: Amount = 0 * media
-        for (name, most), size in zip(self.caps, sums, strict=True):
-            over = over + larger(size + self.collation.dummy_of(name, media, audio) - most, 0)
-        return over
-
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
         rows, length, patches, _ = self.collated(
@@ -316,9 +299,7 @@ class Budget:
 
     def fits(self, group: Sequence[Cost]) -> bool:
         rows, length, patches = self.shape(group)
-        sums = [sum(getattr(cost.by_modality, name) for cost in group) for name, _ in self.caps]
-        media, audio = sum(cost.has_media for cost in group), sum(cost.has_audio for cost in group)
-        return not self.excess(rows * length, patches) and not self.excess_of_caps(sums, media, audio)
+        return not self.excess(rows * length, patches)
 
     def tokens_of(self, cost: Cost) -> int:
         """Tokens of the budget that the sample takes without padding to others."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Samples, bins_needed, capacities
+from odb_factory.planning.flat import Samples, bins_needed
 from odb_factory.planning.keep import assign_pools, cut
 from odb_factory.planning.padded import Pools, groups_needed, place
 from odb_factory.planning.plan import BufferMetadata, Plan, Steps, pool, to_plan
@@ -102,12 +102,10 @@ def _needed(
     def padded(chosen: np.ndarray) -> np.ndarray:
         return groups_needed(Pools(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
 
-    dummies = [*budget.collation.dummies(0, 0), *(budget.collation.dummy_of(name, 0, 0) for name, _ in budget.caps)]
-    tokens, *others = capacities(budget)
-    assert tokens is not None
+    tokens = budget.token_budget // budget.sizes.multiple * budget.sizes.multiple
     most = [
         None if one is None else max(one - dummy - one // SLACK, 1)
-        for one, dummy in zip((tokens // budget.sizes.multiple * budget.sizes.multiple, *others), dummies)
+        for one, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))
     ]
 
     def flat(chosen: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ class Samples:
 
     tokens, age follow `index` [n]. overlong: the sample breaks a budget alone, so it goes alone [n].
     sample_class: numbers of the classes, pool by pool [n].
-    measures: tokens, patches, squared length, whether it has media and audio, and what is capped [n, 5 + caps].
+    measures: tokens, patches, squared length, whether it has media and audio [n, 5].
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
@@ -36,7 +36,6 @@ class Samples:
         self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
         self.tokens, self.age = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
         columns = [self.tokens, rows["patches"], self.tokens**2, rows["has_media"], rows["has_audio"]]
-        columns += [rows[name] for name, _ in budget.caps]
         self.measures = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
         modalities, modality = np.unique(rows["modality"], return_inverse=True)
         self.num_modalities = max(len(modalities), 1)
@@ -52,22 +51,18 @@ class Samples:
 
     def shapes(self, sums: np.ndarray) -> np.ndarray:
         """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
-        tokens, patches, squares, media, audio = np.moveaxis(sums[..., :5], -1, 0)
+        tokens, patches, squares, media, audio = np.moveaxis(sums, -1, 0)
         sums_of_rows = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
         _, *shapes = self.budget.collated(**sums_of_rows, count=tokens, longest=tokens, first=tokens)
         return np.stack(shapes, axis=-1)
 
     def excess(self, sums: np.ndarray) -> np.ndarray:
-        """By how much bins with these sums break the budgets (tokens, patches and what is capped) [...]."""
+        """By how much bins with these sums break the budgets (tokens and patches) [...]."""
         shapes = self.shapes(sums)
-        over = self.budget.excess(shapes[..., 0], shapes[..., 1])
-        if self.budget.caps:
-            media, audio, *capped = np.moveaxis(sums[..., 3:], -1, 0)
-            over = over + self.budget.excess_of_caps(capped, media, audio)
-        return over
+        return self.budget.excess(shapes[..., 0], shapes[..., 1])
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
-        """`measures` of each bin [bins, 5 + caps]."""
+        """`measures` of each bin [bins, 5]."""
         return by_number(bin_of, self.measures, num_bins)
 
     def weigh(self, model: CostModel) -> CostModel:
@@ -114,20 +109,15 @@ class Bins:
         return len(self.step)
 
 
-def capacities(budget: Budget) -> list[int | None]:
-    """The most that a bin holds of tokens, patches and what is capped; None: not limited."""
-    return [budget.token_budget, budget.max_patches, *(most for _, most in budget.caps)]
-
-
 def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools: int) -> np.ndarray:
-    """No fewer bins of these `capacities` hold the samples of each pool [pools].
+    """No fewer bins hold the samples of each pool [pools]. most_of_a_bin: tokens and patches; None: not limited.
 
     Of a class, all that a bin holds little of must have room; samples of more than half a bin cannot share one.
     """
     ordinary, num_classes = ~samples.overlong, num_pools * samples.num_modalities
     class_of = samples.sample_class[ordinary]
     needed = np.minimum(np.bincount(class_of, minlength=num_classes), 1)
-    for measure, most in zip(np.delete(samples.measures, [2, 3, 4], axis=1).T, most_of_a_bin, strict=True):
+    for measure, most in zip(samples.measures.T, most_of_a_bin):
         if most is not None:
             loads = by_number(class_of, measure[ordinary], num_classes)
             halves = by_number(class_of, 2 * measure[ordinary] > most, num_classes)
@@ -195,12 +185,7 @@ def _amounts(samples: Samples, num_steps: int, model: CostModel) -> tuple[np.nda
     most[2] = budget.token_budget * int(samples.tokens.max())
     weights = [model.token, model.patch, model.square]
     num_bins = max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1)
-    measures = np.concatenate([measures[:, :3], measures[:, 5:]], axis=1)
-    for (_, cap), total in zip(budget.caps, measures[:, 3:].sum(axis=0).tolist()):
-        # A full bin of it weighs as much as one full of tokens; nothing where half of the bins would do.
-        is_tight = 2 * total > cap * num_bins
-        weights.append(max(model.token * budget.token_budget // cap, 1) * is_tight)
-        most.append(cap)
+    measures = measures[:, :3]
     totals = [weight * int(total) for weight, total in zip(weights, measures.sum(axis=0))]
     kept = [0, *(d for d in range(1, len(totals)) if totals[d])]
     unit = max(sum(totals) // (num_bins * AMOUNT_OF_A_BIN), 1)

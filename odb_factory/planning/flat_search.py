@@ -31,7 +31,7 @@ class Filled:
     """Samples in bins in micro-steps. Ranks wait for the most tokens, the most patches and the most squares of each.
 
     bin_of: of each sample [n]. bin_class, step: of each bin [bins].
-    pool: of each bin. frozen: it holds an overlong sample [bins]. sums: of `Samples.measures` [bins, 5 + caps].
+    pool: of each bin. frozen: it holds an overlong sample [bins]. sums: of `Samples.measures` [bins, 5].
     """
 
     samples: Samples
@@ -189,7 +189,7 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) ->
         left[pool] -= 1
         for place in range(first, min(first + MAX_LOOKS, len(rooms))):
             held = list(map(operator.add, sums[rooms[place][1]], own))
-            if all(map(operator.le, (held[0], held[1], *held[5:]), most[held[3] > 0, held[4] > 0])):
+            if all(map(operator.le, held[:2], most[held[3] > 0, held[4] > 0])):
                 _, number = rooms.pop(place)
                 sums[number] = held
                 break
@@ -210,13 +210,13 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) ->
     return Filled(samples, model, place_of[bin_of], np.array(bin_class)[order], np.zeros_like(order))
 
 
-def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, ...]:
-    """The most tokens, patches and what is capped that the samples of a bin may have, with media and audio or not."""
+def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, float]:
+    """The most tokens and patches that the samples of a bin may have, with media and audio or not."""
     dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
     sizes = range(budget.token_budget + 1)
     tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
     patches = math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
-    return tokens, patches, *(cap - budget.collation.dummy_of(name, media, audio) for name, cap in budget.caps)
+    return tokens, patches
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from odb_factory.errors import CollectiveError
 from odb_factory.planning.cost import Budget, CostModel, by_number
-from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
+from odb_factory.planning.flat import Samples, bins_needed, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planning.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, place
 from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, sum_totals, to_plan
@@ -30,7 +30,8 @@ them. Modalities share no bin, so with several of them more micro-steps can be c
 
 def _best_bins(samples: Samples, model: CostModel, least_steps: int) -> Filled:
     """All samples in bins of `least_steps` micro-steps at least, as far as there are samples, within the budgets."""
-    needed = bins_needed(samples, capacities(samples.budget), int(samples.pool.max()) + 1)
+    budget = samples.budget
+    needed = bins_needed(samples, (budget.token_budget, budget.max_patches), int(samples.pool.max()) + 1)
     least = max(-(-int(needed.max()) // samples.slots), least_steps)
     found = _polished(samples, least, model)
     if not found.within:

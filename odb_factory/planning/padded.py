@@ -45,16 +45,14 @@ class Pools:
         self.tokens = rows["row_tokens"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
         self.length = budget.sizes.up(np.maximum(-(-self.tokens // multiple) * multiple, 1))
-        names = ("patches", "has_media", "has_audio", *(name for name, _ in budget.caps))
-        sums = np.zeros((len(names), len(rows) + 1), dtype=np.int64)
-        np.cumsum([rows[name] for name in names], axis=1, out=sums[:, 1:])
-        self.patches_before, self.media_before, self.audio_before, *self.capped_before = sums
+        sums = np.zeros((3, len(rows) + 1), dtype=np.int64)
+        np.cumsum([rows[name] for name in ("patches", "has_media", "has_audio")], axis=1, out=sums[:, 1:])
+        self.patches_before, self.media_before, self.audio_before = sums
         self.max_end = np.searchsorted(kind, kind, side="right")
-        most = (budget.max_patches, *(cap for _, cap in budget.caps))
-        for before, cap in zip((self.patches_before, *self.capped_before), most, strict=True):
-            if cap is not None:
-                within = np.searchsorted(before, before[:-1] + cap, side="right") - 1
-                self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
+        if budget.max_patches is not None:
+            before = self.patches_before
+            within = np.searchsorted(before, before[:-1] + budget.max_patches, side="right") - 1
+            self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -82,12 +80,6 @@ class Pools:
             longest=self.tokens[starts],
             first=self.tokens[ends - 1],
         )
-
-    def excess_of_caps(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """By how much groups break the caps by modality."""
-        media, audio = (before[ends] - before[starts] for before in (self.media_before, self.audio_before))
-        capped = [before[ends] - before[starts] for before in self.capped_before]
-        return self.budget.excess_of_caps(capped, media, audio)
 
     def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The cost of many groups, none of them empty, in the unit of the model."""
@@ -163,8 +155,6 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
             collated, lengths, patches, attention = pools.shapes(starts, ends)
             count, padded = ends - starts, collated * lengths
             exceeds = (budget.excess(padded, patches) > 0) | (model.of(padded, patches, attention) > caps)
-            if budget.caps:
-                exceeds |= pools.excess_of_caps(starts, ends) > 0
             exceeds &= count > 1
             if not exceeds.any():
                 break
@@ -370,8 +360,7 @@ def _fits(pools: Pools, start: int, end: int) -> bool:
     """Whether a group is within the budgets, as collated (I4)."""
     starts, ends = np.array([start]), np.array([end])
     count, length, patches, _ = pools.shapes(starts, ends)
-    over = pools.budget.excess(count * length, patches) + pools.excess_of_caps(starts, ends)
-    return end - start == 1 or not over.any()
+    return end - start == 1 or not pools.budget.excess(count * length, patches).any()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
