@@ -134,7 +134,7 @@ class BatchChecks:
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured) -> None:
         """Weights that differ, and the ids of the step info, rely on one row (flat: segment) a sample, in order."""
-        ids, rows = list(micro_batch.ids), measured.rows - measured.filler_rows
+        ids, rows = list(micro_batch.ids), measured.rows
         if measured.segments:
             rows = len(ids)
         if rows < len(ids):
@@ -278,7 +278,7 @@ class StepAccounting:
             self._end_epoch(before)
         self._uncounted = step
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
+        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units))
         return self.computing
 
     def end(self) -> None:

@@ -172,7 +172,6 @@ class Measured:
 
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
-    filler_rows: of a padded one, the last rows that no sample stands in (`row_multiple`).
     units_by_row: where units are labels that carry loss, those of each row or, of a flat one, of each segment.
     why_padded: why it is not the flat row that was planned; "" where it is, or a padded one was planned.
     """
@@ -182,7 +181,6 @@ class Measured:
     media: Media
     units: int
     segments: tuple[int, ...] = ()
-    filler_rows: int = 0
     units_by_row: tuple[int, ...] | None = None
     why_padded: str = ""
 

@@ -54,14 +54,12 @@ class CommonKeys(TypedDict, total=False):
     global_batch_size: int | Literal["keep", "fill"]
     layout: Literal["auto", "flat", "padded"]
     pad_to_multiple_of: int | None
-    length_buckets: Sequence[int] | None
     row_multiple: int
     buffer_size: int
     collate_workers: int | None
     join: bool
     balance: bool | None
     balance_group_size: int
-    cost_model: Sequence[int] | None
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]
     resume: Literal["strict", "ignore_data"]

@@ -52,7 +52,6 @@ class ODBStepInfo:
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
     segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
         order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
-    filler_rows: rows without labels after the samples, of a padded micro-batch (`row_multiple`).
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in the run, from 1, as in the audit. optimizer_step_samples: samples of
@@ -77,7 +76,6 @@ class ODBStepInfo:
     is_idle: bool
     ids: tuple[int, ...]
     segments: tuple[int, ...]
-    filler_rows: int
     samples: int
     tokens: int
     units: int
@@ -134,7 +132,6 @@ def make_step_info(
         is_idle=micro_batch.idle,
         ids=micro_batch.ids,
         segments=measured.segments,
-        filler_rows=measured.filler_rows,
         samples=len(micro_batch.ids),
         tokens=micro_batch.tokens,
         units=micro_batch.num_units,
@@ -233,7 +230,7 @@ def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
     weights = info.token_weights or (0.0,)
     if len(set(weights)) == 1:  # so it does not matter which row is which
         return weighted_token_loss(logits, labels, weights[:1] * len(logits))
-    return weighted_token_loss(logits, labels, (*weights, *[0.0] * info.filler_rows), segments=info.segments)
+    return weighted_token_loss(logits, labels, weights, segments=info.segments)
 
 
 def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo], Tensor]:
@@ -257,7 +254,7 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
         nonlocal token_loss
         if token_loss is None:  # by now engines have wrapped the model
             token_loss = TokenLoss(model, info.loss_scaling)
-        loss, labels = loss_of(info.token_weights, info._micro_batch.units, info.filler_rows), batch.get("labels")
+        loss, labels = loss_of(info.token_weights, info._micro_batch.units), batch.get("labels")
         # On an accelerator they are not counted once more: the host would wait for it.
         on_host = isinstance(labels, Tensor) and labels.device.type == "cpu"
         num_supervised = count_supervised(labels) if on_host else info._num_supervised

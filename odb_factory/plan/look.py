@@ -104,7 +104,7 @@ def look(asked: Asked, samples: int) -> Look:
 def budgets_around(config: ResolvedConfig, least: int) -> list[int]:
     """Powers of two around the YAML's budget, of at least `least`, and that one."""
     own = config.token_budget
-    least = max(own // RANGE, least, config.pad_to_multiple_of or 1, *(config.length_buckets or ()))
+    least = max(own // RANGE, least, config.pad_to_multiple_of or 1)
     powers = [1 << exponent for exponent in range((own * RANGE).bit_length())]
     return sorted({own, *(power for power in powers if power >= least)})
 
@@ -204,8 +204,6 @@ def _warnings(found: Look) -> list[str]:
             f"{found.asked.parsed.data.cutoff_len}; the longest would have {whole.longest_uncut:,} tokens"
         )
     lines += [_left_out(found, reason, number) for reason, number in whole.left_out.items()]
-    if config.cost_model is not None:
-        lines.append("cost_model is not looked at here: micro-batches are compared by tokens")
     if found.sample.resampled:
         lines.append(f"{found.sample.resampled}: optimizer steps are drawn from these, with replacement")
     return lines

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sizes to which lengths are rounded up, so that kernels that are compiled or tuned by shape see few shapes.
 
 Amount = TypeVar("Amount", int, np.ndarray)
 """An integer, or an array of integers."""
@@ -27,42 +24,6 @@ def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np
     operation.at(result, numbers, values)
     return result
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes in tokens: of padded rows, or of whole micro-batches where the layout is flat.
-
-    multiple: sizes are multiples of this.
-    buckets: ascending, each a multiple of `multiple`. Longer rows are rounded up to a multiple of the last bucket.
-        (): every multiple is a size.
-    limit: the largest size that a budget allows: no length up to it is rounded up beyond it.
-
-        Sizes(buckets=(512, 2048), limit=5000).up(np.array([3, 600, 4100, 6000]))  # [512, 2048, 5000, 6144]
-    """
-
-    multiple: int = 1
-    buckets: tuple[int, ...] = ()
-    limit: int = 0
-
-    def up(self, length: Amount) -> Amount:
-        """The size of a length, or of each of an array of them. A larger length has no smaller size; 0 stays."""
-        size: Any = -(-length // self.multiple) * self.multiple
-        if self.buckets:
-            sizes, last = np.array((0, *self.buckets)), self.buckets[-1]
-            beyond = -(-size // last) * last
-            beyond = np.where(size <= self.limit, np.minimum(beyond, self.limit), beyond)
-            place = np.searchsorted(sizes, size)
-            size = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
-            size = size if isinstance(length, np.ndarray) else size.item()
-        up: Amount = size
-        return up
-
-
-EVERY_SIZE = Sizes()
-"""Nothing is rounded up."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 FRAMES_PER_PATCH = 2
 """Spectrogram frames that count as one patch in a sum: what audio encoders make a position of, or fewer."""
@@ -221,15 +182,16 @@ class Budget:
     """The budgets of a group, measured as collated. `max_patches` None: not limited.
 
     layout: `padded`, a row for each sample; `flat`, all samples of a group in one row, one after the other.
-    sizes: what padded row lengths are rounded up to, or the tokens of a flat micro-batch.
-    row_multiple: padded rows are rounded up to a multiple of this, as far as the budget allows.
+    pad_to_multiple_of: a flat row is filled up to a multiple of this (tokens).
+    row_multiple: padded micro-batches with more rows than this have a multiple of it, as far as samples and
+        `max_patches` allow.
     """
 
     token_budget: int
     max_patches: int | None = None
     collation: Collation = Collation()
     layout: str = "padded"
-    sizes: Sizes = EVERY_SIZE
+    pad_to_multiple_of: int = 1
     row_multiple: int = 1
 
     def __str__(self) -> str:
@@ -268,13 +230,13 @@ class Budget:
         """
         dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
         if self.layout == "flat":
-            length = self.sizes.up(tokens + dummy_tokens)
+            multiple = self.pad_to_multiple_of
+            length = -(-(tokens + dummy_tokens) // multiple) * multiple
             filler = length - tokens - dummy_tokens
             one: Amount = 0 * tokens + 1
             return one, length, patches + dummy_patches, squares + dummy_tokens**2 + filler**2
-        length = self.sizes.up(self.collation.length(longest, first, dummy_tokens))
-        rows = self.rows_of(count, length)
-        return rows, length, patches + dummy_patches, rows * length * length
+        length = self.collation.length(longest, first, dummy_tokens)
+        return count, length, patches + dummy_patches, count * length * length
 
     def excess(self, padded: Amount, patches: Amount) -> Amount:
         """Tokens and patches by which collated groups break the budgets; 0: within both. padded: rows x length."""
@@ -304,19 +266,6 @@ class Budget:
     def tokens_of(self, cost: Cost) -> int:
         """Tokens of the budget that the sample takes without padding to others."""
         return cost.tokens if self.layout == "flat" else cost.padded
-
-    @property
-    def rounds_up(self) -> bool:
-        """Whether padded micro-batches are rounded up beyond what the collator does."""
-        return self.sizes.up(1) > 1 or self.row_multiple > 1
-
-    def rows_of(self, count: Amount, length: Amount) -> Amount:
-        """Rows as collated of `count` samples: rounded up, unless the budget has no room for that."""
-        if self.row_multiple == 1:
-            return count
-        rounded: Amount = -(-count // self.row_multiple) * self.row_multiple
-        room = self.token_budget // larger(length, 1)
-        return larger(-larger(-rounded, -room), count)
 
     def overlong(self, cost: Cost) -> bool:
         """Whether this sample breaks a budget even when it travels alone."""

@@ -102,7 +102,7 @@ def _needed(
     def padded(chosen: np.ndarray) -> np.ndarray:
         return groups_needed(Pools(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
 
-    tokens = budget.token_budget // budget.sizes.multiple * budget.sizes.multiple
+    tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of
     most = [
         None if one is None else max(one - dummy - one // SLACK, 1)
         for one, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))

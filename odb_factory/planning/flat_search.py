@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -213,8 +213,7 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) ->
 def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, float]:
     """The most tokens and patches that the samples of a bin may have, with media and audio or not."""
     dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
-    sizes = range(budget.token_budget + 1)
-    tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
+    tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of - dummy_tokens
     patches = math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
     return tokens, patches
 

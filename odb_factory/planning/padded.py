@@ -44,7 +44,7 @@ class Pools:
         self.starts, self.ends = bounds[:-1], bounds[1:]
         self.tokens = rows["row_tokens"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
-        self.length = budget.sizes.up(np.maximum(-(-self.tokens // multiple) * multiple, 1))
+        self.length = np.maximum(-(-self.tokens // multiple) * multiple, 1)
         sums = np.zeros((3, len(rows) + 1), dtype=np.int64)
         np.cumsum([rows[name] for name in ("patches", "has_media", "has_audio")], axis=1, out=sums[:, 1:])
         self.patches_before, self.media_before, self.audio_before = sums
@@ -133,13 +133,14 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     """
     model, budget, num_rows = pools.model, pools.budget, len(pools)
     starts, unlimited = np.arange(num_rows), np.int64(num_rows)
-    variable = caps - model.fixed
+    variable, multiple = caps - model.fixed, budget.row_multiple
 
     def most_rows(lengths: np.ndarray) -> np.ndarray:
         unit = model.token * lengths + model.square * lengths * lengths
         by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
-        most: np.ndarray = budget.token_budget // lengths
-        return np.where(by_cost >= most, most, by_cost // budget.row_multiple * budget.row_multiple)
+        most = np.minimum(by_cost, budget.token_budget // lengths)
+        friendly: np.ndarray = np.where(most > multiple, most // multiple * multiple, most)
+        return friendly
 
     ends = np.minimum(starts + np.maximum(most_rows(pools.length), 1), pools.max_end)
     starts = np.broadcast_to(starts, ends.shape)

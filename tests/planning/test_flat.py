@@ -28,7 +28,6 @@ from odb_factory.planning import (
     Cost,
     CostModel,
     Plan,
-    Sizes,
     make_metadata,
     plan_in_groups,
     plan_optimizer_step,
@@ -136,7 +135,7 @@ def test_dummy_media_count_against_the_budget() -> None:
 
 
 def test_what_is_rounded_up_counts_against_the_budget() -> None:
-    budget = Budget(100, layout="flat", sizes=Sizes(64))
+    budget = Budget(100, layout="flat", pad_to_multiple_of=64)
     plan = planned([[Cost(33), Cost(33)]], budget, balance=True)
     assert [totals.padded_tokens for totals in plan.totals] == [64, 64]
     assert plan.totals[0].max_rank_attention == 33**2 + 31**2

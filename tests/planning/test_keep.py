@@ -197,3 +197,14 @@ def test_an_optimizer_step_of_a_thousand_ranks(balance: bool) -> None:
     spent = sum(totals.max_rank_tokens for totals in plan.totals)
     assert len(plan.totals) >= 2
     assert spent >= needed and (not balance or spent < 2 * needed)
+
+
+def test_micro_batches_have_a_multiple_of_rows() -> None:
+    """`row_multiple`: 1,000 samples on one rank; a few micro-batches at most have another number of rows above it."""
+    lengths = np.random.default_rng(0).integers(10, 200, 1000).tolist()
+    for multiple, most in ((1, 1000), (8, 4)):
+        plan = planned([[Cost(length) for length in lengths]], Budget(4096, row_multiple=multiple), balance=True)
+        rows = [len(group) for group in plan.groups[0]]
+        assert sum(count % 8 > 0 for count in rows if count > 8) <= most
+        assert multiple > 1 or sum(count % 8 > 0 for count in rows) > 10
+        assert sum(rows) == 1000
