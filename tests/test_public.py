@@ -23,7 +23,6 @@ def test_names_of_the_package() -> None:
         "ConfigError",
         "Cost",
         "DataError",
-        "MicroBatchPlan",
         "ODBConfig",
         "ODBDataLoader",
         "ODBError",

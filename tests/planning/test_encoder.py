@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.planning import Budget, Cost, EncoderCost, make_metadata, plan_encoders, plan_in_groups
+from odb_factory.planning import Budget, Cost, EncoderCost, make_metadata, plan_encoders, plan_optimizer_step
 
 COST = EncoderCost(pair=2 * 32 * 1280, patch=32 * (4 * 1280**2 + 2 * 1280 * 3420), token=10**9)
 """About that of Qwen2-VL's tower."""
@@ -86,7 +86,7 @@ def test_three_modalities_on_many_ranks(ranks: int) -> None:
     held = [list(range(rank, len(samples), ranks)) for rank in range(ranks)]
     costs = [Cost(tokens, sum(patches), tokens // 3 + 1, bool(patches)) for tokens, patches in samples]
     buffers = [make_metadata([costs[i] for i in one], [0] * len(one), True, positions=one) for one in held]
-    plan = plan_in_groups(buffers, Budget(16384, 32768, layout="flat"), 256)
+    plan = plan_optimizer_step(buffers, Budget(16384, 32768, layout="flat"), balance=True)
     order, before, after, mean = list(itertools.chain(*held)), 0, 0, 0.0
     for groups in zip(*plan.groups):
         images = arrays([[p for row in group for p in samples[order[row]][1]] for group in groups])
