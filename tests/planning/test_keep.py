@@ -93,8 +93,8 @@ def group_costs(lengths: tuple[int, ...], budget: Budget, model: CostModel, num_
 def test_every_tiny_world_is_cut_as_cheaply_as_can_be(num_ranks: int, layout: str) -> None:
     """I1 to I7, exhaustively: up to five samples that may change rank.
 
-    Where squared lengths count, ranks can wait for the tokens of one rank and the squares of another, which `group_costs`
-    leaves out.
+    Where squared lengths count, ranks can wait for the tokens of one rank and the squares of another, so that a plan
+    costs more than its costliest groups.
     """
     worst = 1.0
     for token_budget, count in itertools.product((4, 7), range(1, 6)):
