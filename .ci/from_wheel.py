@@ -71,8 +71,8 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = Trainer(model=new_model(), args=arguments, train_dataset=dataset, data_collator=collate)
     exec(TRAINER, {"trainer": trainer})
     assert trainer.state.global_step == 4
-    plan = plan_micro_batches([len(row["input_ids"]) for row in dataset], token_budget=64, ranks=2)
-    assert sorted(i for rank in plan.micro_batches for step in rank for i in step) == list(range(64))
+    micro_batches = plan_micro_batches([len(row["input_ids"]) for row in dataset], token_budget=64, ranks=2)
+    assert sorted(i for rank in micro_batches for step in rank for i in step) == list(range(64))
 
 print(f"A loop, padded and flat, a Trainer and the planner have run with {odb_factory.__file__}.")
 # One line each, whatever is installed: what to install, or that the folder holds no run and the YAML is not there.

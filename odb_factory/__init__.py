@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from odb_factory.model.unpad import unpad as unpad
     from odb_factory.planning import Collation as Collation
     from odb_factory.planning import Cost as Cost
-    from odb_factory.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
     from odb_factory.planning.micro_batches import plan_micro_batches as plan_micro_batches
     from odb_factory.training.trainer import ODBTrainer as ODBTrainer
     from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
@@ -37,7 +36,6 @@ _HOMES = {
     "ConfigError": "odb_factory.errors",
     "Cost": "odb_factory.planning",
     "DataError": "odb_factory.errors",
-    "MicroBatchPlan": "odb_factory.planning.micro_batches",
     "ODBConfig": "odb_factory.config",
     "ODBDataLoader": "odb_factory.loop.dataloader",
     "ODBError": "odb_factory.errors",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from types import NoneType
@@ -20,8 +20,6 @@ AUTO = "auto"
 """The value of a budget that is chosen before training."""
 BUDGETS = ("token_budget", "max_patches")
 """Keys that may be `auto`: what the memory of the accelerator allows."""
-CAPS = ("max_image_patches", "max_video_patches", "max_audio_frames")
-"""Keys that bound one modality."""
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
@@ -48,7 +46,7 @@ ELSEWHERE = {
 
 
 def _number(default: Any = dataclasses.MISSING, minimum: int = 1, maximum: int = LARGEST) -> Any:
-    """A field that holds a whole number, or a list of them, within [minimum, maximum]."""
+    """A field that holds a whole number within [minimum, maximum]."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
@@ -62,15 +60,11 @@ class ODBConfig:
 
     token_budget: int | Literal["auto"] = _number()
     max_patches: int | Literal["auto"] | None = _number(None)
-    max_image_patches: int | None = _number(None)
-    max_video_patches: int | None = _number(None)
-    max_audio_frames: int | None = _number(None)
     memory_fraction: float = 0.9
     eval_token_budget: int | Literal["auto"] | None = _number(None)
     global_batch_size: int | Literal["keep", "fill"] = _number("keep")
     layout: Literal["auto", "flat", "padded"] = "auto"
     pad_to_multiple_of: int | None = _number(None)
-    length_buckets: Sequence[int] | None = _number(None)
     row_multiple: int = _number(1)
     buffer_size: int = _number(1024)
     collate_workers: int | None = _number(None, minimum=0, maximum=MOST_WORKERS)
@@ -79,7 +73,6 @@ class ODBConfig:
     join: bool = True
     balance: bool | None = None
     balance_encoder: bool | Literal["auto"] = False
-    cost_model: Sequence[int] | None = _number(None, minimum=0)  # fixed, token, patch, square
     overlong: Literal["singleton", "drop", "error"] = "singleton"
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split", "skip"] = "raise"
@@ -99,16 +92,12 @@ class ODBConfig:
         for name in _keys():
             if _is_whole(value := getattr(self, name)):
                 object.__setattr__(self, name, int(value))  # numpy's integers are no JSON
-        if self.length_buckets is not None:
-            object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
-        if self.cost_model is not None:
-            object.__setattr__(self, "cost_model", tuple(map(int, self.cost_model)))
         for contradiction in self._contradictions():
             raise ConfigError(f"odb.{contradiction}.")
 
     def _contradictions(self) -> Iterator[str]:
         """Keys that contradict each other. Each of them alone has been checked."""
-        multiple, buckets = self.pad_to_multiple_of, self.length_buckets or ()
+        multiple = self.pad_to_multiple_of
         if multiple is not None and self.layout == "padded":
             yield (
                 f"pad_to_multiple_of: {multiple} has no effect with `layout: padded`, whose rows are padded as the "
@@ -121,28 +110,10 @@ class ODBConfig:
                     f"pad_to_multiple_of: {multiple} is more than {name} ({budget}), which every flat micro-batch "
                     f"would break; choose a smaller multiple, or raise {name}"
                 )
-            if buckets and isinstance(budget, int) and buckets[-1] > budget:
-                yield f"length_buckets: {buckets[-1]} exceeds {name} ({budget}); remove it, or raise {name}"
         if self.row_multiple > 1 and self.layout == "flat":
             yield (
                 f"row_multiple: {self.row_multiple} has no effect with `layout: flat`, whose micro-batches are one "
-                "row; leave it out, or set length_buckets"
-            )
-        for size in buckets:
-            if size % (multiple or 1):
-                yield (
-                    f"length_buckets: {size} is no multiple of pad_to_multiple_of ({multiple}); choose multiples, or "
-                    "leave one of the keys out"
-                )
-        if self.cost_model is not None and (len(self.cost_model) != 4 or not any(self.cost_model)):
-            yield (
-                f"cost_model: {list(self.cost_model)} is not four numbers, not all of them 0; write what a micro-step, "
-                "a token, a patch and a squared row length cost, for example [2000, 4, 1, 0]"
-            )
-        if self.oom == "split" and self.row_multiple > 1:
-            yield (
-                f"oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
-                "up the rows of their parts; leave one of both out"
+                "row; leave it out"
             )
         if self.oom != "raise" and self.balance_encoder:
             yield (
@@ -176,11 +147,6 @@ class ODBConfig:
         return self.global_batch_size != "fill"
 
     @property
-    def caps(self) -> tuple[tuple[str, int], ...]:
-        """By modality: the name of what is bounded, and the most of a micro-batch."""
-        given = ((name.removeprefix("max_"), getattr(self, name)) for name in CAPS)
-        return tuple((name, most) for name, most in given if most is not None)
-
     @property
     def auto_keys(self) -> list[str]:
         """The budgets that are still to be chosen."""
@@ -230,15 +196,11 @@ class ODBKeys(TypedDict, total=False):
 
     token_budget: int | Literal["auto"]
     max_patches: int | Literal["auto"] | None
-    max_image_patches: int | None
-    max_video_patches: int | None
-    max_audio_frames: int | None
     memory_fraction: float
     eval_token_budget: int | Literal["auto"] | None
     global_batch_size: int | Literal["keep", "fill"]
     layout: Literal["auto", "flat", "padded"]
     pad_to_multiple_of: int | None
-    length_buckets: Sequence[int] | None
     row_multiple: int
     buffer_size: int
     collate_workers: int | None
@@ -246,9 +208,7 @@ class ODBKeys(TypedDict, total=False):
     lr_scale: Literal["none", "sqrt", "linear"]
     join: bool
     balance: bool | None
-    balance_group_size: int
     balance_encoder: bool | Literal["auto"]
-    cost_model: Sequence[int] | None
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]
     oom: Literal["raise", "split", "skip"]
@@ -285,7 +245,7 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 class _Key(NamedTuple):
-    """kind: bool, int, float or Sequence; None where `choices` are all there is. minimum, maximum: of whole numbers."""
+    """kind: bool, int or float; None where `choices` are all there is. minimum, maximum: of whole numbers."""
 
     kind: type | None
     choices: tuple[str, ...]
@@ -305,12 +265,6 @@ class _Key(NamedTuple):
         if self.kind is bool:
             other = f" (or {', '.join(self.choices)})" if self.choices else ""
             return None if isinstance(value, bool) else f"is not true or false{other}"
-        if self.kind is Sequence:
-            is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-            if is_list and all(_is_whole(one) and self.minimum <= one <= self.maximum for one in value):
-                return None
-            least = f"is not a list of whole numbers of at least {self.minimum}"
-            return f"{least}; write one, for example [512, 1024, 2048], or none"
         if self.kind is int and _is_whole(value):
             if value < self.minimum:
                 also = ", or leave the key out" if self.is_optional else ""

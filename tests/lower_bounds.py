@@ -6,8 +6,6 @@ K x fixed + token x (sum over micro-steps of the most tokens of any rank), and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from odb_factory.planning import ROW, Budget, CostModel
@@ -109,13 +107,6 @@ def padded_bound(rows: np.ndarray, budget: Budget, num_ranks: int, model: CostMo
         best[end] = int((best[first:end] + model.fixed + model.token * longest * count).min())
     shared = -(-(int(best[-1]) + model.patch * int(rows["patches"].sum(dtype=np.int64))) // num_ranks)
     return max(shared, model.fixed + model.token * int(lengths[-1]))
-
-
-def grouped_bound(parts: Sequence[np.ndarray], budget: Budget, num_ranks: Sequence[int], model: CostModel) -> int:
-    """Of groups of ranks between which no sample travels, and which take the same micro-steps."""
-    bounds = [flat_bound(rows, budget, ranks, model) for rows, ranks in zip(parts, num_ranks) if len(rows)]
-    most_steps = max(steps for steps, _ in bounds)
-    return max(cost + (most_steps - steps) * model.fixed for steps, cost in bounds)
 
 
 def table_of(tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""What a single plan promises: of an optimizer step that is kept, and of a round of `fill`. In both layouts."""
+"""One checker for all plans in both layouts: of an optimizer step, of a round of `fill`, of `plan_micro_batches`."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,70 @@ from typing import Any
 from planning_strategies import attention_of, shape_of, within
 
 from odb_factory import planning
-from odb_factory.planning import Budget, Cost, CostModel, Plan, make_metadata, plan_optimizer_step
+from odb_factory.planning import Budget, Cost, CostModel, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
 
 World = Sequence[Sequence[Cost]]
 """Of each rank the samples of the optimizer step that it holds."""
+
+
+def numbered(world: World) -> tuple[list[Cost], list[int]]:
+    """Costs and ranks of the samples, numbered through the ranks as in a plan."""
+    return [cost for own in world for cost in own], [rank for rank, own in enumerate(world) for _ in own]
+
+
+def check_micro_batches(
+    micro_batches: Sequence[Sequence[Sequence[int]]],
+    costs: Sequence[Cost],
+    owner: Sequence[int] | None,
+    budget: Budget,
+    complete: bool = True,
+) -> None:
+    """I1, I2, I4, I7. micro_batches: [rank][micro_step], numbers of samples. owner: the rank that each sample stays on;
+    None: ranks share them. complete: all samples have to be there; else (`fill`) some may wait."""
+    assert len({len(own) for own in micro_batches}) == 1, "I1: the same K on all ranks"
+    times = Counter(i for own in micro_batches for group in own for i in group)
+    assert set(times.values()) <= {1} and set(times) <= set(range(len(costs))), "I2: no sample twice"
+    assert not complete or len(times) == len(costs), "I2: every sample"
+    assert all(any(step) for step in zip(*micro_batches)), "a sample in every micro-step"
+    for rank, own in enumerate(micro_batches):
+        for group in filter(None, own):
+            assert len(group) == 1 or within([costs[i] for i in group], budget), "I4"
+            assert len({costs[i].modality for i in group}) == 1, "modalities share no micro-batch"
+            assert owner is None or all(owner[i] == rank for i in group), "a rank keeps its samples"
+        busy = [bool(group) for group in own]
+        assert busy == sorted(busy, reverse=True), "I7: a rank idles after its last micro-batch"
+    if not complete:
+        return
+    # Ranks that share samples idle only where a modality has too few of them: then each is alone in its micro-batch.
+    every = {cost.modality for cost in costs}
+    for groups in [list(itertools.chain(*micro_batches))] if owner is None else micro_batches:
+        shared = {costs[group[0]].modality for group in groups if len(group) > 1}
+        assert all(groups) or shared != every, "I7: a rank idles only where samples are too few"
+
+
+def check_totals(plan: Plan, world: World, budget: Budget) -> None:
+    """Loss weights and metrics rest on the totals; here they are counted again."""
+    costs, owner = numbered(world)
+    for step, totals in zip(zip(*plan.groups), plan.totals, strict=True):
+        groups = [[costs[i] for i in group] for group in step if group]
+        shapes = [shape_of(group, budget) for group in groups]
+        lengths = [cost.tokens for group in groups for cost in group]
+        assert totals == MicroStepTotals(
+            samples=len(lengths),
+            tokens=sum(lengths),
+            padded_tokens=sum(rows * length for rows, length, _ in shapes),
+            patches=sum(patches for *_, patches in shapes),
+            units=sum(cost.units for group in groups for cost in group),
+            active_ranks=len(groups),
+            max_rank_tokens=max(rows * length for rows, length, _ in shapes),
+            max_rank_patches=max(patches for *_, patches in shapes),
+            max_rank_attention=max(attention_of(group, budget) for group in groups),
+            moved=sum(owner[i] != rank for rank, group in enumerate(step) for i in group),
+            squares=sum(length**2 for length in lengths),
+        )
+
+
+# Optimizer steps
 
 
 def planned(world: World, budget: Budget, *, balance: bool, model: CostModel = CostModel()) -> Plan:
@@ -21,43 +82,24 @@ def planned(world: World, budget: Budget, *, balance: bool, model: CostModel = C
     return plan_optimizer_step(buffers, budget, balance=balance, model=model)
 
 
-def cost_of(group: Sequence[Cost], budget: Budget, model: CostModel) -> int:
-    rows, length, patches = shape_of(group, budget)
-    return model.of(rows * length, patches, attention_of(group, budget))
+def step_costs(plan: Plan, model: CostModel) -> list[int]:
+    """What ranks wait for in each micro-step."""
+    return [model.of(step.max_rank_tokens, step.max_rank_patches, step.max_rank_attention) for step in plan.totals]
 
 
-def step_costs(plan: Plan, costs: Sequence[Cost], budget: Budget, model: CostModel) -> list[int]:
-    """What the costliest rank of each micro-step costs."""
-    return [
-        max(cost_of([costs[i] for i in group], budget, model) for group in step if group) for step in zip(*plan.groups)
-    ]
-
-
-def check_optimizer_step(world: World, budget: Budget, plan: Plan, balance: bool, model: CostModel) -> None:
-    """All that the plan of an optimizer step promises."""
-    costs, num_steps = [cost for own in world for cost in own], len(plan.totals)
-    assert len(plan.groups) == len(world)
-    assert all(len(steps) == num_steps for steps in plan.groups), "I1: the same K on all ranks"
-    assert Counter(i for steps in plan.groups for group in steps for i in group) == Counter(range(len(costs))), "I2"
-    groups = [group for steps in plan.groups for group in steps if group]
-    for group in groups:
-        assert len(group) == 1 or within([costs[i] for i in group], budget), "I4"
-        assert len({costs[i].modality for i in group}) == 1
-    assert all(totals.active_ranks for totals in plan.totals), "no micro-step without a sample"
-    for rank, steps in enumerate(plan.groups):
-        busy = [bool(group) for group in steps]
-        assert busy == sorted(busy, reverse=True), "I7: a rank idles behind its last group"
-        own = range(*plan.starts[rank : rank + 2])
-        if not balance:
-            assert all(i in own for group in steps for i in group), "a rank keeps its samples"
-            assert all(busy) or all(len(group) <= 1 for group in steps), "I7: idle only for want of samples"
-    if balance:
-        active_ranks = [totals.active_ranks for totals in plan.totals]
-        assert all(active == len(world) for active in active_ranks[:-1]), "I7"
-        assert active_ranks[-1:] in ([], [len(world)]) or all(len(group) == 1 for group in groups), "I7"
-    if budget.layout == "padded":
-        in_order = step_costs(plan, costs, budget, model)
-        assert in_order == sorted(in_order, reverse=True), "the costliest micro-step comes first"
+def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True, model: CostModel = CostModel()) -> Plan:
+    """Plan it, and check all that the plan of an optimizer step promises."""
+    plan = planned(world, budget, balance=balance, model=model)
+    shares = balance and len(world) > 1
+    costs, owner = numbered(world)
+    check_micro_batches(plan.groups, costs, None if shares else owner, budget)
+    check_totals(plan, world, budget)
+    busy = [step.active_ranks for step in plan.totals]
+    order = [(-ranks, -cost) for ranks, cost in zip(busy, step_costs(plan, model))]
+    assert order == sorted(order), "the costliest micro-step comes first"
+    held = [len(own) for own in world]
+    assert busy[:1] == [min(sum(held), len(world)) if shares else sum(map(bool, held))][: len(busy)], "I5"
+    return plan
 
 
 # Rounds
@@ -93,32 +135,17 @@ def emitted_of(plan: Plan, rank: int) -> list[int]:
     return [i - start for steps in plan.groups for group in steps for i in group if start <= i < end]
 
 
-def check_round(
-    world: Sequence[BufferMetadata],
-    budget: Budget,
-    plan: Plan,
-    balance: bool = False,
-) -> None:
-    """All that a single round promises."""
-    num_steps, costs = len(plan.totals), costs_of(world)
-    assert len(plan.groups) == len(world)
-    assert all(len(steps) == num_steps for steps in plan.groups), "I1"
+def check_round(world: Sequence[BufferMetadata], budget: Budget, plan: Plan, balance: bool = False) -> None:
+    """All that a round with join promises."""
     assert plan.final is all(window.exhausted for window in world)
-    out = Counter(i for rank in range(len(world)) for i in emitted(plan, rank))
-    assert set(out) <= set(range(len(costs)))
-    assert all(count == 1 for count in out.values()), "I2: no sample twice"
-    assert not plan.final or len(out) == len(costs), "I2: a final round leaves nothing"
+    held = [window.costs for window in world]
+    costs, owner = numbered(held)
+    check_micro_batches(plan.groups, costs, None if balance else owner, budget, complete=plan.final)
+    check_totals(plan, held, budget)
     for rank, window in enumerate(world):
         gone = emitted_of(plan, rank)
-        assert balance or len(emitted(plan, rank)) == len(gone), "a rank keeps its samples"
         assert gone or not window.costs or balance, "I5: progress on every rank that holds a sample"
-        for group in plan.groups[rank]:
-            if len(group) >= 2:
-                assert within([costs[i] for i in group], budget), "I4"
-                assert len({costs[i].modality for i in group}) == 1
-        busy = [bool(group) for group in plan.groups[rank]]
-        assert busy == sorted(busy, reverse=True), "I7: idle steps only behind the last group"
-        if not all(busy):
-            assert balance or window.exhausted, "I7"
-            assert len(gone) == len(window.costs), "I7"
-    assert all(totals.active_ranks for totals in plan.totals), "I7: in every micro-step some rank has a group"
+        if not plan.final and not all(plan.groups[rank]):
+            left = {cost.modality for i, cost in enumerate(window.costs) if i not in gone}
+            assert balance or window.exhausted, "I7: a rank idles when it has run out of samples"
+            assert left.isdisjoint({window.costs[i].modality for i in gone}), "I7"

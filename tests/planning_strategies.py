@@ -7,11 +7,10 @@ nothing of `Collation`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from odb_factory.planning import VIDEO, Budget, Collation, Cost, Media, Sizes
+from odb_factory.planning import VIDEO, Budget, Collation, Cost, Media
 
 collations = st.builds(
     Collation,
@@ -21,37 +20,21 @@ collations = st.builds(
     dummy_audio_tokens=st.sampled_from([0, 0, 2, 7]),
     dummy_audio_patches=st.sampled_from([0, 0, 3]),
 )
-caps = st.just(()) | st.tuples(*(st.tuples(st.just(name), st.integers(1, 12)) for name in Media._fields)).flatmap(
-    lambda every: st.lists(st.sampled_from(every), unique=True).map(tuple)
-)
-buckets = st.sampled_from([(), (), (8,), (4, 16), (3, 7, 20, 50)])
-"""Some of them longer than most samples, some than the budget is."""
-
-
-def sized(budget: Budget, multiple: int, lengths: tuple[int, ...]) -> Budget:
-    """With sizes that are as a config would let them be."""
-    lengths = tuple(sorted({-(-size // multiple) * multiple for size in lengths if size <= budget.token_budget // 2}))
-    return replace(budget, sizes=Sizes(multiple, lengths, budget.token_budget // multiple * multiple))
-
-
-padded_budgets = st.builds(
+budgets = st.builds(
     Budget,
     token_budget=st.integers(1, 100),
     max_patches=st.none() | st.integers(1, 12),
     collation=collations,
     row_multiple=st.sampled_from([1, 1, 1, 2, 4]),
-    caps=caps,
 )
-budgets = st.builds(sized, padded_budgets, st.just(1), buckets)
-one_row_budgets = st.builds(
+flat_budgets = st.builds(
     Budget,
     token_budget=st.integers(1, 100),
     max_patches=st.none() | st.integers(1, 12),
     collation=collations,
     layout=st.just("flat"),
-    caps=caps,
+    pad_to_multiple_of=st.sampled_from([1, 1, 4, 16]),
 )
-flat_budgets = st.builds(sized, one_row_budgets, st.sampled_from([1, 1, 4, 16]), buckets)
 
 
 @st.composite
@@ -68,16 +51,6 @@ def costs(draw: st.DrawFn, num_modalities: int = 1) -> Cost:
         media = None
     units, has_audio = draw(st.integers(1, tokens)), of_audio > 0 or draw(st.booleans())
     return Cost(tokens, patches, units, has_media, modality, has_audio=has_audio, media=media)
-
-
-def next_size(length: int, sizes: Sizes) -> int:
-    """Counted up to the first that is a size."""
-    largest = max(sizes.buckets, default=1)
-    while True:
-        fits = not sizes.buckets or length in (*sizes.buckets, sizes.limit)
-        if length % sizes.multiple == 0 and (fits or (length > largest and length % largest == 0)):
-            return length
-        length += 1
 
 
 def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int]:
@@ -110,7 +83,7 @@ def segments(group: Sequence[Cost], budget: Budget) -> list[list[str]]:
         parts.append(fillers)
     tail: list[str] = []
     total = sum(map(len, parts))
-    while total + len(tail) < next_size(total, budget.sizes):
+    while (total + len(tail)) % budget.pad_to_multiple_of:
         tail.append("pad")
     return [*parts, tail] if tail else parts
 
@@ -119,9 +92,6 @@ def shape_of(group: Sequence[Cost], budget: Budget) -> tuple[int, int, int]:
     """(rows, row length, patches) of a group in the layout of the budget."""
     rows, length, patches = collated(group, budget.collation)
     if budget.layout == "padded":
-        length = next_size(length, budget.sizes)
-        while rows % budget.row_multiple and (rows + 1) * length <= budget.token_budget:
-            rows += 1
         return rows, length, patches
     return 1, sum(map(len, segments(group, budget))), patches
 
@@ -135,11 +105,4 @@ def attention_of(group: Sequence[Cost], budget: Budget) -> int:
 
 def within(group: Sequence[Cost], budget: Budget) -> bool:
     rows, length, patches = shape_of(group, budget)
-    inputs = [name for cost in group for name, size in cost.by_modality._asdict().items() for _ in range(size)]
-    if not any(cost.has_media for cost in group):
-        inputs += ["image_patches"] * budget.collation.dummy_media_patches
-    if not any(cost.has_audio for cost in group):
-        inputs += ["audio_frames"] * 2 * budget.collation.dummy_audio_patches
-    if any(inputs.count(name) > most for name, most in budget.caps):
-        return False
     return rows * length <= budget.token_budget and (budget.max_patches is None or patches <= budget.max_patches)

@@ -14,22 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import AUTO, BUDGETS, CAPS, ELSEWHERE, ODBConfig
+from odb_factory.config import AUTO, BUDGETS, ELSEWHERE, ODBConfig
 from odb_factory.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[1] / "docs" / "migration.md"
 DEFAULTS = {
     "token_budget": 8192,
     "max_patches": None,
-    "max_image_patches": None,
-    "max_video_patches": None,
-    "max_audio_frames": None,
     "memory_fraction": 0.9,
     "eval_token_budget": None,
     "global_batch_size": "keep",
     "layout": "auto",
     "pad_to_multiple_of": None,
-    "length_buckets": None,
     "row_multiple": 1,
     "buffer_size": 1024,
     "collate_workers": None,
@@ -38,7 +34,6 @@ DEFAULTS = {
     "join": True,
     "balance": True,
     "balance_encoder": False,
-    "cost_model": None,
     "overlong": "singleton",
     "on_error": "raise",
     "oom": "raise",
@@ -51,13 +46,12 @@ DEFAULTS = {
 """What a block with nothing but `token_budget` means."""
 OPTIONAL_NUMBERS = [
     "max_patches",
-    *CAPS,
     "eval_token_budget",
     "pad_to_multiple_of",
     "collate_workers",
     "seed",
 ]
-OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse", "length_buckets", "cost_model"]
+OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse"]
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
@@ -104,7 +98,7 @@ def refusal(content: Any) -> str:
 def test_defaults_and_kinds() -> None:
     """The tables of this file name every key."""
     assert ODBConfig.from_block(block()).to_dict() == DEFAULTS
-    others = ["global_batch_size", "length_buckets", "cost_model", "memory_fraction", "balance_encoder"]
+    others = ["global_batch_size", "memory_fraction", "balance_encoder"]
     assert sorted(DEFAULTS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, *others])
 
 
@@ -128,8 +122,6 @@ def test_what_follows_from_the_optimizer_steps(keys: dict[str, Any], resolved: t
 
 
 def test_values_are_normalised() -> None:
-    assert ODBConfig.from_block(block(length_buckets=[int64(512), 128, 512])).length_buckets == (128, 512)
-    assert ODBConfig.from_block(block(cost_model=[int64(2000), 4, 1, 0])).cost_model == (2000, 4, 1, 0)
     config = ODBConfig(token_budget=int64(4096), seed=int64(3), global_batch_size=int64(8))
     assert {type(config.token_budget), type(config.seed), type(config.global_batch_size)} == {int}
     assert (config.token_budget, config.seed, config.global_batch_size) == (4096, 3, 8)
@@ -150,21 +142,11 @@ WRONG = [
         "odb.pad_to_multiple_of: 16 is more than token_budget (8)* raise token_budget",
     ),
     ({"layout": "padded", "pad_to_multiple_of": 16}, "odb.pad_to_multiple_of: 16 has no effect * `layout: flat`"),
-    ({"length_buckets": [9000]}, "odb.length_buckets: 9000 exceeds token_budget (8192); remove it"),
-    (
-        {"length_buckets": [512], "eval_token_budget": 256},
-        "odb.length_buckets: 512 exceeds eval_token_budget (256); remove it, or raise eval_token_budget",
-    ),
     (
         {"pad_to_multiple_of": 512, "eval_token_budget": 256},
         "odb.pad_to_multiple_of: 512 is more than eval_token_budget (256)* raise eval_token_budget",
     ),
-    (
-        {"length_buckets": [64, 100], "pad_to_multiple_of": 16},
-        "odb.length_buckets: 100 is no multiple of pad_to_multiple_of (16)",
-    ),
     ({"layout": "flat", "row_multiple": 4}, "odb.row_multiple: 4 has no effect with `layout: flat`"),
-    ({"oom": "split", "row_multiple": 4}, "odb.oom: 'split' * `row_multiple: 4` * leave one of both out"),
     ({"oom": "split", "balance_encoder": "auto"}, "odb.oom: 'split' * `balance_encoder` * leave one of both out"),
     ({"balance_encoder": "yes"}, "odb.balance_encoder: 'yes' is not true or false (or auto)*"),
     # Keys without an effect.
@@ -295,12 +277,6 @@ def test_switches(key: str) -> None:
             "is not one of keep, fill or a whole number",
             ["kept", "fill ", "", "16", None, "none", True, False, 1.5, [8]],
         ),
-        (
-            "length_buckets",
-            "is not a list of whole numbers of at least 1",
-            [512, [], "512", [0], [True], [1.5], ["512"], {}],
-        ),
-        ("cost_model", "is not ", [500, [], [1, 2, 3], [0, 0, 0, 0], [1, 2, 3, -4], "tokens", [1.5, 0, 0, 0]]),
         ("memory_fraction", "is not a share", [0, -0.5, 1.01, 90, float("nan"), True, "0.9", None]),
     ],
 )
@@ -332,9 +308,6 @@ def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key: str, value: Any
         assert len(str(error).splitlines()) == 1
     else:
         taken = getattr(config, key)
-        if isinstance(value, list):
-            assert key == "length_buckets" and taken == tuple(sorted(set(value)))
-            return
         is_nothing = value in ("none", "None", None) and key in OPTIONAL
         assert taken is value or (is_nothing and taken is (True if key == "balance" else None))
 

@@ -256,12 +256,12 @@ def as_slime(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[
 
 
 def as_odb(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    return plan_micro_batches(lengths, token_budget=budget, ranks=ranks).micro_batches
+    return plan_micro_batches(lengths, token_budget=budget, ranks=ranks)
 
 
 def as_odb_in_groups(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
     groups = np.arange(len(lengths)) // ANSWERS
-    return plan_micro_batches(lengths, token_budget=budget, ranks=ranks, groups=groups).micro_batches
+    return plan_micro_batches(lengths, token_budget=budget, ranks=ranks, groups=groups)
 
 
 ANSWERS = 8

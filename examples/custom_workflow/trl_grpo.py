@@ -22,8 +22,8 @@ import odb_factory.integrations.trl  # noqa: F401  with transformers 5, trl 0.24
 from odb_factory import plan_micro_batches
 from odb_factory.demo.tiny_model import build_tiny_qwen2
 
-LOSSES = {"grpo": "sample_mean", "dr_grpo": "sample_mean", "bnpo": "token_mean", "dapo": "token_mean"}
-"""How TRL's `loss_type` takes the mean over a batch."""
+MEAN_OF_SAMPLES = ("grpo", "dr_grpo")
+"""TRL's `loss_type`s that take the mean over the answers of a batch; the others take it over their tokens."""
 OF_SAMPLES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages",
               "old_per_token_logps", "ref_per_token_logps")  # fmt: skip
 
@@ -51,22 +51,22 @@ class BudgetedGRPOTrainer(trl.GRPOTrainer):
         here = torch.full_like(answers, rank)
         # Answers stay on the rank that generated them, so ranks exchange their lengths only.
         lengths, answer_lengths, owners = self.accelerator.gather(torch.stack([prompts + answers, answers, here], 1)).T
-        plan = plan_micro_batches(
+        micro_batches = plan_micro_batches(
             lengths.cpu(),
             token_budget=self.token_budget,
             ranks=ranks,
             owners=owners.cpu(),
             layout="padded",
-            loss=LOSSES[self.loss_type],
-            loss_tokens=answer_lengths.cpu(),
             overlong="singleton",
         )
         first = rank * len(answers)  # of this rank in what was gathered
+        shares = torch.ones_like(answer_lengths) if self.loss_type in MEAN_OF_SAMPLES else answer_lengths
         parts = []
-        for indices, weight in zip(plan.micro_batches[rank], plan.micro_batch_weights[rank]):
+        for indices in micro_batches[rank]:
             # Times the ranks: DDP takes the mean over them. A rank that idles computes a sample with weight 0.
             # `dapo` alone divides by the tokens of the whole batch itself.
-            weight = float(bool(indices)) if self.loss_type == "dapo" else weight * ranks
+            weight = float(shares[indices].sum() / shares.sum()) * ranks
+            weight = float(bool(indices)) if self.loss_type == "dapo" else weight
             parts.append((cut_out(batch, [i - first for i in indices] or [0]), weight))
         return parts
 

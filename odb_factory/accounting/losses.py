@@ -62,7 +62,7 @@ class MicroBatchLoss:
         0 on an idle micro-batch.
     row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number for each
         sample (a row, or a segment of a flat row): the model's mean is replaced by the sum of row weight x token loss
-        (see `TokenLoss`). Rows without a sample (`row_multiple`) weigh 0.
+        (see `TokenLoss`).
 
     Auxiliary losses (MoE routers) are multiplied by `scale` too, and weigh as in stock by `TokenLoss.weighing`. They
     depend on which samples share a micro-batch, so they cannot equal stock's exactly.
@@ -95,16 +95,15 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
     return (world_size / divisor,) * len(samples)
 
 
-def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
+def loss_of(weights: Sequence[float], units: Sequence[int]) -> MicroBatchLoss:
     """How the loss is made with these weights; the model's own mean if they are all equal.
 
     weights: of each unit of each sample (none: an idle micro-batch); units: their number for each sample.
-    filler_rows: of `Measured`; they weigh 0.
     """
     if len(set(weights)) <= 1:
         return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
     scale = sum(weight * n for weight, n in zip(weights, units))
-    return MicroBatchLoss(scale, (*(weight / scale for weight in weights), *[0.0] * filler_rows))
+    return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class BatchChecks:
         if micro_batch.idle:
             return
         ids, planned = list(micro_batch.ids), list(micro_batch.units)
-        rows = len(ids) if measured.segments else measured.rows - measured.filler_rows
+        rows = len(ids) if measured.segments else measured.rows
         units = None if measured.units_by_row is None or rows != len(ids) else list(measured.units_by_row)
         is_reordered = units is not None and units != planned + [0] * (len(units) - len(ids))
         self._check_loss(micro_batch, measured, rows, is_reordered)
@@ -210,7 +210,7 @@ class StepAccounting:
             self._end_epoch(before)
         self._uncounted = step
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
+        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units))
         return self.computing
 
     def end(self) -> None:

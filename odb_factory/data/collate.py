@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys, pad_to_sizes
+from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import EVERY_SIZE, VIDEO, Budget, Media
+from odb_factory.planning import VIDEO, Budget, Media
 
 logger = get_logger(__name__)
 
@@ -58,8 +58,8 @@ class NotCollated(DataError):
 class CollatedDataset:
     """Collates tasks.
 
-    budget: of micro-batches: as its layout and sizes say they are laid flat, padded to sizes, or left as the collator
-        returns them. with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
+    budget: of micro-batches: as its layout says they are laid flat, or left as the collator returns them.
+        with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
     counts_labels: else samples have units of their own, and a batch without `input_ids` has the shape that its samples
         were planned with.
     falls_back: samples that cannot be laid flat are padded, as the collator returns them, whatever the budget
@@ -78,7 +78,7 @@ class CollatedDataset:
 
     def padded(self) -> CollatedDataset:
         """The same, with batches as the collator returns them."""
-        return replace(self, budget=replace(self.budget, layout="padded", sizes=EVERY_SIZE))
+        return replace(self, budget=replace(self.budget, layout="padded"))
 
     def outcome(self, task: Task) -> Outcome:
         """Collate a task. Never raises for its rows."""
@@ -126,18 +126,13 @@ class CollatedDataset:
 
     def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
-        if self.budget.layout == "padded" and not self.budget.rounds_up:
+        if self.budget.layout == "padded":
             return self._measured(batch, samples), batch
         try:
             if not isinstance(batch, Mapping) or "input_ids" not in batch:
                 raise LayoutError(f"the collator returned {describe_batch(batch)}, not `input_ids` [rows, length]")
-            return self._lay_out(batch, samples)
+            return self._lay_flat(batch, samples)
         except LayoutError as error:
-            if self.budget.layout == "padded":
-                raise ConfigError(
-                    f"odb.length_buckets: {error.reason}, so rows cannot be made longer; leave length_buckets and "
-                    "row_multiple out."
-                ) from None
             # Of pairs, a batch has the first rows of all samples, then the second ones.
             at_fault = samples if error.row is None else [samples[error.row % len(samples)]]
             ids = [str(one.id) for one in at_fault]
@@ -147,15 +142,17 @@ class CollatedDataset:
                 raise LayoutError(why) from None
             return replace(self._measured(batch, samples), why_padded=why), batch
 
-    def _lay_out(self, batch: Mapping[str, Any], samples: list[Sample]) -> tuple[Measured, Any]:
-        """The batch of these samples in the layout of the budget. Raises `LayoutError`."""
+    def _lay_flat(self, batch: Mapping[str, Any], samples: list[Sample]) -> tuple[Measured, Any]:
+        """The batch of these samples as one flat row. Raises `LayoutError`."""
         budget, collation = self.budget, self.budget.collation
-        if budget.layout == "padded":
-            padded, filler_rows = pad_to_sizes(batch, budget)
-            return replace(self._measured(padded, samples), filler_rows=filler_rows), padded
         costs = [sample.cost for sample in samples]
         num_dummy, _ = collation.dummies(sum(cost.has_media for cost in costs), sum(cost.has_audio for cost in costs))
-        lay_flat = partial(flatten, num_dummy=num_dummy, sizes=budget.sizes, with_boundaries=self.with_boundaries)
+        lay_flat = partial(
+            flatten,
+            num_dummy=num_dummy,
+            pad_to_multiple_of=budget.pad_to_multiple_of,
+            with_boundaries=self.with_boundaries,
+        )
         if collation.batches:
             rows, lengths = beside_rows(batch, len(samples), collation, lay_flat)
             return self._measured(rows, samples, lengths), rows

@@ -1,4 +1,4 @@
-"""Lay out a collated micro-batch: packed into one flat row, or padded to the planned sizes."""
+"""Pack a collated micro-batch into one flat row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from odb_factory.data.observe import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
 from odb_factory.errors import LayoutError
-from odb_factory.planning import EVERY_SIZE, Budget, Collation, Sizes
+from odb_factory.planning import Collation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where the tokens of each sample stand in what a collator returned: the segments of a flat row.
@@ -43,7 +42,7 @@ class Segments:
         return packed[None]
 
 
-def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
+def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, multiple: int) -> Segments:
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
@@ -62,7 +61,7 @@ def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: i
     if min(lengths) < 1:
         raise LayoutError("the collator made a row without tokens", lengths.index(0))
     index = np.concatenate([np.arange(start, end) for start, end in spans])
-    filled = sizes.up(len(index)) - len(index)
+    filled = -len(index) % multiple
     return Segments(
         torch.from_numpy(index), lengths + ((filled,) if filled else ()), samples=len(tokens), filled=filled
     )
@@ -198,7 +197,7 @@ def flatten(
     batch: Mapping[str, Any],
     tokens: Sequence[int],
     num_dummy: int = 0,
-    sizes: Sizes = EVERY_SIZE,
+    pad_to_multiple_of: int = 1,
     with_boundaries: bool = False,
     positions: Callable[[Mapping[str, Any]], Tensor] | None = None,
 ) -> tuple[MutableMapping[str, Any], Segments]:
@@ -207,8 +206,8 @@ def flatten(
     batch: what the collator returned: one row a sample, padded left or right, or all of them in one row already.
     tokens: of each sample, in batch order; of a padded row what a two-dimensional `attention_mask` says counts.
     num_dummy: tokens of dummy media, behind those of the first row (padded left: before them), which become a segment
-    of their own. sizes: what the total is filled up to (tokens). with_boundaries: the row carries what
-    `varlen_arguments` returns. positions: makes `position_ids` of a batch that has none.
+    of their own. pad_to_multiple_of: the total is filled up to a multiple of this (tokens). with_boundaries: the row
+    carries what `varlen_arguments` returns. positions: makes `position_ids` of a batch that has none.
 
     Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
     restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
@@ -218,7 +217,7 @@ def flatten(
         batch, segments = flatten(collator(items), [5, 3])  # segments.lengths: (5, 3)
     """
     rows, length = batch_shape(batch)
-    segments = _find_segments(batch, tokens, num_dummy, sizes)
+    segments = _find_segments(batch, tokens, num_dummy, pad_to_multiple_of)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
         if key in _DROPPED:
@@ -326,43 +325,3 @@ def _depends_on_rows(key: str, value: Any) -> LayoutError:
 
 def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else f"({type(value).__name__})"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Round a padded micro-batch up to the sizes that were planned: longer rows, and rows without labels behind them.
-
-
-def pad_to_sizes(batch: Mapping[str, Any], budget: Budget) -> tuple[Mapping[str, Any], int]:
-    """The batch [rows, length] with rows and row length as its budget has them, and how many rows were added.
-
-    What is added is text without labels: the attention mask is 0 there, but for the first token of an added row, for
-    attention over nothing is not a number. Position ids go on counting, so that no row looks like several.
-    Raises `LayoutError` where the batch has what cannot be made longer. Where nothing is missing it stays as it is.
-
-        longer, added = pad_to_sizes(collator(items), Budget(64, sizes=Sizes(buckets=(32, 64), limit=64)))
-    """
-    rows, length = batch_shape(batch)
-    to_length = budget.sizes.up(length)
-    more_rows, more = budget.rows_of(rows, to_length) - rows, to_length - length
-    if not more_rows and not more:
-        return batch, 0
-    padded: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-    for key, value in batch.items():
-        if key == "position_ids" and isinstance(value, Tensor) and value.dim() > 1:
-            padded[key] = _positions(value, more_rows if value.shape[-2] == rows else 0, more)
-        elif key == "attention_mask" and np.shape(value) != (rows, length):
-            raise LayoutError(f"the collator's `attention_mask` {_shape(value)} is not of the shape of `input_ids`")
-        elif is_per_token(key, value, rows, length):
-            fill = {"input_ids": text_token(batch), "labels": IGNORE_INDEX}.get(key, 0)
-            padded[key] = functional.pad(value, (0, 0) * (value.dim() - 2) + (0, more, 0, more_rows), value=fill)
-    if more_rows and "attention_mask" in padded:
-        padded["attention_mask"][rows:, 0] = 1
-    return padded, more_rows
-
-
-def _positions(ids: Tensor, more_rows: int, more: int) -> Tensor:
-    """[..., rows, length] -> [..., rows + more_rows, length + more]"""
-    counting = torch.arange(1, more + 1, dtype=ids.dtype, device=ids.device)
-    ids = torch.cat([ids, ids[..., -1:] + counting], -1)
-    restarting = torch.arange(ids.shape[-1], dtype=ids.dtype, device=ids.device)
-    return torch.cat([ids, restarting.expand(*ids.shape[:-2], more_rows, -1)], -2)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
+from odb_factory.config import BUDGETS, ResolvedConfig
 from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Outcome
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
@@ -37,7 +37,7 @@ from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
+from odb_factory.planning import Budget, Collation, Limits
 
 logger = get_logger(__name__)
 
@@ -49,17 +49,11 @@ LayoutName = Literal["padded", "flat"]
 
 def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName) -> Budget:
     """The planner's budget. collation: what the collator adds. layout: of the micro-batches, `auto` resolved."""
-    is_flat = layout == "flat"
-    multiple = config.pad_to_multiple_of or 1 if is_flat else 1
-    limit = config.token_budget // multiple * multiple
+    if layout == "flat":
+        multiple = config.pad_to_multiple_of or 1
+        return Budget(config.token_budget, config.max_patches, collation, layout, pad_to_multiple_of=multiple)
     return Budget(
-        config.token_budget,
-        config.max_patches,
-        collation if is_flat else collation.in_one_row(),
-        layout,
-        Sizes(multiple, tuple(config.length_buckets or ()), limit),
-        1 if is_flat else config.row_multiple,
-        config.caps,
+        config.token_budget, config.max_patches, collation.in_one_row(), layout, row_multiple=config.row_multiple
     )
 
 
@@ -193,7 +187,7 @@ class Pass:
 
 ABORT_S = 7.0
 """After a failure planning is given this long to end."""
-KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
+KEYS_OF_ROWS = ("overlong", *BUDGETS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 
 
@@ -279,7 +273,6 @@ class ODBLoader:
             stand_in=self._workers.stand_in,
             leave_out=self.left_out.leave_out,
             compare_orders=self._order.compare,
-            model=CostModel() if config.cost_model is None else CostModel(*config.cost_model),
             lowered=lambda: self.lowered,
         )
         self._stock = stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)

@@ -14,7 +14,7 @@ from llamafactory.data.mm_plugin import BasePlugin
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
-from odb_factory.config import CAPS, ODBConfig
+from odb_factory.config import ODBConfig
 from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
@@ -120,10 +120,9 @@ def check_max_patches(online: OnlineDataset | OnlineStream, config: ODBConfig) -
 
 
 def _check_tiles(config: ODBConfig, media: MediaObserver) -> None:
-    keys = [key for key in ("max_patches", *CAPS) if getattr(config, key) is not None]
-    if keys and type(media.original).__name__ == PADS_TILES:
+    if config.max_patches is not None and type(media.original).__name__ == PADS_TILES:
         raise ConfigError(
-            f"odb.{keys[0]}: the vision tower of mllama computes what pads a batch to the most images and the most "
+            "odb.max_patches: the vision tower of mllama computes what pads a batch to the most images and the most "
             "tiles of any row, which is not planned; remove it, and bound micro-batches by token_budget."
         )
 
@@ -148,9 +147,10 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
     trainer.train_dataset = rows = training_rows(dataset, stage, template, tokenizer, processor)
     _check_tiles(config, rows.media)
-    for key in ("max_patches", *CAPS) if type(rows.media.original) is BasePlugin else ():
-        if isinstance(most := getattr(config, key), int):
-            logger.info("odb.%s: %d has no effect: template and stage take no images, videos or audio", key, most)
+    if type(rows.media.original) is BasePlugin and isinstance(config.max_patches, int):
+        logger.info(
+            "odb.max_patches: %d has no effect: template and stage take no images, videos or audio", config.max_patches
+        )
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     sample = rows.head if isinstance(rows, OnlineStream) else rows
     observe = functools.partial(

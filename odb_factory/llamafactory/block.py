@@ -363,7 +363,6 @@ V1_MEANINGLESS = {
     "global_batch_size": "v1 has a key of that name, which stands beside the block",
     "loss_scaling": "v1's trainer weighs the losses",
     "seed": "v1 has a key of that name, which stands beside the block",
-    "length_buckets": "not supported there",
     "row_multiple": "not supported there",
 }
 """Keys of the block without a meaning under v1, and why."""
@@ -455,12 +454,6 @@ def _check_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> None:
             f"odb.{config.auto_keys[0]}: {AUTO!r} does not go with odb: {AUTO} tries micro-batches one by one, and "
             f"stage {stage.name} prepares whole optimizer steps; set a number."
         )
-    for key, value in {"length_buckets": config.length_buckets, "row_multiple": config.row_multiple}.items():
-        if stage.batches and value not in (None, 1):
-            raise ConfigError(
-                f"odb.{key}: {value} rounds up batches of single texts, and stage {stage.name!r} reads its batches by "
-                f"{stage.unit}s; leave it out."
-            )
     if config.layout == "flat" and value_of("shift_attn"):
         raise ConfigError(
             f"shift_attn: {value_of('shift_attn')!r} does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}; remove it, "

@@ -72,13 +72,12 @@ def look(asked: Asked, samples: int) -> Look:
     )
 
     def under(token_budget: int, layout: LayoutName = layout.name) -> Figures:
-        """The caps grow and shrink with token_budget; to at least what a micro-batch without media has."""
-        least = {"max_patches": rows.collation.dummies(0, 0)[1]}
-        least |= {f"max_{name}": rows.collation.dummy_of(name, 0, 0) for name, _ in config.caps}
-        caps = {key: getattr(config, key) for key in least if getattr(config, key) is not None}
-        if token_budget != config.token_budget:
-            caps = {key: max(most * token_budget // config.token_budget, least[key], 1) for key, most in caps.items()}
-        changed = dataclasses.replace(config, token_budget=token_budget, **caps)
+        """`max_patches` grows and shrinks with token_budget, to at least what a micro-batch without media has."""
+        least = rows.collation.dummies(0, 0)[1]
+        patches = config.max_patches
+        if patches is not None and token_budget != config.token_budget:
+            patches = max(patches * token_budget // config.token_budget, least, 1)
+        changed = dataclasses.replace(config, token_budget=token_budget, max_patches=patches)
         return simulation.planned(make_budget(changed, rows.collation, layout))
 
     own = under(config.token_budget)
@@ -105,7 +104,7 @@ def look(asked: Asked, samples: int) -> Look:
 def budgets_around(config: ResolvedConfig, least: int) -> list[int]:
     """Powers of two around the YAML's budget, of at least `least`, and that one."""
     own = config.token_budget
-    least = max(own // RANGE, least, config.pad_to_multiple_of or 1, *(config.length_buckets or ()))
+    least = max(own // RANGE, least, config.pad_to_multiple_of or 1)
     powers = [1 << exponent for exponent in range((own * RANGE).bit_length())]
     return sorted({own, *(power for power in powers if power >= least)})
 
@@ -127,12 +126,11 @@ OFTEN = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """token_budget, max_patches (None: the YAML has no limit), caps by modality, layout: to be set, on the planned
-    ranks. sentence: these with the reasons. warnings: a line each."""
+    """token_budget, max_patches (None: the YAML has no limit), layout: to be set, on the planned ranks.
+    sentence: these with the reasons. warnings: a line each."""
 
     token_budget: int
     max_patches: int | None
-    caps: dict[str, int]
     layout: str
     sentence: str
     warnings: list[str]
@@ -154,14 +152,12 @@ def advise(found: Look) -> Advice:
             f"flat here, at {own:,} {ratio:.2f} times the predicted speed of padded ({other.padding_ratio:.0%} padding)"
         )
     keys = [f"token_budget: {token_budget}", f"layout: {found.config.layout}"]
-    caps = ({} if best.max_patches is None else {"max_patches": best.max_patches}) | best.caps
-    if caps:
-        keys[1:1] = [f"{key}: {most}" for key, most in caps.items()]
-        why += f"; {', '.join(caps)} {'grows' if len(caps) == 1 else 'grow'} with token_budget"
+    if best.max_patches is not None:
+        keys.insert(1, f"max_patches: {best.max_patches}")
+        why += "; max_patches grows with token_budget"
     return Advice(
         token_budget=token_budget,
         max_patches=best.max_patches,
-        caps=best.caps,
         layout=found.config.layout,
         sentence=f"{', '.join(keys)}: {why}; {kind}.",
         warnings=_warnings(found),
@@ -197,7 +193,7 @@ def _warnings(found: Look) -> list[str]:
             "error": "the training ends at the first",
         }[config.overlong]
         lines.append(f"{own.overlong} samples break the budget alone: {does} (`overlong: {config.overlong}`)")
-    if whole.patches.most and own.max_patches is None and not own.caps and "max_patches" not in found.asked.auto:
+    if whole.patches.most and own.max_patches is None and "max_patches" not in found.asked.auto:
         lines.append(
             f"without max_patches a micro-batch may have as many vision patches as its tokens allow, up to "
             f"{own.most_patches:,} here: set it if the vision tower needs the memory"
@@ -208,8 +204,6 @@ def _warnings(found: Look) -> list[str]:
             f"{found.asked.parsed.data.cutoff_len}; the longest would have {whole.longest_uncut:,} tokens"
         )
     lines += [_left_out(found, reason, number) for reason, number in whole.left_out.items()]
-    if config.cost_model is not None:
-        lines.append("cost_model is not looked at here: micro-batches are compared by tokens")
     if found.sample.resampled:
         lines.append(f"{found.sample.resampled}: optimizer steps are drawn from these, with replacement")
     return lines

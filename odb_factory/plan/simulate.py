@@ -68,7 +68,7 @@ Totals = Sequence[Sequence[MicroStepTotals]]
 class Figures:
     """The figures of docs/commands.md, "Plan". Ratios are 0 to 1.
 
-    name: of what forms the micro-batches. caps: by modality. token_budget, max_patches, budget_use, limit,
+    name: of what forms the micro-batches. token_budget, max_patches, budget_use, limit,
     share_of_limit: None without a budget. micro_batches: K, its mean. limit: the step efficiency that no plan exceeds.
     speed: predicted, as a multiple of that of fixed batches. overlong: samples that break a budget alone. most_tokens,
     most_patches: of any rank in a micro-step. encoder_patches: vision patches that each rank encodes; encoder_balance:
@@ -79,7 +79,6 @@ class Figures:
     layout: str = "padded"
     token_budget: int | None = None
     max_patches: int | None = None
-    caps: dict[str, int] = dataclasses.field(default_factory=dict)
     optimizer_steps: int
     micro_steps: int
     micro_batches: float
@@ -237,7 +236,6 @@ class Simulation:
             layout=budget.layout,
             token_budget=budget.token_budget,
             max_patches=budget.max_patches,
-            caps={f"max_{name}": most for name, most in budget.caps},
             budget_use=padded / (max(found.micro_steps, 1) * ranks * budget.token_budget),
             limit=limit,
             share_of_limit=None if limit is None else found.step_efficiency / max(limit, 1e-9),

@@ -1,6 +1,5 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.planning.cost import EVERY_SIZE as EVERY_SIZE
 from odb_factory.planning.cost import FRAMES_PER_PATCH as FRAMES_PER_PATCH
 from odb_factory.planning.cost import VIDEO as VIDEO
 from odb_factory.planning.cost import Budget as Budget
@@ -9,7 +8,6 @@ from odb_factory.planning.cost import Cost as Cost
 from odb_factory.planning.cost import CostModel as CostModel
 from odb_factory.planning.cost import Limits as Limits
 from odb_factory.planning.cost import Media as Media
-from odb_factory.planning.cost import Sizes as Sizes
 from odb_factory.planning.encoder import EncoderCost as EncoderCost
 from odb_factory.planning.encoder import EncoderPlan as EncoderPlan
 from odb_factory.planning.encoder import plan_encoders as plan_encoders

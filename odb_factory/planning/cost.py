@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sizes to which lengths are rounded up, so that kernels that are compiled or tuned by shape see few shapes.
 
 Amount = TypeVar("Amount", int, np.ndarray)
 """An integer, or an array of integers."""
@@ -27,42 +24,6 @@ def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np
     operation.at(result, numbers, values)
     return result
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes in tokens: of padded rows, or of whole micro-batches where the layout is flat.
-
-    multiple: sizes are multiples of this.
-    buckets: ascending, each a multiple of `multiple`. Longer rows are rounded up to a multiple of the last bucket.
-        (): every multiple is a size.
-    limit: the largest size that a budget allows: no length up to it is rounded up beyond it.
-
-        Sizes(buckets=(512, 2048), limit=5000).up(np.array([3, 600, 4100, 6000]))  # [512, 2048, 5000, 6144]
-    """
-
-    multiple: int = 1
-    buckets: tuple[int, ...] = ()
-    limit: int = 0
-
-    def up(self, length: Amount) -> Amount:
-        """The size of a length, or of each of an array of them. A larger length has no smaller size; 0 stays."""
-        size: Any = -(-length // self.multiple) * self.multiple
-        if self.buckets:
-            sizes, last = np.array((0, *self.buckets)), self.buckets[-1]
-            beyond = -(-size // last) * last
-            beyond = np.where(size <= self.limit, np.minimum(beyond, self.limit), beyond)
-            place = np.searchsorted(sizes, size)
-            size = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
-            size = size if isinstance(length, np.ndarray) else size.item()
-        up: Amount = size
-        return up
-
-
-EVERY_SIZE = Sizes()
-"""Nothing is rounded up."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 FRAMES_PER_PATCH = 2
 """Spectrogram frames that count as one patch in a sum: what audio encoders make a position of, or fewer."""
@@ -195,12 +156,6 @@ class Collation:
         patches: Amount = (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
         return tokens, patches
 
-    def dummy_of(self, name: str, media: Amount, audio: Amount) -> Amount:
-        """What is injected of one size of `Media`."""
-        of = {"image_patches": self.dummy_media_patches, "audio_frames": self.dummy_audio_patches * FRAMES_PER_PATCH}
-        size: Amount = ((audio if name == "audio_frames" else media) == 0) * of.get(name, 0)
-        return size
-
     def length(self, longest: Amount, first: Amount, dummy_tokens: Amount) -> Amount:
         """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
         length: Amount = -(-larger(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
@@ -226,25 +181,23 @@ class Limits:
 class Budget:
     """The budgets of a group, measured as collated. `max_patches` None: not limited.
 
-    caps: further ones by modality: the name of a size of `Media`, and the most of it.
     layout: `padded`, a row for each sample; `flat`, all samples of a group in one row, one after the other.
-    sizes: what padded row lengths are rounded up to, or the tokens of a flat micro-batch.
-    row_multiple: padded rows are rounded up to a multiple of this, as far as the budget allows.
+    pad_to_multiple_of: a flat row is filled up to a multiple of this (tokens).
+    row_multiple: padded micro-batches with more rows than this have a multiple of it, as far as samples and
+        `max_patches` allow.
     """
 
     token_budget: int
     max_patches: int | None = None
     collation: Collation = Collation()
     layout: str = "padded"
-    sizes: Sizes = EVERY_SIZE
+    pad_to_multiple_of: int = 1
     row_multiple: int = 1
-    caps: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         """As in messages."""
         sums = [] if self.max_patches is None else [f"{self.max_patches} patches"]
-        caps = [f"{most} {name.replace('_', ' ')}" for name, most in self.caps]
-        return ", ".join([f"{self.token_budget} tokens", *sums, *caps])
+        return ", ".join([f"{self.token_budget} tokens", *sums])
 
     @property
     def limits(self) -> Limits:
@@ -277,27 +230,19 @@ class Budget:
         """
         dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
         if self.layout == "flat":
-            length = self.sizes.up(tokens + dummy_tokens)
+            multiple = self.pad_to_multiple_of
+            length = -(-(tokens + dummy_tokens) // multiple) * multiple
             filler = length - tokens - dummy_tokens
             one: Amount = 0 * tokens + 1
             return one, length, patches + dummy_patches, squares + dummy_tokens**2 + filler**2
-        length = self.sizes.up(self.collation.length(longest, first, dummy_tokens))
-        rows = self.rows_of(count, length)
-        return rows, length, patches + dummy_patches, rows * length * length
+        length = self.collation.length(longest, first, dummy_tokens)
+        return count, length, patches + dummy_patches, count * length * length
 
     def excess(self, padded: Amount, patches: Amount) -> Amount:
         """Tokens and patches by which collated groups break the budgets; 0: within both. padded: rows x length."""
         over = larger(padded - self.token_budget, 0)
         if self.max_patches is not None:
             over = over + larger(patches - self.max_patches, 0)
-        return over
-
-    def excess_of_caps(self, sums: Sequence[Amount], media: Amount, audio: Amount) -> Amount:
-        """By how much groups break `caps`. sums: of the capped sizes of their samples, in that order. media, audio: how
-        many samples have it."""
-        over: Amount = 0 * media
-        for (name, most), size in zip(self.caps, sums, strict=True):
-            over = over + larger(size + self.collation.dummy_of(name, media, audio) - most, 0)
         return over
 
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
@@ -316,26 +261,11 @@ class Budget:
 
     def fits(self, group: Sequence[Cost]) -> bool:
         rows, length, patches = self.shape(group)
-        sums = [sum(getattr(cost.by_modality, name) for cost in group) for name, _ in self.caps]
-        media, audio = sum(cost.has_media for cost in group), sum(cost.has_audio for cost in group)
-        return not self.excess(rows * length, patches) and not self.excess_of_caps(sums, media, audio)
+        return not self.excess(rows * length, patches)
 
     def tokens_of(self, cost: Cost) -> int:
         """Tokens of the budget that the sample takes without padding to others."""
         return cost.tokens if self.layout == "flat" else cost.padded
-
-    @property
-    def rounds_up(self) -> bool:
-        """Whether padded micro-batches are rounded up beyond what the collator does."""
-        return self.sizes.up(1) > 1 or self.row_multiple > 1
-
-    def rows_of(self, count: Amount, length: Amount) -> Amount:
-        """Rows as collated of `count` samples: rounded up, unless the budget has no room for that."""
-        if self.row_multiple == 1:
-            return count
-        rounded: Amount = -(-count // self.row_multiple) * self.row_multiple
-        room = self.token_budget // larger(length, 1)
-        return larger(-larger(-rounded, -room), count)
 
     def overlong(self, cost: Cost) -> bool:
         """Whether this sample breaks a budget even when it travels alone."""

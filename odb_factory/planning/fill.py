@@ -1,9 +1,10 @@
 """Plan one round of `global_batch_size: fill`: the oldest samples go, as many as fill the budgets of K micro-steps.
 
-1. K is the number of micro-steps that every rank (or all ranks together) can fill.
-2. Of each pool the oldest samples are chosen, until they need all its micro-batches.
-3. The chosen samples are cut as those of a kept optimizer step are (`keep.cut`), into exactly K micro-steps.
-4. Of padded micro-steps the fuller half goes, and those with the oldest sample of a pool: samples of odd lengths wait
+1. A pool gives samples of one modality: that of its oldest sample.
+2. K is the number of micro-steps that every rank (or all ranks together) can fill.
+3. Of each pool the oldest samples are chosen, until they need all its micro-batches.
+4. The chosen samples are cut as those of a kept optimizer step are, into exactly K micro-steps (`keep.cut_into`).
+5. Of padded micro-steps the fuller half goes, and those with the oldest sample of a pool: samples of odd lengths wait
    for their like, until a rank runs out of samples.
 
 So the oldest sample of every pool goes in every round. When all data have ended, everything goes.
@@ -18,8 +19,8 @@ from dataclasses import replace
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Samples, bins_needed, capacities
-from odb_factory.planning.keep import assign_pools, cut
+from odb_factory.planning.flat import Samples, bins_needed
+from odb_factory.planning.keep import assign_pools, cut, cut_into
 from odb_factory.planning.padded import Pools, groups_needed, place
 from odb_factory.planning.plan import BufferMetadata, Plan, Steps, pool, to_plan
 
@@ -55,19 +56,26 @@ def plan_buffers(
     done = np.array([buffer.exhausted for buffer in buffers])
     if slots > 1:
         done = np.array([done.all()])
-    count = np.bincount(pool_of, minlength=len(done))
-    final, num_steps, chosen = False, 0, np.arange(len(table))
-    if join and done.all():
-        final = True
+    count, final = np.bincount(pool_of, minlength=len(done)), bool(join and done.all())
+    # By pool, the oldest first; equally old samples of all ranks take turns.
+    turn = np.arange(len(table)) - np.array(starts)[owner_rank]
+    order = np.lexsort((owner_rank, turn, -table["age"].astype(np.int64), pool_of))
+    pools, oldest = np.unique(pool_of[order], return_index=True)
+    if final:
+        groups = cut(table, order, pool_of[order], slots, budget, model)
     else:
-        # Equally old samples of all ranks take turns.
-        turn = np.arange(len(table)) - np.array(starts)[owner_rank]
-        order = np.lexsort((owner_rank, turn, -table["age"].astype(np.int64), pool_of))
+        modality_of = np.zeros(len(done), dtype=np.int64)
+        modality_of[pools] = table["modality"][order[oldest]]
+        usable = order[table["modality"][order] == modality_of[pool_of[order]]]
+        num_usable = np.bincount(pool_of[usable], minlength=len(done))
         needed = _needed(table, pool_of, len(done), slots, budget, model)
         required = ~done if join else np.ones_like(done)
-        num_steps = _fillable(needed(order), count, required, slots, 1 if join else accumulation)
-        chosen = order[_oldest(needed, order, table["row_tokens"], pool_of, count, num_steps * slots)]
-    groups = cut(table, chosen, pool_of[chosen], slots, budget, model, num_steps, chosen=True)
+        num_steps = _fillable(needed(usable), num_usable, required, slots, 1 if join else accumulation)
+        chosen = usable[_oldest(needed, usable, table["row_tokens"], pool_of, num_usable, num_steps * slots)]
+        groups = cut_into(num_steps, table, chosen, pool_of[chosen], slots, budget, model)
+        if not join and not num_steps and (count >= accumulation).all():
+            # A rank has too few samples of the modality of its oldest: the oldest of all modalities go, each alone.
+            groups = [list(zip(pools.tolist(), order[oldest[:, None] + k])) for k in range(accumulation)]
     if not join:
         gone = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
         left = count - np.bincount(pool_of[gone], minlength=len(done))
@@ -78,7 +86,7 @@ def plan_buffers(
     idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)
     if final or not join or idles or budget.layout == "flat":
         return plan
-    return _fuller_half(plan, order[np.searchsorted(pool_of[order], np.flatnonzero(count))].tolist())
+    return _fuller_half(plan, order[oldest].tolist())
 
 
 def _fuller_half(plan: Plan, oldest: Sequence[int]) -> Plan:
@@ -102,12 +110,10 @@ def _needed(
     def padded(chosen: np.ndarray) -> np.ndarray:
         return groups_needed(Pools(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
 
-    dummies = [*budget.collation.dummies(0, 0), *(budget.collation.dummy_of(name, 0, 0) for name, _ in budget.caps)]
-    tokens, *others = capacities(budget)
-    assert tokens is not None
+    tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of
     most = [
         None if one is None else max(one - dummy - one // SLACK, 1)
-        for one, dummy in zip((tokens // budget.sizes.multiple * budget.sizes.multiple, *others), dummies)
+        for one, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))
     ]
 
     def flat(chosen: np.ndarray) -> np.ndarray:

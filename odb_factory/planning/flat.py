@@ -1,4 +1,4 @@
-"""Samples and bins of a plan of flat micro-batches: what a sample adds to a bin, and how full bins shall be."""
+"""Samples and bins of a plan of flat micro-batches: what a sample adds to a bin, and how full each bin shall be."""
 
 from __future__ import annotations
 
@@ -20,27 +20,23 @@ LEAST_TOKEN_SHARE = 16
 
 
 class Samples:
-    """Samples to put into bins. They stay within their class: ranks that share samples, and one modality.
+    """Samples of one modality to put into bins.
 
     table: array of `ROW`. index: the samples to take, as positions in `table` [n]. pool: of each of them the ranks it
     may go to: one pool for all ranks that share their samples, or one for each rank [n].
     slots: ranks that share a pool.
 
     tokens, age follow `index` [n]. overlong: the sample breaks a budget alone, so it goes alone [n].
-    sample_class: numbers of the classes, pool by pool [n].
-    measures: tokens, patches, squared length, whether it has media and audio, and what is capped [n, 5 + caps].
+    measures: tokens, patches, squared length, whether it has media and audio [n, 5].
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
         rows = table[index]
         self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
+        self.num_pools = int(pool.max(initial=0)) + 1
         self.tokens, self.age = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
         columns = [self.tokens, rows["patches"], self.tokens**2, rows["has_media"], rows["has_audio"]]
-        columns += [rows[name] for name, _ in budget.caps]
         self.measures = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
-        modalities, modality = np.unique(rows["modality"], return_inverse=True)
-        self.num_modalities = max(len(modalities), 1)
-        self.sample_class = pool * self.num_modalities + modality
         self.overlong = self.excess(self.measures) > 0
 
     def __len__(self) -> int:
@@ -52,22 +48,18 @@ class Samples:
 
     def shapes(self, sums: np.ndarray) -> np.ndarray:
         """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
-        tokens, patches, squares, media, audio = np.moveaxis(sums[..., :5], -1, 0)
+        tokens, patches, squares, media, audio = np.moveaxis(sums, -1, 0)
         sums_of_rows = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
         _, *shapes = self.budget.collated(**sums_of_rows, count=tokens, longest=tokens, first=tokens)
         return np.stack(shapes, axis=-1)
 
     def excess(self, sums: np.ndarray) -> np.ndarray:
-        """By how much bins with these sums break the budgets (tokens, patches and what is capped) [...]."""
+        """By how much bins with these sums break the budgets (tokens and patches) [...]."""
         shapes = self.shapes(sums)
-        over = self.budget.excess(shapes[..., 0], shapes[..., 1])
-        if self.budget.caps:
-            media, audio, *capped = np.moveaxis(sums[..., 3:], -1, 0)
-            over = over + self.budget.excess_of_caps(capped, media, audio)
-        return over
+        return self.budget.excess(shapes[..., 0], shapes[..., 1])
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
-        """`measures` of each bin [bins, 5 + caps]."""
+        """`measures` of each bin [bins, 5]."""
         return by_number(bin_of, self.measures, num_bins)
 
     def weigh(self, model: CostModel) -> CostModel:
@@ -82,7 +74,7 @@ class Samples:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Bins for the samples of a plan: how many of each class, in which micro-steps, and how full they shall be.
+# Bins for the samples of a plan: how many, in which micro-steps, and how full they shall be.
 
 LARGEST_AMOUNT = 1 << 28
 """Largest amount, so that the product of two amounts does not overflow."""
@@ -91,20 +83,20 @@ AMOUNT_OF_A_BIN = 1 << 20
 MARGIN = 64
 """The target of a bin is below the budget by 1/MARGIN."""
 SHARE_BITS = 20
-"""Precision of the fixed-point numbers by which targets are scaled to the load of a class."""
+"""Precision of the fixed-point numbers by which targets are scaled to what a pool holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Bins in the order of their classes, and what is to be balanced between them.
+    """Bins in the order of their pools, and what is to be balanced between them.
 
-    bin_class, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
+    pool, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
     amounts: what each sample adds in each dimension, in one unit of cost [n, dimensions]; tokens come first.
     targets: what each bin shall hold of it [bins, dimensions].
     """
 
     samples: Samples
-    bin_class: np.ndarray
+    pool: np.ndarray
     step: np.ndarray
     frozen: np.ndarray
     amounts: np.ndarray
@@ -114,27 +106,20 @@ class Bins:
         return len(self.step)
 
 
-def capacities(budget: Budget) -> list[int | None]:
-    """The most that a bin holds of tokens, patches and what is capped; None: not limited."""
-    return [budget.token_budget, budget.max_patches, *(most for _, most in budget.caps)]
-
-
 def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools: int) -> np.ndarray:
-    """No fewer bins of these `capacities` hold the samples of each pool [pools].
+    """No fewer bins hold the samples of each pool [pools]. most_of_a_bin: tokens and patches; None: not limited.
 
-    Of a class, all that a bin holds little of must have room; samples of more than half a bin cannot share one.
+    The bins have room for the sum of the samples; two samples of more than half a bin cannot share one.
     """
-    ordinary, num_classes = ~samples.overlong, num_pools * samples.num_modalities
-    class_of = samples.sample_class[ordinary]
-    needed = np.minimum(np.bincount(class_of, minlength=num_classes), 1)
-    for measure, most in zip(np.delete(samples.measures, [2, 3, 4], axis=1).T, most_of_a_bin, strict=True):
+    pool = samples.pool[~samples.overlong]
+    needed = np.minimum(np.bincount(pool, minlength=num_pools), 1)
+    for measure, most in zip(samples.measures[~samples.overlong].T, most_of_a_bin):
         if most is not None:
-            loads = by_number(class_of, measure[ordinary], num_classes)
-            halves = by_number(class_of, 2 * measure[ordinary] > most, num_classes)
-            needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
-    needed = needed + np.bincount(samples.sample_class[samples.overlong], minlength=num_classes)
-    by_pool: np.ndarray = needed.reshape(num_pools, samples.num_modalities).sum(axis=1)
-    return by_pool
+            sums = by_number(pool, measure, num_pools)
+            halves = by_number(pool, 2 * measure > most, num_pools)
+            needed = np.maximum(np.maximum(needed, halves), -(-sums // max(most, 1)))
+    with_overlong: np.ndarray = needed + np.bincount(samples.pool[samples.overlong], minlength=num_pools)
+    return with_overlong
 
 
 def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
@@ -142,122 +127,97 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
 
     Overlong samples get bins of their own in the first micro-steps, the longest first.
     """
-    num_classes = int(samples.sample_class.max()) + 1
-    pool_of_class = np.arange(num_classes) // samples.num_modalities
-    num_overlong = np.bincount(samples.sample_class[samples.overlong], minlength=num_classes)
-    shared = _share_out(samples, num_steps, pool_of_class, num_overlong)
-    # In a pool bins for overlong samples come first; those of other classes take turns.
-    sizes = np.concatenate([num_overlong, shared])
-    of_class = np.tile(np.arange(num_classes), 2)
-    frozen = np.repeat(np.arange(2 * num_classes) < num_classes, sizes)
-    bin_class = np.repeat(of_class, sizes)
-    turn = np.arange(len(bin_class)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    turn = (2 * turn + 1) * AMOUNT_OF_A_BIN // np.maximum(2 * np.repeat(sizes, sizes), 1)
-    order = np.lexsort((bin_class, turn, ~frozen, pool_of_class[bin_class]))
-    pool = pool_of_class[bin_class[order]]
-    step = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots
-    by_class = np.lexsort((step, ~frozen[order], bin_class[order]))
-    bin_class, frozen = bin_class[order][by_class], frozen[order][by_class]
-    pool, step = pool[by_class], step[by_class]
-    amounts, budgets = _amounts(samples, num_steps, model)
-    of_each = (_targets(samples, *one, pool, bin_class, step, frozen) for one in zip(amounts.T, budgets))
-    targets = np.stack(list(of_each), axis=1)
-    return Bins(samples, bin_class, step, frozen, amounts, targets)
+    count = np.bincount(samples.pool, minlength=samples.num_pools)
+    num_overlong = np.bincount(samples.pool[samples.overlong], minlength=samples.num_pools)
+    num_bins = np.minimum(np.maximum(num_steps * samples.slots, num_overlong), count)
+    pool = np.repeat(np.arange(samples.num_pools), num_bins)
+    place = np.arange(len(pool)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
+    step, frozen = place // samples.slots, place < num_overlong[pool]
+    amounts, most_of_a_bin = _amounts(samples, len(pool), model)
+    targets = [_targets(samples, amount, most, pool, step, frozen) for amount, most in zip(amounts.T, most_of_a_bin)]
+    return Bins(samples, pool, step, frozen, amounts, np.stack(targets, axis=1))
 
 
-def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:
-    """Bins for the ordinary samples of each class, by load (D'Hondt's method), at most one a sample [classes]."""
-    num_classes = len(pool_of_class)
-    count = np.bincount(samples.sample_class, minlength=num_classes) - num_overlong
-    taken = by_number(pool_of_class, num_overlong, pool_of_class[-1] + 1)
-    room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
-    if samples.num_modalities == 1:
-        fewer: np.ndarray = np.minimum(room, count)
-        return fewer
-    load = by_number(samples.sample_class, np.where(samples.overlong, 0, samples.tokens), num_classes)
-    shared = np.zeros(num_classes, dtype=np.int64)
-    for first in range(0, num_classes, samples.num_modalities):
-        own = np.s_[first : first + samples.num_modalities]
-        for _ in range(int(room[first])):
-            left = shared[own] < count[own]
-            if not left.any():
-                break
-            # A class without a bin comes first.
-            weight = np.where(shared[own] > 0, load[own] // np.maximum(shared[own], 1), load[own] + load[own].sum())
-            shared[first + int(np.where(left, weight, -1).argmax())] += 1
-    return shared
+def _amounts(samples: Samples, num_bins: int, model: CostModel) -> tuple[np.ndarray, list[int]]:
+    """What each sample adds to its bin [n, dimensions], and the most that a bin may hold of each dimension.
 
+    The dimensions are tokens, patches and squared lengths, without those that cost nothing. All are in one unit of
+    cost, so that tokens that a bin has too many can be weighed against patches that it has too few. The unit is so
+    large that an average bin holds at most `AMOUNT_OF_A_BIN`: the product of two amounts is an integer of 64 bits.
 
-def _amounts(samples: Samples, num_steps: int, model: CostModel) -> tuple[np.ndarray, list[int]]:
-    """`Bins.amounts`, and of each dimension the most that a bin may hold by the budgets."""
-    budget, measures = samples.budget, samples.measures
-    most = [budget.token_budget, budget.max_patches if budget.max_patches is not None else int(measures[:, 1].sum()), 0]
-    most[2] = budget.token_budget * int(samples.tokens.max())
-    weights = [model.token, model.patch, model.square]
-    num_bins = max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1)
-    measures = np.concatenate([measures[:, :3], measures[:, 5:]], axis=1)
-    for (_, cap), total in zip(budget.caps, measures[:, 3:].sum(axis=0).tolist()):
-        # A full bin of it weighs as much as one full of tokens; nothing where half of the bins would do.
-        is_tight = 2 * total > cap * num_bins
-        weights.append(max(model.token * budget.token_budget // cap, 1) * is_tight)
-        most.append(cap)
-    totals = [weight * int(total) for weight, total in zip(weights, measures.sum(axis=0))]
-    kept = [0, *(d for d in range(1, len(totals)) if totals[d])]
-    unit = max(sum(totals) // (num_bins * AMOUNT_OF_A_BIN), 1)
-    amounts = [np.minimum(weights[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in kept]
-    return np.stack(amounts, axis=1), [min(weights[d] * most[d] // unit, LARGEST_AMOUNT) for d in kept]
+    Example: a token costs 4, a patch 1, and the unit is 1. Samples of 800 tokens with 3,200 patches and of 200 tokens
+    add (3200, 3200) and (800, 0). Under `token_budget` 1,000 and `max_patches` 4,096 a bin may hold (4000, 4096).
+    """
+    budget, measures = samples.budget, samples.measures[:, :3]
+    total_tokens, total_patches, total_squares = (int(total) for total in measures.sum(axis=0))
+    prices = [model.token, model.patch, model.square]
+    costs = [model.token * total_tokens, model.patch * total_patches, model.square * total_squares]
+    most_patches = total_patches if budget.max_patches is None else budget.max_patches
+    most = [budget.token_budget, most_patches, budget.token_budget * int(samples.tokens.max())]
+    unit = max(sum(costs) // (num_bins * AMOUNT_OF_A_BIN), 1)
+    dimensions = [0, *(d for d in (1, 2) if costs[d])]
+    amounts = [np.minimum(prices[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in dimensions]
+    return np.stack(amounts, axis=1), [min(prices[d] * most[d] // unit, LARGEST_AMOUNT) for d in dimensions]
 
 
 def _targets(
-    samples: Samples,
-    amount: np.ndarray,
-    most: int,
-    pool: np.ndarray,
-    bin_class: np.ndarray,
-    step: np.ndarray,
-    frozen: np.ndarray,
+    samples: Samples, amount: np.ndarray, most: int, pool: np.ndarray, step: np.ndarray, frozen: np.ndarray
 ) -> np.ndarray:
-    """Of one dimension [bins]: the heights of the micro-steps, scaled so that together they hold a class exactly."""
-    num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
-    num_steps, ordinary = int(step.max(initial=0)) + 1, ~samples.overlong
-    bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
-    np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
+    """How much of one dimension each bin shall hold [bins].
+
+    amount: what each sample adds of it [n]. most: what the budget allows a bin.
+
+    1. A bin may be as full as the fullest bin of its micro-step has to be (`_heights`), and no fuller than the budget
+       allows, less a margin.
+    2. What a pool's bins hold at these heights is more than its samples add, or less. So the targets of the bins of a
+       pool are scaled down, or raised by the same amount each, until they sum up to its samples.
+
+    Example: two bins of heights 20 and two of height 5, and samples that add 40: the targets are 16, 16, 4, 4.
+    """
+    num_pools, num_steps, ordinary = samples.num_pools, int(step.max(initial=0)) + 1, ~samples.overlong
+    bins_in_step = np.zeros((num_pools, num_steps), dtype=np.int64)
+    np.add.at(bins_in_step, (pool[~frozen], step[~frozen]), 1)
     # Bins may be as full as an overlong sample of their micro-step, for which all ranks wait.
-    floor = np.where(np.bincount(step[frozen], minlength=num_steps) > 0, amount[samples.overlong].max(initial=0), 0)
-    heights = _heights(amount[ordinary], samples.pool[ordinary], bins_of, np.minimum(floor, most))
+    has_overlong = np.bincount(step[frozen], minlength=num_steps) > 0
+    least_heights = np.where(has_overlong, min(int(amount[samples.overlong].max(initial=0)), most), 0)
+    heights = _heights(amount[ordinary], samples.pool[ordinary], bins_in_step, least_heights)
     # Exchanges end near their target, not at it, and often above it.
     heights = np.minimum(heights, most - most // MARGIN)
     targets = np.where(frozen, 0, heights[step])
-    load = by_number(samples.sample_class[ordinary], amount[ordinary], num_classes)
-    planned = by_number(bin_class, targets, num_classes)
-    num_bins = np.bincount(bin_class[~frozen], minlength=num_classes)
-    missing = np.maximum(load - planned, 0) // np.maximum(num_bins, 1)
-    share = np.minimum((load << SHARE_BITS) // np.maximum(planned, 1), 1 << SHARE_BITS)
-    return np.where(frozen, 0, (targets * share[bin_class] >> SHARE_BITS) + missing[bin_class])
+    held = by_number(samples.pool[ordinary], amount[ordinary], num_pools)
+    room = by_number(pool, targets, num_pools)
+    missing = np.maximum(held - room, 0) // np.maximum(bins_in_step.sum(axis=1), 1)
+    share = np.minimum((held << SHARE_BITS) // np.maximum(room, 1), 1 << SHARE_BITS)
+    return np.where(frozen, 0, (targets * share[pool] >> SHARE_BITS) + missing[pool])
 
 
-def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray) -> np.ndarray:
-    """How full the fullest bin of each micro-step must be [micro-steps], as water finds its level.
+def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """How full the fullest bin of each micro-step has to be [micro-steps], as water finds its level.
 
-    A micro-step with a sample above the mean is as costly as that sample, and its other bins can be filled as high;
-    what is left is shared by the other micro-steps in the same way. Of the largest samples each bin of a micro-step
-    takes one.
+    amount, pool: of each sample [n]. bins_in_step: bins of each pool in each micro-step [pools, micro-steps]. least: a
+    lower limit of each height [micro-steps].
 
-    bins_of: of each pool in each micro-step.
+    All ranks wait for the fullest bin, so the other bins of its micro-step can be filled as high at no cost. The
+    micro-steps take their heights one after the other: the mean of what is left for each bin, or the largest sample
+    that is left, whichever is more. Each bin of a micro-step then takes one of the largest samples, and all of them
+    together as much as they hold at that height.
+
+    Example: two ranks, three micro-steps, a sample of 20 and eight of 5, together 60. If every bin held the mean of 10,
+    ranks would wait for 20 + 10 + 10. But the micro-step with the 20 costs 20 whatever else it holds, so both of its
+    bins are filled to 20, and 20 is left for the four other bins: the heights are 20, 5, 5.
     """
-    num_pools, num_steps = bins_of.shape
+    num_pools, num_steps = bins_in_step.shape
     order = np.lexsort((-amount, pool))
-    amount, pool = amount[order], pool[order]
-    first = np.searchsorted(pool, np.arange(num_pools + 1))
+    amount, pool = np.append(amount[order], 0), pool[order]
+    starts = np.searchsorted(pool, np.arange(num_pools + 1))
+    largest_left, ends = starts[:-1].copy(), starts[1:]  # of each pool a place in the sorted amounts
     before = np.concatenate([[0], np.cumsum(amount)])
-    load, place, last = before[first[1:]] - before[first[:-1]], first[:-1].copy(), first[1:]
-    padded = np.append(amount, 0)
+    amount_left, bins_left = before[ends] - before[starts[:-1]], bins_in_step.sum(axis=1)
     heights = np.zeros(num_steps, dtype=np.int64)
-    left = bins_of.sum(axis=1)
-    for k in range(num_steps):
-        longest = np.where(place < last, padded[np.minimum(place, len(amount))], 0)
-        height = np.maximum(np.maximum(-(-load // np.maximum(left, 1)), longest), floor[k])
-        heights[k] = int(np.where(bins_of[:, k] > 0, height, 0).max())
-        load = np.maximum(load - bins_of[:, k] * height, 0)
-        left, place = left - bins_of[:, k], np.minimum(place + bins_of[:, k], last)
+    for k, num_bins in enumerate(bins_in_step.T):
+        largest = np.where(largest_left < ends, amount[largest_left], 0)
+        height = np.maximum(np.maximum(-(-amount_left // np.maximum(bins_left, 1)), largest), least[k])
+        heights[k] = int(np.where(num_bins > 0, height, 0).max())
+        amount_left, bins_left = np.maximum(amount_left - num_bins * height, 0), bins_left - num_bins
+        largest_left = np.minimum(largest_left + num_bins, ends)
     return heights

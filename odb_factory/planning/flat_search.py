@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,18 +30,17 @@ FAR_OVER = 1 << 40
 class Filled:
     """Samples in bins in micro-steps. Ranks wait for the most tokens, the most patches and the most squares of each.
 
-    bin_of: of each sample [n]. bin_class, step: of each bin [bins].
-    pool: of each bin. frozen: it holds an overlong sample [bins]. sums: of `Samples.measures` [bins, 5 + caps].
+    bin_of: of each sample [n]. pool, step: of each bin [bins].
+    frozen: it holds an overlong sample [bins]. sums: of `Samples.measures` [bins, 5].
     """
 
     samples: Samples
     model: CostModel
     bin_of: np.ndarray
-    bin_class: np.ndarray
+    pool: np.ndarray
     step: np.ndarray
 
     def __post_init__(self) -> None:
-        self.pool = self.bin_class // self.samples.num_modalities
         self.frozen = np.bincount(self.bin_of, self.samples.overlong, minlength=len(self.step)) > 0
         self.num_steps = int(self.step.max(initial=-1)) + 1
         self.weights = np.array([self.model.token, self.model.patch, self.model.square], dtype=np.int64)
@@ -101,7 +100,7 @@ def _critical(filled: Filled) -> list[int]:
 def _exchanges(filled: Filled, critical: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Samples that a bin may give, samples that it may take, and the bin of each of these; the number of samples stands
     for none."""
-    others = np.flatnonzero((filled.bin_class == filled.bin_class[critical]) & ~filled.frozen)
+    others = np.flatnonzero((filled.pool == filled.pool[critical]) & ~filled.frozen)
     others = others[others != critical]
     if len(others) > MOST_PARTNERS:
         costs = filled.samples.shapes(filled.sums[others]) @ filled.weights
@@ -179,23 +178,23 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) ->
     most = {(media, audio): _most_of_a_bin(budget, media, audio) for media in (False, True) for audio in (False, True)}
     left = np.bincount(samples.pool).tolist()
     num_bins, missing = [0] * len(left), [least_steps * samples.slots] * len(left)
-    bin_of, bin_class, sums = [0] * len(samples), list[int](), list[list[int]]()
+    bin_of, pool_of_bin, sums = [0] * len(samples), list[int](), list[list[int]]()
     by_room: dict[int, list[tuple[int, int]]] = {}
-    details = list(zip(measures, samples.sample_class.tolist(), samples.pool.tolist(), samples.overlong.tolist()))
+    details = list(zip(measures, samples.pool.tolist(), samples.overlong.tolist()))
     for sample in sorted(range(len(samples)), key=lambda i: measures[i][column], reverse=True):
-        own, own_class, pool, overlong = details[sample]
-        rooms, number = by_room.setdefault(own_class, []), len(sums)
+        own, pool, overlong = details[sample]
+        rooms, number = by_room.setdefault(pool, []), len(sums)
         first = len(rooms) if overlong or left[pool] <= missing[pool] else bisect_left(rooms, (own[column], -1))
         left[pool] -= 1
         for place in range(first, min(first + MAX_LOOKS, len(rooms))):
             held = list(map(operator.add, sums[rooms[place][1]], own))
-            if all(map(operator.le, (held[0], held[1], *held[5:]), most[held[3] > 0, held[4] > 0])):
+            if all(map(operator.le, held[:2], most[held[3] > 0, held[4] > 0])):
                 _, number = rooms.pop(place)
                 sums[number] = held
                 break
         else:
             sums.append(own)
-            bin_class.append(own_class)
+            pool_of_bin.append(pool)
             num_bins[pool] += 1
             missing[pool] = max(-(-num_bins[pool] // samples.slots), least_steps) * samples.slots - num_bins[pool]
         bin_of[sample] = number
@@ -204,19 +203,18 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) ->
     num_steps = max(-(-count // samples.slots) for count in num_bins)
     if (np.array(num_bins) < np.minimum(num_steps * samples.slots, np.bincount(samples.pool))).any():
         return best_fit_decreasing(samples, model, num_steps)
-    order = np.argsort(bin_class, kind="stable")
+    order = np.argsort(pool_of_bin, kind="stable")
     place_of = np.empty_like(order)
     place_of[order] = np.arange(len(order))
-    return Filled(samples, model, place_of[bin_of], np.array(bin_class)[order], np.zeros_like(order))
+    return Filled(samples, model, place_of[bin_of], np.array(pool_of_bin)[order], np.zeros_like(order))
 
 
-def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, ...]:
-    """The most tokens, patches and what is capped that the samples of a bin may have, with media and audio or not."""
+def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, float]:
+    """The most tokens and patches that the samples of a bin may have, with media and audio or not."""
     dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
-    sizes = range(budget.token_budget + 1)
-    tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
+    tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of - dummy_tokens
     patches = math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
-    return tokens, patches, *(cap - budget.collation.dummy_of(name, media, audio) for name, cap in budget.caps)
+    return tokens, patches
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -251,7 +249,7 @@ def _with_reached_targets(bins: Bins, bin_of: np.ndarray) -> Bins:
     Tokens and patches cannot always reach their targets together. Tokens then count more, for they have a budget.
     """
     held = by_number(bin_of, bins.amounts, len(bins))
-    _, kind = np.unique(np.stack([bins.bin_class, bins.step, bins.frozen]), axis=1, return_inverse=True)
+    _, kind = np.unique(np.stack([bins.pool, bins.step, bins.frozen]), axis=1, return_inverse=True)
     means = (by_number(kind, held, int(kind.max()) + 1) // np.bincount(kind)[:, None])[kind]
     means[:, 0] = bins.targets[:, 0]
     weights = np.array([1] + [TOKENS_COUNT_MORE] * (held.shape[1] - 1))
@@ -270,37 +268,37 @@ def _largest_first(bins: Bins) -> np.ndarray:
     totals = bins.amounts.sum(axis=0)
     scale = np.maximum(totals.max() // np.maximum(totals, 1), 1)
     size, targets = bins.amounts @ scale, bins.targets @ scale
-    overlong = overlong[np.lexsort((-size[overlong], samples.sample_class[overlong]))]
+    overlong = overlong[np.lexsort((-size[overlong], samples.pool[overlong]))]
     bin_of[overlong] = np.flatnonzero(bins.frozen)
     order = np.flatnonzero(~samples.overlong)
-    order = order[np.lexsort((-size[order], samples.sample_class[order]))]
-    num_classes = int(samples.sample_class.max()) + 1
-    ends = np.searchsorted(samples.sample_class[order], np.arange(num_classes), side="right")
-    following = np.searchsorted(samples.sample_class[order], np.arange(num_classes))
+    order = order[np.lexsort((-size[order], samples.pool[order]))]
+    pools = np.arange(samples.num_pools)
+    ends = np.searchsorted(samples.pool[order], pools, side="right")
+    following = np.searchsorted(samples.pool[order], pools)
     ordinary = np.flatnonzero(~bins.frozen)
-    bin_class, room = bins.bin_class[ordinary], targets[ordinary]
-    start = np.searchsorted(bin_class, np.arange(num_classes))
-    place = np.arange(len(ordinary)) - start[bin_class]
+    pool, room = bins.pool[ordinary], targets[ordinary]
+    start = np.searchsorted(pool, pools)
+    place = np.arange(len(ordinary)) - start[pool]
     while (left := ends - following).any():
-        by_room = np.lexsort((-room, bin_class)) if num_classes > 1 else np.argsort(-room, kind="stable")
+        by_room = np.lexsort((-room, pool)) if len(pools) > 1 else np.argsort(-room, kind="stable")
         sorted_room = room[by_room]
-        open_classes = left > 0
-        least = np.zeros(num_classes, dtype=np.int64)
-        least[open_classes] = sorted_room[start[open_classes]] - size[order[following[open_classes]]]
-        takes = (place < left[bin_class]) & ((sorted_room > least[bin_class]) | (place == 0))
+        is_open = left > 0
+        least = np.zeros(len(pools), dtype=np.int64)
+        least[is_open] = sorted_room[start[is_open]] - size[order[following[is_open]]]
+        takes = (place < left[pool]) & ((sorted_room > least[pool]) | (place == 0))
         taking = by_room[takes]
-        chosen = order[following[bin_class[takes]] + place[takes]]
+        chosen = order[following[pool[takes]] + place[takes]]
         bin_of[chosen] = ordinary[taking]
         room[taking] -= size[chosen]
-        following = following + np.bincount(bin_class[takes], minlength=num_classes)
+        following = following + np.bincount(pool[takes], minlength=len(pools))
     return bin_of
 
 
 def _fill_empty(bins: Bins, bin_of: np.ndarray) -> None:
-    """A bin without a sample takes the smallest from the one that has most of its class."""
+    """A bin without a sample takes the smallest from the one that has most of its pool."""
     count = np.bincount(bin_of, minlength=len(bins))
     for empty in np.flatnonzero(count == 0).tolist():
-        giver = int(np.where(bins.bin_class == bins.bin_class[empty], count, 0).argmax())
+        giver = int(np.where(bins.pool == bins.pool[empty], count, 0).argmax())
         own = np.flatnonzero(bin_of == giver)
         bin_of[own[bins.amounts[own, 0].argmin()]] = empty
         count[giver], count[empty] = count[giver] - 1, 1
@@ -309,14 +307,14 @@ def _fill_empty(bins: Bins, bin_of: np.ndarray) -> None:
 def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
     """Exchange samples between pairs of bins until nothing improves. Changes `bin_of`."""
     movable = np.flatnonzero(~bins.frozen)
-    starts = np.searchsorted(bins.bin_class[movable], np.arange(int(bins.bin_class.max()) + 2))
+    starts = np.searchsorted(bins.pool[movable], np.arange(bins.samples.num_pools + 1))
     halves = np.diff(starts) // 2
     num_pairs = int(halves.sum())
     if not num_pairs:
         return
     held = _Held(bins, bin_of)
     num_dimensions = bins.amounts.shape[1]
-    class_of_pair = np.repeat(np.arange(len(halves)), halves)
+    pool_of_pair = np.repeat(np.arange(len(halves)), halves)
     place = np.arange(num_pairs) - np.repeat(np.cumsum(halves) - halves, halves)
     tolerated = bins.targets // np.array([TOKENS_WITHIN, *[OTHERS_WITHIN] * (num_dimensions - 1)])
     most_pairs = max(MAX_TRIED // FEWEST**2 // len(halves), 1)
@@ -326,11 +324,11 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
         rounds //= 4
     for k in range(rounds):
         dimension, shift = k % num_dimensions, k // num_dimensions
-        # The fullest of a class with its emptiest; in later rounds with one beside that.
-        order = movable[np.lexsort((-held.excess[movable, dimension], bins.bin_class[movable]))]
-        partner = (place + shift) % halves[class_of_pair]
-        fuller = order[starts[class_of_pair] + place]
-        emptier = order[starts[class_of_pair + 1] - 1 - partner]
+        # The fullest of a pool with its emptiest; in later rounds with one beside that.
+        order = movable[np.lexsort((-held.excess[movable, dimension], bins.pool[movable]))]
+        partner = (place + shift) % halves[pool_of_pair]
+        fuller = order[starts[pool_of_pair] + place]
+        emptier = order[starts[pool_of_pair + 1] - 1 - partner]
         too_full = (held.excess > tolerated).any(axis=1)
         if unchanged >= PATIENCE * num_dimensions or not too_full[movable].any():
             break

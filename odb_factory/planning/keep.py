@@ -8,41 +8,40 @@ from dataclasses import replace
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel, by_number
-from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
+from odb_factory.planning.flat import Samples, bins_needed, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
-from odb_factory.planning.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, place
+from odb_factory.planning.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, groups_of_cut, place
 from odb_factory.planning.plan import BufferMetadata, Plan, exceeds_limit, pool, to_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Cut the samples of an optimizer step into flat micro-batches: K bins for every rank, as even as can be.
+# Cut samples of one modality into flat micro-batches: K bins for every rank, as even as can be.
 # Ranks that share parameters wait for each other in the vision tower and in the language model. So a micro-step costs
 # what the most tokens, the most patches and the most squared lengths of any rank cost, each of these by itself.
 
 FEW_SAMPLES = 4096
 """Above this number of samples best fit is not improved on: that would take too long."""
 FLAT_CANDIDATES = 3
-"""Number of K tried beside the least. With one modality a larger K is never cheaper where a smaller one fits, because
-two micro-steps merged into one cost no more; it is needed where bins would have to be fuller than exchanges can make
-them. Modalities share no bin, so with several of them more micro-steps can be cheaper."""
+"""Number of K tried from the K of best fit downwards. A larger K is never cheaper where a smaller one fits, because two
+micro-steps merged into one cost no more; it is needed where bins would have to be fuller than exchanges can make them.
+"""
 
 
 def _best_bins(samples: Samples, model: CostModel, least_steps: int) -> Filled:
     """All samples in bins of `least_steps` micro-steps at least, as far as there are samples, within the budgets."""
-    needed = bins_needed(samples, capacities(samples.budget), int(samples.pool.max()) + 1)
+    budget = samples.budget
+    needed = bins_needed(samples, (budget.token_budget, budget.max_patches), samples.num_pools)
     least = max(-(-int(needed.max()) // samples.slots), least_steps)
     found = _polished(samples, least, model)
-    if not found.within:
-        found = match_by_cost(best_fit_decreasing(samples, model, least_steps))
-        first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
-        if len(samples) > FEW_SAMPLES:
-            first = last = found.num_steps
-        for num_steps in range(max(least + 1, first), last + 1):
-            if flat_lower_bound(samples, num_steps, model) < found.cost:
-                found = _cheaper(found, _polished(samples, num_steps, model))
-    if samples.num_modalities > 1:
-        for num_steps in range(found.num_steps + 1, found.num_steps + 1 + FLAT_CANDIDATES):
-            if flat_lower_bound(samples, num_steps, model) < found.cost:
-                found = _cheaper(found, _polished(samples, num_steps, model))
+    if found.within:
+        return found
+    found = match_by_cost(best_fit_decreasing(samples, model, least_steps))
+    first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
+    if len(samples) > FEW_SAMPLES:
+        first = last = found.num_steps
+    for num_steps in range(max(least + 1, first), last + 1):
+        if flat_lower_bound(samples, num_steps, model) < found.cost:
+            other = _polished(samples, num_steps, model)
+            found = other if other.within and other.cost < found.cost else found
     return found
 
 
@@ -52,27 +51,34 @@ def _polished(samples: Samples, num_steps: int, model: CostModel) -> Filled:
     return filled
 
 
-def _cheaper(found: Filled, other: Filled) -> Filled:
-    return other if other.within and other.cost < found.cost else found
-
-
 def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into `num_steps` micro-steps costs less: the mean of a pool, or the largest sample, in each measure."""
-    num_pools = int(samples.pool.max()) + 1
     measures = samples.measures[:, :3]
-    sums = by_number(samples.pool, measures, num_pools)
+    sums = by_number(samples.pool, measures, samples.num_pools)
     most = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
     return num_steps * model.fixed + int(most @ np.array([model.token, model.patch, model.square]))
 
 
 def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:
-    """All samples in bins of `num_steps` micro-steps; the bins may break the budgets."""
+    """All samples in bins of `num_steps` micro-steps; the bins may break the budgets.
+
+    Bins that end far from their targets, because few sizes of samples fit together, are better matched by cost.
+    """
     bins = make_bins(samples, num_steps, model)
-    filled = Filled(samples, model, fill_bins(bins), bins.bin_class, bins.step)
+    filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.step)
     return min(filled, match_by_cost(filled), key=lambda one: one.cost)
 
 
-def without_excess(filled: Filled) -> Filled:
+def match_by_cost(filled: Filled) -> Filled:
+    """The same bins in other micro-steps: the costliest bins of each pool in the first micro-step, and so on."""
+    costs = filled.samples.shapes(filled.sums) @ filled.weights
+    order = np.lexsort((-costs, filled.pool))
+    step = np.empty_like(filled.step)
+    step[order] = (np.arange(len(order)) - np.searchsorted(filled.pool, filled.pool)) // filled.samples.slots
+    return replace(filled, step=step)
+
+
+def _without_excess(filled: Filled) -> Filled:
     """The same bins without the youngest and shortest samples of those that break a budget."""
     samples, bin_of, sums = filled.samples, filled.bin_of.copy(), filled.sums.copy()
     for number in np.flatnonzero((samples.excess(sums) > 0) & ~filled.frozen).tolist():
@@ -86,28 +92,19 @@ def without_excess(filled: Filled) -> Filled:
     return replace(filled, samples=samples.of(kept), bin_of=bin_of[kept])
 
 
-def match_by_cost(filled: Filled) -> Filled:
-    """The same bins in other micro-steps: the costliest bins of each pool in the first micro-step, and so on."""
-    samples, pool = filled.samples, filled.pool
-    costs = samples.shapes(filled.sums) @ filled.weights
-    order = np.lexsort((-costs, pool))
-    step = np.empty_like(filled.step)
-    step[order] = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots
-    return replace(filled, step=step)
-
-
-def in_order(filled: Filled) -> list[list[PoolGroup]]:
-    """Groups by micro-step: micro-steps with most groups first, because a rank idles after its last; then by cost."""
-    samples = filled.samples
-    active = np.bincount(filled.step, minlength=filled.num_steps)
-    order = np.lexsort((-filled.maxima()[:, 0], -filled.step_costs(), -active))
+def _groups_of_bins(filled: Filled) -> list[list[PoolGroup]]:
+    """By micro-step."""
     by_bin = np.argsort(filled.bin_of, kind="stable")
     ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step)))
-    groups = np.split(samples.index[by_bin], ends[:-1])
-    return [
-        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()]
-        for step in order.tolist()
-    ]
+    groups = np.split(filled.samples.index[by_bin], ends[:-1])
+    steps: list[list[PoolGroup]] = [[] for _ in range(filled.num_steps)]
+    for step, number, group in zip(filled.step.tolist(), filled.pool.tolist(), groups):
+        steps[step].append((number, group))
+    return steps
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cut an optimizer step, in either layout.
 
 
 def plan_optimizer_step(
@@ -126,8 +123,8 @@ def plan_optimizer_step(
     least_steps: the least K, as far as there are samples.
 
     Every sample is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank
-    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first, so that
-    the peak of memory shows at once.
+    idles, in the last micro-steps, only where there are too few samples of a modality. The costliest micro-step comes
+    first, so that the peak of memory shows at once.
 
         buffers = [make_metadata([Cost(8), Cost(3)], [0, 0], exhausted=False)]
         plan = plan_optimizer_step(buffers, Budget(16), balance=True)
@@ -138,7 +135,21 @@ def plan_optimizer_step(
     groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model, least_steps)
     steps = [place(step, owner_rank, len(buffers), slots) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
-    return to_plan(steps, table, starts, owner_rank, budget, final)
+    return _costliest_first(to_plan(steps, table, starts, owner_rank, budget, final), model)
+
+
+def _costliest_first(plan: Plan, model: CostModel) -> Plan:
+    """The same micro-steps, those with most ranks first, because a rank idles after its last micro-batch; then the
+    costliest."""
+
+    def key(k: int) -> tuple[int, ...]:
+        step = plan.totals[k]
+        cost = model.of(step.max_rank_tokens, step.max_rank_patches, step.max_rank_attention)
+        return -step.active_ranks, -cost, -step.max_rank_tokens, -step.max_rank_patches
+
+    order = sorted(range(len(plan.totals)), key=key)
+    groups = [[own[k] for k in order] for own in plan.groups]
+    return replace(plan, groups=groups, totals=[plan.totals[k] for k in order])
 
 
 def assign_pools(buffers: Sequence[BufferMetadata], owner_rank: np.ndarray, *, balance: bool) -> tuple[np.ndarray, int]:
@@ -156,27 +167,53 @@ def cut(
     budget: Budget,
     model: CostModel,
     least_steps: int = 0,
-    *,
-    chosen: bool = False,
 ) -> list[list[PoolGroup]]:
-    """The groups of each micro-step, in the layout of the budget; the costliest micro-step comes first.
+    """The groups of each micro-step, in the layout of the budget. Each modality is cut by itself.
 
     index: the samples to cut, as positions in the table [n]. pool_of: the pool of each of them [n]. slots: ranks that
-    share a pool.
-    least_steps: the fewest micro-steps, as far as there are samples. chosen: exactly that many, for which the samples
-    have been chosen; where flat bins cannot be kept within the budgets, their youngest samples are not in them.
+    share a pool. least_steps: the fewest micro-steps, as far as there are samples.
     """
+    steps: list[list[PoolGroup]] = []
+    modalities, modality, sizes = np.unique(table["modality"][index], return_inverse=True, return_counts=True)
+    by_size = np.argsort(sizes, kind="stable").tolist()
+    for number in by_size:
+        own, least = modality == number, least_steps - len(steps) if number == by_size[-1] else 0
+        if budget.layout == "flat":
+            samples = Samples(table, index[own], pool_of[own], slots, budget)
+            steps += _groups_of_bins(_best_bins(samples, samples.weigh(model), least))
+        else:
+            pools = Pools(table, index[own], pool_of[own], slots, budget, model)
+            steps += groups_of_cut(pools, cut_by_one_cap(pools, least) if least > 0 else best_cut(pools))
+    return steps if len(modalities) < 2 else _join_partial(steps, slots, len(np.unique(pool_of)))
+
+
+def _join_partial(steps: list[list[PoolGroup]], slots: int, num_pools: int) -> list[list[PoolGroup]]:
+    """The same groups with the micro-steps in which ranks idle joined: ranks that one modality leaves idle compute
+    another one meanwhile, and a rank idles after its last group."""
+    whole = [step for step in steps if len(step) == slots * num_pools]
+    left: dict[int, list[PoolGroup]] = {}
+    for number, group in (one for step in steps if len(step) < slots * num_pools for one in step):
+        left.setdefault(number, []).append((number, group))
+    num_steps = max((-(-len(groups) // slots) for groups in left.values()), default=0)
+    parts = [slice(k * slots, (k + 1) * slots) for k in range(num_steps)]
+    return whole + [[one for groups in left.values() for one in groups[part]] for part in parts]
+
+
+def cut_into(
+    num_steps: int,
+    table: np.ndarray,
+    index: np.ndarray,
+    pool_of: np.ndarray,
+    slots: int,
+    budget: Budget,
+    model: CostModel,
+) -> list[list[PoolGroup]]:
+    """As `cut`, into exactly `num_steps` micro-steps, for which the samples have been chosen: each pool has samples of
+    one modality. Where flat bins cannot be kept within the budgets, their youngest samples are not in them."""
     if not len(index):
         return []
     if budget.layout == "flat":
         samples = Samples(table, index, pool_of, slots, budget)
-        model = samples.weigh(model)
-        if chosen and least_steps:
-            return in_order(without_excess(put_into_bins(samples, least_steps, model)))
-        return in_order(_best_bins(samples, model, least_steps))
+        return _groups_of_bins(_without_excess(put_into_bins(samples, num_steps, samples.weigh(model))))
     pools = Pools(table, index, pool_of, slots, budget, model)
-    cut = cut_by_one_cap(pools, least_steps) if least_steps else best_cut(pools)
-    steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
-    for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
-        steps[step].append((pool_of, pools.group(start, end)))
-    return steps
+    return groups_of_cut(pools, cut_by_one_cap(pools, num_steps))

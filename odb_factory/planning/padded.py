@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ NO_CAP = 1 << 62
 class Pools:
     """The samples of an optimizer step, in pools: one for all ranks that share their samples, or one for each rank.
 
-    Pool after pool, each modality by itself, from long to short. A group is a stretch [start, end) of this order:
+    Pool after pool, from long to short. A group is a stretch [start, end) of this order:
     neighbours differ little in length, so little is padded.
 
     table: array of `ROW`. index: the samples, as positions in `table` [n]. pool_of: the pool of each of them [n].
@@ -29,7 +29,7 @@ class Pools:
 
     index, pool_of, tokens, length (padded row length in tokens) follow the sorted order [n]. Those named `_before` are
     sums over all samples before each position, and over all at the end [n + 1]. max_end: where a group that starts
-    here must end at the latest, for its pool, modality and patches. starts, ends: of each pool.
+    here must end at the latest, for its pool and patches. starts, ends: of each pool.
     """
 
     def __init__(
@@ -37,24 +37,21 @@ class Pools:
     ):
         self.slots, self.budget, self.model = slots, budget, model
         rows = table[index]
-        kind = rows["modality"].astype(np.int64) + (pool_of.astype(np.int64) << 8)
-        order = np.lexsort((-rows["patches"], -rows["row_tokens"], kind))
-        self.index, self.pool_of, rows, kind = index[order], pool_of[order], rows[order], kind[order]
+        order = np.lexsort((-rows["patches"], -rows["row_tokens"], pool_of))
+        self.index, self.pool_of, rows = index[order], pool_of[order], rows[order]
         bounds = np.concatenate([[0], np.cumsum(np.bincount(pool_of, minlength=1))])
         self.starts, self.ends = bounds[:-1], bounds[1:]
         self.tokens = rows["row_tokens"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
-        self.length = budget.sizes.up(np.maximum(-(-self.tokens // multiple) * multiple, 1))
-        names = ("patches", "has_media", "has_audio", *(name for name, _ in budget.caps))
-        sums = np.zeros((len(names), len(rows) + 1), dtype=np.int64)
-        np.cumsum([rows[name] for name in names], axis=1, out=sums[:, 1:])
-        self.patches_before, self.media_before, self.audio_before, *self.capped_before = sums
-        self.max_end = np.searchsorted(kind, kind, side="right")
-        most = (budget.max_patches, *(cap for _, cap in budget.caps))
-        for before, cap in zip((self.patches_before, *self.capped_before), most, strict=True):
-            if cap is not None:
-                within = np.searchsorted(before, before[:-1] + cap, side="right") - 1
-                self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
+        self.length = np.maximum(-(-self.tokens // multiple) * multiple, 1)
+        sums = np.zeros((3, len(rows) + 1), dtype=np.int64)
+        np.cumsum([rows[name] for name in ("patches", "has_media", "has_audio")], axis=1, out=sums[:, 1:])
+        self.patches_before, self.media_before, self.audio_before = sums
+        self.max_end = self.ends[self.pool_of]
+        if budget.max_patches is not None:
+            before = self.patches_before
+            within = np.searchsorted(before, before[:-1] + budget.max_patches, side="right") - 1
+            self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(rows)) + 1))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -82,12 +79,6 @@ class Pools:
             longest=self.tokens[starts],
             first=self.tokens[ends - 1],
         )
-
-    def excess_of_caps(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """By how much groups break the caps by modality."""
-        media, audio = (before[ends] - before[starts] for before in (self.media_before, self.audio_before))
-        capped = [before[ends] - before[starts] for before in self.capped_before]
-        return self.budget.excess_of_caps(capped, media, audio)
 
     def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The cost of many groups, none of them empty, in the unit of the model."""
@@ -141,13 +132,14 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     """
     model, budget, num_rows = pools.model, pools.budget, len(pools)
     starts, unlimited = np.arange(num_rows), np.int64(num_rows)
-    variable = caps - model.fixed
+    variable, multiple = caps - model.fixed, budget.row_multiple
 
     def most_rows(lengths: np.ndarray) -> np.ndarray:
         unit = model.token * lengths + model.square * lengths * lengths
         by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
-        most: np.ndarray = budget.token_budget // lengths
-        return np.where(by_cost >= most, most, by_cost // budget.row_multiple * budget.row_multiple)
+        most = np.minimum(by_cost, budget.token_budget // lengths)
+        friendly: np.ndarray = np.where(most > multiple, most // multiple * multiple, most)
+        return friendly
 
     ends = np.minimum(starts + np.maximum(most_rows(pools.length), 1), pools.max_end)
     starts = np.broadcast_to(starts, ends.shape)
@@ -163,8 +155,6 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
             collated, lengths, patches, attention = pools.shapes(starts, ends)
             count, padded = ends - starts, collated * lengths
             exceeds = (budget.excess(padded, patches) > 0) | (model.of(padded, patches, attention) > caps)
-            if budget.caps:
-                exceeds |= pools.excess_of_caps(starts, ends) > 0
             exceeds &= count > 1
             if not exceeds.any():
                 break
@@ -217,6 +207,14 @@ def make_cut(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
     return Cut(starts[order], ends[order], pool, steps, int(largest.sum()))
 
 
+def groups_of_cut(pools: Pools, cut: Cut) -> list[list[PoolGroup]]:
+    """By micro-step."""
+    steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
+    for step, pool, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
+        steps[step].append((pool, pools.group(start, end)))
+    return steps
+
+
 def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
     """Give each group of a micro-step to the rank that already holds most of its samples; at most one to each rank.
 
@@ -252,9 +250,7 @@ def place(groups: Sequence[PoolGroup], owner_rank: np.ndarray, num_ranks: int, s
 
 PRECISION = 12
 """The cap is searched to 1 part in 2 ** PRECISION."""
-MAX_SLOTS = 4
-"""Micro-steps are stretches of the sorted samples if at most MAX_SLOTS ranks share them."""
-MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 32, 256, 1 << 18, 16
+MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 40, 256, 1 << 16, 16
 """Number of cap values tried for each micro-step (fewer, or none, for many samples); then FINER_CAPS values around the
 chosen ones."""
 
@@ -310,13 +306,13 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
 def cut_by_stretches(pools: Pools) -> Cut | None:
     """Of one pool: each micro-step takes the samples that follow, with a cap of its own (shortest path).
 
-    Best where few ranks share the samples; for a single rank, which waits for nobody, it is the cheapest cut of all,
-    but for the values of caps that are tried.
+    Best where few ranks share the samples, or micro-steps are few: long samples then get another cap than short ones.
+    For a single rank, which waits for nobody, it is the cheapest cut of all for the values of caps that are tried.
     """
     model, num_rows = pools.model, len(pools)
     starts, highest = np.arange(num_rows), int(pools.cap_range[1].max())
     num_caps = min(MAX_CAPS, MAX_STATES // num_rows)
-    if num_caps < MIN_CAPS or pools.slots > MAX_SLOTS or highest <= model.fixed:
+    if num_caps < MIN_CAPS or highest <= model.fixed:
         return None
     spacing = -(-(highest - model.fixed) // num_caps)
     caps = np.arange(highest, model.fixed, -max(spacing, 1))
@@ -370,110 +366,7 @@ def _fits(pools: Pools, start: int, end: int) -> bool:
     """Whether a group is within the budgets, as collated (I4)."""
     starts, ends = np.array([start]), np.array([end])
     count, length, patches, _ = pools.shapes(starts, ends)
-    over = pools.budget.excess(count * length, patches) + pools.excess_of_caps(starts, ends)
-    return end - start == 1 or not over.any()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Micro-steps with two caps: where few groups have to hold all samples, one cap fits either the long or the short.
-
-TWO_CAPS_PRECISION = 6
-"""The lower cap is searched to 1 part in 2 ** TWO_CAPS_PRECISION of its range."""
-FEWEST_TWO_CAPS, MOST_TWO_CAPS, MOST_TWO_CAP_STATES = 6, 24, 1 << 17
-"""Number of values tried for the higher cap (fewer, or none, where that makes too many states)."""
-
-
-def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -> Cut | None:
-    """`num_first` micro-steps have one cap and `num_second` a lower one; nothing if that costs `below` or more.
-
-    Both kinds of groups may follow each other in any order: how far i groups of one kind and j of the other can reach
-    is found by dynamic programming over (i, j). The higher cap is tried at some values, the lower one is bisected.
-    """
-    model = pools.model
-    first_slots, second_slots = num_first * pools.slots, num_second * pools.slots
-    num_states = len(pools.starts) * (min(first_slots, second_slots) + 1) * (first_slots + second_slots)
-    num_caps = min(MOST_TWO_CAPS, MOST_TWO_CAP_STATES // num_states)
-    if num_caps < FEWEST_TWO_CAPS:
-        return None
-    lowest, highest = (int(caps.max()) for caps in pools.cap_range)
-    lowest = max(lowest, below // (num_first + num_second))
-    highest = min(highest, (below - 1 - num_second * model.fixed) // num_first)
-    if highest < lowest:
-        return None
-    first = np.unique(lowest + (highest - lowest) * np.arange(num_caps) // (num_caps - 1))
-    # Beside each the lower one must be so low that the whole costs less than `below`.
-    high = np.minimum((below - 1 - num_first * first) // num_second, first)
-    bound = lower_bound(pools, num_first + num_second)
-    low = np.maximum((bound - num_first * first) // num_second, model.fixed)
-    first_ends = next_ends(pools, first[:, None])
-    fits = high >= low
-    for k in range(TWO_CAPS_PRECISION + 1):
-        middle = (low + high) // 2 if k else high
-        trying = np.flatnonzero(fits & (low <= high))
-        second_ends = next_ends(pools, middle[trying, None])
-        *_, reached = _reach(first_ends[trying], second_ends, first_slots, second_slots, pools.starts)
-        reaches = np.zeros_like(fits)
-        reaches[trying] = (reached[-1] >= pools.ends).all(axis=1)
-        if not k:
-            fits = reaches
-            if not fits.any():
-                return None
-        else:
-            high, low = np.where(reaches, middle, high), np.where(reaches, low, middle + 1)
-    which = int(np.where(fits, num_first * first + num_second * high, NO_CAP).argmin())
-    second_ends = next_ends(pools, high[which : which + 1, None])
-    layers = list(_reach(first_ends[which : which + 1], second_ends, first_slots, second_slots, pools.starts))
-    groups = [
-        _path([layer[:, 0, pool].tolist() for layer in layers], first_ends[which].tolist(), second_slots, int(end))
-        for pool, end in enumerate(pools.ends)
-    ]
-    return make_cut(pools, groups, first_slots + second_slots)
-
-
-def _reach(
-    first_ends: np.ndarray, second_ends: np.ndarray, first_slots: int, second_slots: int, starts: np.ndarray
-) -> Iterator[np.ndarray]:
-    """How far groups of two kinds can reach from `starts`, in any order: layer t has all ways to use t of them.
-
-    first_ends, second_ends: [caps, n + 1]. Yields arrays [i, caps, pools] for i of the first kind and t - i of the
-    second, i counted from max(0, t - second_slots).
-    """
-    num_caps, width = first_ends.shape
-    offset = (np.arange(num_caps) * width)[:, None]
-    first_flat, second_flat = first_ends.ravel(), second_ends.ravel()
-    layer = np.broadcast_to(starts, (1, num_caps, len(starts)))
-    yield layer
-    for t in range(1, first_slots + second_slots + 1):
-        before, lowest = max(0, t - 1 - second_slots), max(0, t - second_slots)
-        highest = min(first_slots, t)
-        places = layer + offset
-        following = np.zeros((highest - lowest + 1, *layer.shape[1:]), dtype=np.int64)
-        by_second = second_flat[places[lowest - before : highest - before + 1]]
-        following[: len(by_second)] = by_second
-        by_first = first_flat[places[max(lowest - 1 - before, 0) : highest - before]]
-        tail = following[len(following) - len(by_first) :]
-        np.maximum(tail, by_first, out=tail)
-        layer = following
-        yield layer
-
-
-def _path(layers: list[list[int]], first_ends: list[int], second_slots: int, end: int) -> list[Group]:
-    """The groups on the way to the last state of `_reach`. layers: [t][i], of one cap and one pool."""
-    groups, i = [], 0
-    position = layers[-1][i]
-    for t in range(len(layers) - 1, 0, -1):
-        lowest, before = max(0, t - second_slots), max(0, t - 1 - second_slots)
-        count = lowest + i
-        start = layers[t - 1][count - 1 - before] if count else -1
-        if count and first_ends[start] == position:
-            i = count - 1 - before
-        else:
-            i = count - before
-            start = layers[t - 1][i]
-        if start < min(position, end):
-            groups.append((start, min(position, end)))
-        position = start
-    return groups[::-1]
+    return end - start == 1 or not pools.budget.excess(count * length, patches).any()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -481,8 +374,6 @@ def _path(layers: list[list[int]], first_ends: list[int], second_slots: int, end
 
 NUM_CANDIDATES = 4
 """Number of K tried, from the least that the budgets allow."""
-MAX_STEPS_OF_TWO_CAPS = 4
-"""Up to this K micro-steps may have two caps; with more micro-steps that saves next to nothing."""
 
 
 def best_cut(pools: Pools) -> Cut:
@@ -494,9 +385,4 @@ def best_cut(pools: Pools) -> Cut:
     for num_steps in range(least + 1, least + NUM_CANDIDATES):
         if lower_bound(pools, num_steps) < best.cost:
             best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)
-    for num_steps in range(max(least, 2), min(least + NUM_CANDIDATES, MAX_STEPS_OF_TWO_CAPS + 1)):
-        for num_first in range(1, num_steps):
-            other = cut_by_two_caps(pools, num_first, num_steps - num_first, best.cost)
-            if other is not None and other.cost < best.cost:
-                best = other
     return best

@@ -384,7 +384,6 @@ class _Search:
         self.trials, self._config = trials, config
         self._chooses_tokens = config.token_budget == AUTO
         self._is_flat = loader.layout == "flat"
-        self._caps = loader.budget.caps
         self._tokens_of = lambda sample: max(loader.budget.tokens_of(sample.cost), 1)
         tokens = [self._tokens_of(sample) for sample in samples]
         patches = [sample.cost.patches for sample in samples]
@@ -470,9 +469,6 @@ class _Search:
         longest, densest = self._longest.cost, dense.cost
         of_longest, of_densest = self._longest_tokens, self._tokens_of(dense)
         most = tokens // of_densest if densest.patches else 0
-        for name, cap in self._caps:
-            if size := getattr(densest.by_modality, name):
-                most = min(most, cap // size)
         num_dense = most if max_patches is None or not densest.patches else min(max_patches // densest.patches, most)
         if num_dense and densest.modality != longest.modality:
             return num_dense * [dense]
@@ -491,14 +487,10 @@ class _Search:
 
     def _densest_within(self, tokens: int, max_patches: int | None) -> Sample:
         """The densest sample that these budgets allow; the densest of all where none is."""
-        caps = self._caps if max_patches is None else [("patches", max_patches), *self._caps]
         within = (
             one
             for one in self._by_density
-            if self._tokens_of(one) <= tokens
-            and all(
-                getattr(one.cost if name == "patches" else one.cost.by_modality, name) <= most for name, most in caps
-            )
+            if self._tokens_of(one) <= tokens and (max_patches is None or one.cost.patches <= max_patches)
         )
         return next(within, self._densest)
 

@@ -169,16 +169,14 @@ def check_stream(config: ODBConfig) -> None:
 
 
 def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
-    """Raise `ConfigError` if no micro-batch without media can be within `max_patches` and the caps by modality."""
-    least = {"patches": collation.dummies(0, 0)[1]} | {name: collation.dummy_of(name, 0, 0) for name, _ in config.caps}
-    for name, least_size in least.items():
-        most = getattr(config, f"max_{name}")
-        if isinstance(most, int) and most < least_size:
-            what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
-            raise ConfigError(
-                f"odb.max_{name}: {most} is less than the {least_size} {name.replace('_', ' ')} of the {what} that the "
-                "collator adds to every group without media; raise it."
-            )
+    """Raise `ConfigError` if no micro-batch without media can be within `max_patches`."""
+    _, least = collation.dummies(0, 0)
+    if isinstance(config.max_patches, int) and config.max_patches < least:
+        what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
+        raise ConfigError(
+            f"odb.max_patches: {config.max_patches} is less than the {least} patches of the {what} that the collator "
+            "adds to every group without media; raise it."
+        )
 
 
 def check_trainer(trainer: Any) -> None:

@@ -268,7 +268,7 @@ class Evaluation:
         self._share = len(micro_batch.ids) / self._batch_size
         has_loss = any(micro_batch.units)
         weights = [self._of_mean / max(sample.stock_units, 1) for sample in micro_batch.samples] if has_loss else []
-        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
+        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units))
         batch, unpadded = self._trainer.odb.unpadded(batch)
         with self._trainer.odb.in_forward(measured), unpadded:
             loss, logits, labels = forward(batch)

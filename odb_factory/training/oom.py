@@ -95,7 +95,7 @@ class MemoryWatch:
         least = self.budget.collation.dummies(0, 0)[1]
         if self._is_for_patches(measured) and (patches := self._patches(measured) * 3 // 4) >= max(least, 1):
             return Limits(self.budget.token_budget, patches)
-        return Limits(max(tokens * 3 // 4, self.budget.sizes.up(1)), self.budget.max_patches)
+        return Limits(max(tokens * 3 // 4, self.budget.pad_to_multiple_of), self.budget.max_patches)
 
     def _is_for_patches(self, measured: Measured) -> bool:
         tokens, patches = measured.rows * measured.length, self._patches(measured)

@@ -109,8 +109,7 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
             ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
         )
         return config.resolved(**chosen), False
-    least = max(config.pad_to_multiple_of or 1, *(config.length_buckets or ()), 1)
-    stand_in: dict[str, int | None] = {"token_budget": least, "max_patches": None}
+    stand_in: dict[str, int | None] = {"token_budget": config.pad_to_multiple_of or 1, "max_patches": None}
     resolved = config.resolved(**{key: stand_in[key] for key in asked})
     return dataclasses.replace(resolved, overlong="singleton", buffer_size=1), True
 
@@ -541,7 +540,7 @@ class Training:
             run = self._run = ODBRun(loader, args, is_shuffled=is_shuffled)
         if odb.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
-        cuts_nothing = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
+        cuts_nothing = config.oom == "raise" and not config.balance_encoder
         advises_split = cuts_nothing and why_not_split(args) is None
         self.memory = MemoryWatch(config, loader.budget, args.device, advises_split=advises_split)
         # 3. where a checkpoint left it, and the first plan

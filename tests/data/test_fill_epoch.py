@@ -23,7 +23,7 @@ from lockstep import (
     sample,
     usable,
 )
-from planning_strategies import budgets, costs, sized
+from planning_strategies import budgets, costs
 
 from odb_factory.data.order import ShareProgress
 from odb_factory.data.progress import Place
@@ -79,7 +79,7 @@ SPLIT_FOR_A_RANK_THAT_WOULD_IDLE: Case = (
     [[], *([a_row(id, Cost(1, 0, 1, has_audio=id == 6), False) for id in ids] for ids in (range(5), range(5, 7)))],
     {
         # The half without audio gets dummy audio, which is too much for two rows (I4).
-        "budget": sized(Budget(4, collation=Collation(dummy_audio_tokens=2), row_multiple=2), 1, ()),
+        "budget": Budget(4, collation=Collation(dummy_audio_tokens=2), row_multiple=2),
         "buffer_size": 3,
         "balance": True,
     },

@@ -19,7 +19,7 @@ from odb_factory.data.flat import flatten, varlen_arguments
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import LayoutError
-from odb_factory.planning import Budget, Collation, Cost, Sizes
+from odb_factory.planning import Budget, Collation, Cost
 
 IGNORE = -100
 DUMMY = 90
@@ -80,12 +80,12 @@ def test_it_is_the_same_tokens_without_padding(
     if num_rotary:
         batch["position_ids"] = torch.arange(num_rotary * shape.numel()).view(num_rotary, *shape)
     before = copy.deepcopy(batch)
-    flat, segments = flatten(batch, lengths, dummy, Sizes(round_to))
+    flat, segments = flatten(batch, lengths, dummy, round_to)
 
     total = sum(lengths) + dummy
     fill = -total % round_to
     assert segments.lengths == tuple(n for n in (*lengths, dummy, fill) if n)
-    budget = Budget(1, collation=Collation(1, dummy), layout="flat", sizes=Sizes(round_to))
+    budget = Budget(1, collation=Collation(1, dummy), layout="flat", pad_to_multiple_of=round_to)
     assert (1, sum(segments.lengths)) == budget.shape([Cost(length, has_media=not dummy) for length in lengths])[:2]
     dummies = list(range(DUMMY, DUMMY + dummy))
     ids = [token for row in rows for token in row["input_ids"]] + dummies
@@ -123,7 +123,7 @@ def test_a_mask_counts_more_than_an_estimate_of_the_cost() -> None:
 
 
 def test_boundaries_are_those_of_the_segments() -> None:
-    flat, segments = flatten(collate(items([3, 5])), [3, 5], sizes=Sizes(16), with_boundaries=True)
+    flat, segments = flatten(collate(items([3, 5])), [3, 5], pad_to_multiple_of=16, with_boundaries=True)
     assert segments.lengths == (3, 5, 8)
     for side in "qk":
         ends = flat[f"cu_seq_lens_{side}"]
@@ -247,7 +247,7 @@ def test_collators_that_lay_flat_themselves_give_what_padded_ones_give(tiny_text
 def test_what_a_flat_collator_adds_behind_the_samples_is_a_segment() -> None:
     rows = items([4, 6])
     batch = TRLCollator(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)(copy.deepcopy(rows))
-    flat, segments = flatten(batch, [4, 6], sizes=Sizes(10))
+    flat, segments = flatten(batch, [4, 6], pad_to_multiple_of=10)
     assert segments.lengths == (4, 6, 6, 4) and flat["input_ids"].shape == (1, 20)
     assert flat["position_ids"][0, 10:].tolist() == [*range(6), *range(4)]
     assert (flat["labels"][0, 10:] == IGNORE).all()

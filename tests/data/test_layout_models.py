@@ -39,7 +39,6 @@ from odb_factory.data.flat import flatten
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention
 from odb_factory.model.flat_row import flat_row
-from odb_factory.planning import Sizes
 
 ATTENTION = {"sdpa": "sdpa", attention.EAGER_NAME: "eager", attention.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
@@ -110,7 +109,7 @@ def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, 
         for round_to in (1, ROUND_TO):
             # A flash kernel is told the boundaries, or finds them in the positions.
             num_dummy, told = 0 if case.has_media else case.dummy, attention == FLASH and round_to > 1
-            flat, segments = flatten(case.batch, case.tokens, num_dummy, Sizes(round_to), told)
+            flat, segments = flatten(case.batch, case.tokens, num_dummy, round_to, told)
             assert flat["input_ids"].shape == (1, sum(segments.lengths))
             theirs, found = gradients(model, dict(flat), segments.lengths, weights)
             of_loss, of_gradient = abs(loss - theirs) / abs(loss), deviation(reference, found, noise)

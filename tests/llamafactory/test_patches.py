@@ -163,7 +163,7 @@ def test_mistakes_are_named_in_the_words_of_the_plugin(patched, tiny_text, data_
         {"use_mca": True},
         {"ignore_pad_token_for_loss": False},
         {"stage": "pt", "packing": True},
-        {"stage": "rm", "odb": {"token_budget": 1024, "row_multiple": 64}},
+        {"stage": "kto", "odb": {"token_budget": "auto"}},
         {"stage": "ppo", "reward_model": "x", "reward_model_type": "full"},
     ]
     expected = []

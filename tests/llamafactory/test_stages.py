@@ -26,8 +26,8 @@ def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathF
 
 
 def test_keys_that_a_stage_cannot_have_are_refused_in_one_line(config_of: Config, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="row_multiple: 64 .* stage 'rm' .* leave it out") as caught:
-        get_train_args(config_of("rm", tmp_path, odb=ODB | {"row_multiple": 64}))
+    with pytest.raises(ConfigError, match="odb.token_budget: 'auto' .* stage kto") as caught:
+        get_train_args(config_of("kto", tmp_path, odb=ODB | {"token_budget": "auto"}))
     assert "\n" not in str(caught.value)
 
 

@@ -301,16 +301,16 @@ def test_an_overlong_row_is_named_without_a_cap_that_is_not_set() -> None:
 
 
 @pytest.mark.parametrize("overlong", ["singleton", "drop", "error"])
-def test_a_sample_above_a_cap_of_its_modality_follows_the_policy(overlong: str) -> None:
+def test_a_sample_above_max_patches_follows_the_policy(overlong: str) -> None:
     rows = Rows(lambda k: item(k) | {"odb_n_patches": 30 if k == 3 else 2})
-    with make(rows, token_budget=200, max_image_patches=20, max_video_patches=1, overlong=overlong) as loader:
+    with make(rows, token_budget=200, max_patches=20, overlong=overlong) as loader:
         if overlong != "error":
             found = rows_of(loader)
             assert (3 in found) == (overlong == "singleton") and len(found) > 3
             return
         with pytest.raises(DataError) as caught:
             rows_of(loader)
-    over = r"row 3 .*: \d+ tokens, 30 image patches break the budget of 200 tokens, 20 image patches, 1 video patches"
+    over = r"row 3 .*: \d+ tokens, 30 image patches break the budget of 200 tokens, 20 patches"
     assert re.search(over, str(caught.value))
 
 

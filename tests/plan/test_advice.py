@@ -105,14 +105,14 @@ def test_warnings() -> None:
     warned(found, "1 of 4 rows have no supervised token", "left out", "row of unsupervised")
     warned(found, "opened and then cut off", "the training would end", "row of media_cut")
     warned(found, "cannot be read", "the training would end", "row of unreadable")
-    dropping = a_look(asked(overlong="drop", on_error="skip", cost_model=[500, 1, 1, 0]), BUDGETS, rows)
-    assert not any("would end" in line for line in warned(dropping, "cost_model").warnings)
+    dropping = a_look(asked(overlong="drop", on_error="skip"), BUDGETS, rows)
+    assert not any("would end" in line for line in advise(dropping).warnings)
 
 
 def test_budgets_around_are_powers_of_two() -> None:
     assert budgets_around(asked().config, 1) == [128, 256, 512, 1024, 2048, 4096, 8192]
     assert budgets_around(asked(token_budget=3000).config, 600) == [1024, 2048, 3000, 4096, 8192, 16384]
-    assert budgets_around(asked(length_buckets=[512, 1024]).config, 1)[0] == 1024
+    assert budgets_around(asked(pad_to_multiple_of=1024).config, 1)[0] == 1024
 
 
 def test_ranks_of_a_training_that_is_started_here() -> None:

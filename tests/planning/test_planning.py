@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_checks import BufferMetadata, check_round, costs_of, emitted, emitted_of, plan_buffers
-from planning_strategies import budgets, costs, flat_budgets, shape_of, within
+from planning_strategies import budgets, costs, flat_budgets, within
 
 from odb_factory import planning
 from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, make_metadata
@@ -66,29 +66,6 @@ def test_a_final_round_emits_everything_and_is_no_longer_than_needed(
     needed = max(len(one.totals) for one in alone)
     assert plan.final
     assert len(plan.totals) == needed
-
-
-@given(worlds, budgets | flat_budgets, positions(), st.booleans())
-def test_totals_are_the_sums_over_all_ranks(
-    world: list[BufferMetadata], budget: Budget, position: dict[str, int], balance: bool
-) -> None:
-    """Loss weights (I8) and progress rest on these sums; here they are added up again."""
-    plan, costs = plan_buffers(world, budget, balance=balance, **position), costs_of(world)
-    for k, totals in enumerate(plan.totals):
-        groups = [[costs[i] for i in steps[k]] for steps in plan.groups]
-        shapes = [shape_of(group, budget) for group in groups if group]
-        assert totals.samples == sum(map(len, groups))
-        assert totals.tokens == sum(cost.tokens for group in groups for cost in group)
-        assert totals.units == sum(cost.units for group in groups for cost in group)
-        assert totals.padded_tokens == sum(rows * length for rows, length, _ in shapes)
-        assert totals.active_ranks == len(shapes)
-        assert totals.patches == sum(patches for _, _, patches in shapes)
-        assert totals.max_rank_tokens == max((rows * length for rows, length, _ in shapes), default=0)
-        assert totals.max_rank_patches == max((patches for _, _, patches in shapes), default=0)
-        own = [range(*plan.starts[rank : rank + 2]) for rank in range(len(world))]
-        strangers = [i for rank, steps in enumerate(plan.groups) for i in steps[k] if i not in own[rank]]
-        assert totals.moved == len(strangers)
-        assert totals.moved_bytes == 0
 
 
 @given(worlds, budgets | flat_budgets, positions(), st.integers(0, 100), st.booleans())

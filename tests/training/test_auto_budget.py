@@ -16,7 +16,7 @@ import torch
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_strategies import budgets, costs, flat_budgets, padded_budgets, within
+from planning_strategies import budgets, costs, flat_budgets, within
 from support import need, read_audit
 from toy import NUM_ROWS, Stream, pad
 from training.gradient_ranks import zero
@@ -268,7 +268,7 @@ def test_what_is_rehearsed_is_within_the_budgets_and_full(drawn: list[Cost], bud
 
 @given(
     st.lists(costs(), min_size=1, max_size=24),
-    flat_budgets | padded_budgets,
+    flat_budgets | budgets,
     st.integers(1, 6),
     st.booleans(),
 )

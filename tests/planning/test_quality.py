@@ -1,0 +1,173 @@
+"""The quality of plans: optimizer steps of 1 to 256 ranks beside what no plan can undercut (see `lower_bounds`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from lower_bounds import fewest_bins, flat_bound, least_wait, padded_bound, table_of
+
+from odb_factory.planning import Budget, BufferMetadata, Collation, CostModel, plan_optimizer_step
+
+BUDGET = 16384
+Lengths = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def log_normal(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.lognormal(rng.uniform(5.5, 8), rng.uniform(0.5, 1.5), count)
+
+
+def full_length(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Many samples are truncated to the budget."""
+    return np.where(rng.random(count) < rng.uniform(0, 0.5), BUDGET, log_normal(rng, count))
+
+
+def one_giant(rng: np.random.Generator, count: int) -> np.ndarray:
+    others = np.minimum(log_normal(rng, max(count - 1, 0)), BUDGET)
+    return np.append(others, rng.choice([1, 2, 20]) * BUDGET)[:count]
+
+
+def all_alike(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.full(count, rng.integers(BUDGET // 40, BUDGET + 1))
+
+
+def heavy_tail(rng: np.random.Generator, count: int) -> np.ndarray:
+    return 50 * rng.uniform(1, 10) * (1 + rng.pareto(1.1, count))
+
+
+def uniform(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(1, BUDGET // rng.choice([1, 2, 4]) + 1, count)
+
+
+def short_and_long(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.where(rng.random(count) < 0.7, rng.lognormal(6, 0.8, count), rng.lognormal(8.6, 0.6, count))
+
+
+def parts_of_a_bin(rng: np.random.Generator, count: int) -> np.ndarray:
+    """All lengths are close to a half, a third, a quarter or a fifth of the budget."""
+    part = BUDGET // rng.integers(2, 6)
+    return rng.integers(part - BUDGET // 50, part + BUDGET // 50, count)
+
+
+def two_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.where(rng.random(count) < rng.random(), *rng.integers(1, BUDGET + 1, 2))
+
+
+KINDS: list[Lengths] = [
+    log_normal,
+    full_length,
+    one_giant,
+    all_alike,
+    heavy_tail,
+    uniform,
+    short_and_long,
+    parts_of_a_bin,
+    two_lengths,
+]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An optimizer step: rank r holds rows r, r + ranks, ..."""
+
+    rows: np.ndarray
+    num_ranks: int
+    budget: Budget
+    model: CostModel
+
+    def cost(self) -> int:
+        """What ranks wait for, as planned."""
+        buffers = [BufferMetadata(self.rows[rank :: self.num_ranks].copy(), False) for rank in range(self.num_ranks)]
+        plan = plan_optimizer_step(buffers, self.budget, balance=True, model=self.model)
+        return sum(self.model.of(t.max_rank_tokens, t.max_rank_patches, t.max_rank_attention) for t in plan.totals)
+
+    def bound(self) -> int:
+        """No plan costs less."""
+        if self.budget.layout == "padded":
+            return padded_bound(self.rows, self.budget, self.num_ranks, self.model)
+        return flat_bound(self.rows, self.budget, self.num_ranks, self.model)[1]
+
+
+def draw(seed: int, kind: Lengths, num_ranks: int, per_rank: int, *, media: bool, layout: str) -> Drawn:
+    """About `per_rank` samples a rank. media: some samples have images, a tenth to nine tenths of their tokens."""
+    rng = np.random.default_rng([seed, KINDS.index(kind), media, num_ranks])
+    count = num_ranks * per_rank + int(rng.integers(0, num_ranks + 1))
+    most = 20 * BUDGET if kind is one_giant else BUDGET
+    tokens = np.clip(kind(rng, count), 1, most).astype(np.int64)
+    budget, model, patches = Budget(BUDGET, layout=layout), CostModel(), None
+    if media:
+        part = rng.uniform(0.1, 0.9, count) * (rng.random(count) < rng.choice([0.05, 0.5, 0.95]))
+        patches = (4 * tokens * part).astype(np.int64)
+        collation = Collation(dummy_media_tokens=66, dummy_media_patches=256)
+        max_patches = int(rng.choice([2, 4])) * BUDGET
+        budget, model = Budget(BUDGET, max_patches, collation, layout=layout), CostModel(2000, 4, 1)
+    return Drawn(table_of(tokens, patches), num_ranks, budget, model)
+
+
+SHAPES = [(1, 32), (2, 61), (4, 16), (8, 8), (8, 32)]
+MORE_SHAPES = [(16, 16), (16, 61), (32, 32), (64, 16), (64, 24), (256, 24)]
+"""(ranks, samples a rank)."""
+TABLE = {
+    # layout, media: least mean, and least, of bound / cost. The bound of images takes tokens and patches as if each
+    # could be balanced without the other; that of padded plans leaves out that ranks wait for each other.
+    ("flat", False): (0.995, 0.95),
+    ("flat", True): (0.965, 0.82),
+    ("padded", False): (0.945, 0.73),
+}
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.nightly)], ids=["few", "many"])
+@pytest.mark.parametrize(("layout", "media"), TABLE)
+def test_no_plan_could_cost_much_less(
+    layout: str, media: bool, shapes: list[tuple[int, int]], capsys: pytest.CaptureFixture
+) -> None:
+    """I7 as a figure: the cost of plans beside what no plan can undercut, for nine kinds of lengths."""
+    found: dict[str, list[float]] = {}
+    for kind, shape, seed in itertools.product(KINDS, shapes, range(1 if shapes is SHAPES else 2)):
+        drawn = draw(seed, kind, *shape, media=media, layout=layout)
+        ratio = drawn.bound() / drawn.cost()
+        assert ratio <= 1, "the bound is one"
+        found.setdefault(kind.__name__, []).append(ratio)
+    every = [ratio for ratios in found.values() for ratio in ratios]
+    with capsys.disabled():
+        print(f"\n{layout}{', images' * media}: bound / cost {np.mean(every):.4f}, least {min(every):.3f};", end="")
+        print(", ".join(f" {name} {np.mean(ratios):.3f}" for name, ratios in found.items()))
+    least_mean, least = TABLE[layout, media]
+    assert np.mean(every) >= least_mean and min(every) >= least
+
+
+def every_packing(sizes: list[int], capacity: int) -> list[list[int]]:
+    """The bin sums of all ways to put these sizes into bins of a capacity, one of more than that alone."""
+    packings: list[list[list[int]]] = [[]]
+    for size in sizes:
+        grown = []
+        for bins in packings:
+            grown.append([*bins, [size]])
+            grown += [
+                [*bins[:k], [*bins[k], size], *bins[k + 1 :]]
+                for k in range(len(bins))
+                if sum(bins[k]) + size <= capacity
+            ]
+        packings = grown
+    return [sorted(map(sum, bins), reverse=True) for bins in packings]
+
+
+def test_tiny_optimizer_steps_cost_the_least_there_is() -> None:
+    """Against every cut of up to 9 samples; also that the bounds are below it."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(30):
+        num_ranks, count, capacity = int(rng.integers(1, 4)), int(rng.integers(3, 10)), int(rng.integers(20, 60))
+        sizes = np.sort(rng.integers(1, capacity + 1, count))[::-1]
+        model = CostModel(int(rng.choice([0, 5, 50])))
+        packings = every_packing(sizes.tolist(), capacity)
+        whole = [bins for bins in packings if len(bins) % num_ranks == 0 or len(bins) == count]
+        best = min(sum(model.fixed + most for most in bins[::num_ranks]) for bins in whole)
+        assert min(map(len, packings)) >= fewest_bins(sizes, capacity)
+        assert best >= least_wait(sizes, capacity, num_ranks)
+        drawn = Drawn(table_of(sizes), num_ranks, Budget(capacity, layout="flat"), model)
+        ratios.append(drawn.cost() / best)
+    assert min(ratios) >= 1 and np.mean(ratios) <= 1.01 and max(ratios) <= 1.1, sorted(ratios)[-5:]
