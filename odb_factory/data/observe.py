@@ -15,7 +15,7 @@ from torch import Tensor
 from odb_factory.config import ODBConfig
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost
-from odb_factory.data.serialize import checksum, pack, unpack
+from odb_factory.data.serialize import pack, unpack
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 
@@ -251,7 +251,7 @@ class ObservedDataset(WorkerDataset):
         try:
             with self.busy.at(index):
                 features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
-            sample = Sample(index, cost, _packed(features), checksum(features, cost))
+            sample = Sample(index, cost, _packed(features))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self.where(index, source)}: {error}")
         except MediaCut as error:

@@ -84,15 +84,15 @@ def sample_to_bytes(sample: Sample) -> bytes:
             f"row {sample.id} holds {', '.join(_not_plain(unpack(sample.features)))}, which cannot be sent to another "
             "rank; let items hold lists, strings, numbers, arrays, tensors or paths, or set `balance: false`"
         )
-    return msgpack.packb([sample.id, dataclasses.astuple(sample.cost), sample.features, sample.content])
+    return msgpack.packb([sample.id, dataclasses.astuple(sample.cost), sample.features])
 
 
 def sample_from_bytes(received: bytes) -> Sample:
     """Undo `sample_to_bytes`. Raises `DataError` for bytes of another origin."""
     try:
-        sample_id, cost, features, content = msgpack.unpackb(received)
+        sample_id, cost, features = msgpack.unpackb(received)
         cost[-1] = cost[-1] and Media(*cost[-1])
-        sample = Sample(sample_id, Cost(*cost), features, content)
+        sample = Sample(sample_id, Cost(*cost), features)
     except (TypeError, ValueError, msgpack.UnpackException):
         features = b""
     if features[:1] != _PLAIN:

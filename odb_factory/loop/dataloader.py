@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, Unpack
+from typing import Any, Generic, NoReturn, Self, TypeVar, Unpack
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.data.order import IN_ORDER, check_source, unwrap
-from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
-from odb_factory.errors import ConfigError, DataError, one_line, quoted
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.loop.iteration import Iteration, LoopOptions, check_whole, refuse_fixed_batches
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -94,75 +89,22 @@ class Stateful:
     _odb: Iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of this rank after the last optimizer step whose batches were all yielded (JSON types).
+        """Where the training stands after the last optimizer step whose batches were all yielded: JSON types, the same
+        on all ranks.
 
-        The contract is that of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        Micro-batches of an unfinished optimizer step come again. `accelerator.register_for_checkpointing(loader)` keeps
+        it, and so does `accelerator.save_state` for a loader that was prepared.
         """
         return self._odb.state()
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Resume from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state, whichever rank wrote it, with any number of ranks, budgets and workers.
 
         Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
-        with that epoch keeps the place in it. Raises `DataError` for a value that is no state of this rank, and if the
-        data are not those of the state.
+        with that epoch keeps the place in it. Raises `DataError` for a value that is no state, and if the data are not
+        those of the state.
         """
-        loader = self._odb.loader
-        self._odb.load(_checked_states(state, loader.rank, loader.world_size))
-
-    def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
-        """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
-
-        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names. Loading raises `DataError` if
-        a file is missing or damaged; where each node has a disk of its own, this rank's file is enough for as many
-        ranks as before.
-        """
-
-        def path_of(folder: str, rank: int) -> Path:
-            return Path(folder, f"{name}_rank{rank}.json")
-
-        def save(models: Any, weights: Any, folder: str) -> None:
-            state = self.state_dict()
-            path = path_of(folder, state["rank"])
-            try:
-                write_checked(path, {"state": state})
-            except OSError as error:
-                raise DataError(
-                    f"{path}: cannot be written ({one_line(error)}); the checkpoint is incomplete."
-                ) from None
-
-        def load(models: Any, folder: str) -> None:
-            loader = self._odb.loader
-            own, first = path_of(folder, loader.rank), path_of(folder, 0)
-            if not first.exists() and not own.exists():
-                raise DataError(
-                    f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was "
-                    "saved without checkpoint_with(accelerator). Load it without that call to restart the epoch."
-                )
-            # An older folder that more ranks wrote has files of ranks that no longer exist.
-            state = _read(first, 0) if first.exists() else _read(own, loader.rank)
-            ranks = range(state["world_size"])
-            is_apart = not all(path_of(folder, rank).exists() for rank in ranks)
-            if is_apart and own.exists() and len(ranks) == loader.world_size:  # a node with a disk of its own
-                ranks = range(loader.rank, loader.rank + 1)
-            self.load_state_dict([_read(path_of(folder, rank), rank) for rank in ranks])
-
-        accelerator.register_save_state_pre_hook(save)
-        accelerator.register_load_state_pre_hook(load)
-        self._odb.is_checkpointed = True
-
-
-def _read(path: Path, rank: int) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
-        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
-        require(own == rank, "state.rank", own, "but the file is of another rank")
-    except DataError as error:
-        raise DataError(
-            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
-            "restart the epoch."
-        ) from None
-    return state
+        self._odb.load(state)
 
 
 class Online(Controls[T_co]):
@@ -186,29 +128,6 @@ class Online(Controls[T_co]):
     def _is_accelerate_prepared(self, value: bool) -> None:
         """`accelerator.prepare` sets it: now batches are moved, and the ranks are those of accelerate's mesh."""
         self._odb.is_prepared = self._odb.moves_batches = value
-
-
-def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """A list of states. Raises `DataError` for a value from which this rank cannot resume."""
-    states = [state] if isinstance(state, Mapping) else state
-    if (
-        not isinstance(states, Sequence)
-        or not states
-        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
-    ):
-        shown = " ".join(quoted(state).split())
-        raise DataError(
-            f"load_state_dict: {shown} is not what state_dict() has returned; give this rank's, or a list of "
-            "those of all ranks."
-        )
-    only = states[0]
-    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
-        raise DataError(
-            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
-            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
-            "checkpoint_with(accelerator) instead)."
-        )
-    return [dict(one) for one in states]
 
 
 class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
@@ -318,17 +237,8 @@ class ODBDataLoader(Online[T_co], Stateful, DataLoader[T_co]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.dataset).__name__}, {self._odb})"
 
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """`accelerator.save_state` asks for it, and then keeps one state for all ranks."""
-        if self._odb.is_checkpointed:
-            return False
-        if self._odb.loader.world_size > 1:
-            raise ConfigError(
-                "accelerator.save_state would keep one state for all ranks of this ODBDataLoader; call "
-                "loader.checkpoint_with(accelerator) once, after prepare."
-            )
-        return True
+    use_stateful_dataloader = True
+    """To accelerate: `save_state` keeps the state of the loader, `load_state` loads it."""
 
 
 class ODBHandle(Controls[Any], Stateful):
@@ -397,7 +307,7 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     if getattr(dataloader, "use_stateful_dataloader", False):
         raise ConfigError(
             "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
-            "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
+            "DataLoaderConfiguration, and use state_dict(), or register_for_checkpointing, of what apply_odb returns."
         )
     stock = type(loader)
     if stock.__iter__ is not DataLoader.__iter__ and not stock.__module__.startswith("torchdata."):

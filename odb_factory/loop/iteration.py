@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypedDict, Unpack
@@ -30,8 +30,7 @@ from odb_factory.config import ODBConfig, ResolvedConfig, make_config
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import MEAN_OF_STEP, StockMean, dismantle, why_not_observed
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import MEAN_OF_STEP, OptimizerStepRule, StockMean, dismantle, why_not_observed
 from odb_factory.data.samples import MicroBatch
 from odb_factory.data.serialize import Picklable, fingerprint
 from odb_factory.ending import ending
@@ -67,7 +66,6 @@ class CommonKeys(TypedDict, total=False):
     max_audio_frames: int | None
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]
-    resume: Literal["strict", "ignore_data"]
     exchange_timeout_s: int
     seed: int | None
 
@@ -309,8 +307,6 @@ NOT_TAKEN = (
 )
 NUM_WATCHED = 64
 """Batches whose step info may still be taken out; a loop that collects more of them is not watched."""
-RUN_STEPS = "optimizer_steps_of_run"
-"""The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
 
 
 def check_whole(name: str, value: object, meaning: str = "") -> None:
@@ -355,7 +351,7 @@ class Iteration:
                 "whole dataset (an order that is split, such as DistributedSampler's, is joined again)."
             )
         self.is_prepared = self._is_fetched_ahead = is_fetched_ahead
-        self.moves_batches = self.is_checkpointed = self.is_checked = False
+        self.moves_batches = self.is_checked = False
         self._process_group, self._pin_memory, self._audit_dir = process_group, parts.pin_memory, audit_dir
         observer = ItemObserver(
             Picklable(parts.collate_fn, "collate_fn"),
@@ -428,16 +424,16 @@ class Iteration:
         self._begun = False
 
     def state(self) -> dict[str, Any]:
-        return self.loader.state_dict() | {RUN_STEPS: self.accounting.optimizer_steps}
+        return self.loader.state_dict() | {"optimizer_steps_of_run": self.accounting.optimizer_steps}
 
-    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, state: Any) -> None:
         if self._current is not None:
             raise ConfigError(
                 "load_state_dict: batches of this iteration have been taken; load before the first batch, or leave the "
                 "loop (and drop its iterator) before."
             )
-        self.loader.load_state_dict([{key: one[key] for key in one if key != RUN_STEPS} for one in states])
-        self.accounting.resume_at(states[0].get(RUN_STEPS, 0))
+        self.loader.load_state_dict(state)
+        self.accounting.resume_at(state["optimizer_steps_of_run"])
         self._begun = False
 
     def estimate_optimizer_steps(self) -> int:

@@ -14,8 +14,8 @@ from planning_strategies import costs
 from thread_ranks import Seat, run_ranks
 
 from odb_factory.comm.ranks import Sums
+from odb_factory.data.cursor import Place
 from odb_factory.data.epoch import EpochContext, KeepEpoch
-from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import CollectiveError

@@ -25,8 +25,7 @@ from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.data.order import DataLoaderParts
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.workers import OBSERVE_CHUNK
 from odb_factory.errors import DataError
 from odb_factory.planning import Collation, Cost

@@ -20,9 +20,8 @@ from toy import Rows, pad
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import dismantle
+from odb_factory.data.order import OptimizerStepRule, dismantle
 from odb_factory.data.processes import PlanProcess
-from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.errors import DataError
 from odb_factory.planning import Budget, Cost, CostModel, make_metadata, plan_buffers, plan_optimizer_step
 

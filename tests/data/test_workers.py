@@ -28,9 +28,8 @@ from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import dismantle
+from odb_factory.data.order import OptimizerStepRule, dismantle
 from odb_factory.data.processes import worker_seed
-from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.serialize import Picklable
 
 BLOCK = {"token_budget": 128, "buffer_size": 16, "global_batch_size": "fill"}
