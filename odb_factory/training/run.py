@@ -277,6 +277,7 @@ class ODBRun:
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self._epochs_before = 0.0
+        self._least_length = 0
 
     # How long it is
 
@@ -317,11 +318,7 @@ class ODBRun:
             is_known = self.max_steps is None and loader.num_samples is not None
             return -(-(loader.num_samples or 0) // loader.rule.accumulation) if is_known else None
         an_epoch = loader.num_optimizer_steps
-        if not an_epoch or self.optimizer_steps // an_epoch <= loader.epoch:
-            return an_epoch
-        # An epoch was restarted. The Trainer divides the steps taken by this, and must not find more epochs than were
-        # done.
-        return self.optimizer_steps // (loader.epoch + 1) + 1
+        return an_epoch and max(an_epoch, self._least_length)
 
     @property
     def finished(self) -> bool:
@@ -370,6 +367,11 @@ class ODBRun:
         """
         self.accounting.resume_at(optimizer_steps)
         self._epochs_before = epochs
+        an_epoch = self.loader.num_optimizer_steps
+        if an_epoch and optimizer_steps // an_epoch > self.loader.epoch:
+            # An epoch was restarted. The Trainer divides the steps taken by the length of an epoch, and must not find
+            # more epochs in them than were done.
+            self._least_length = optimizer_steps // (self.loader.epoch + 1) + 1
         if saved is not None:
             self.schedule.load_state_dict(saved["schedule"])
 

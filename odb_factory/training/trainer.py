@@ -179,6 +179,10 @@ class ODBCallback(TrainerCallback):
             if bar is not None:
                 bar.total = state.max_steps
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Other callbacks read the folder, as Ray Train's does on every rank: all ranks have written their files.
+        self._training.trainer.accelerator.wait_for_everyone()
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 

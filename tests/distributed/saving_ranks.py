@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch.distributed as dist
 from training.test_resume import train
 from training.test_saving import KEEP, Signalled, terminate
 from training.toy_training import history
-from transformers import Trainer, TrainerCallback
 
 from odb_factory import ODBError
-from odb_factory.comm import lifeline
 
 EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
@@ -71,37 +68,6 @@ def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str,
         found[name] = {"steps": stopped.state.global_step, "left": left, "said": said, "history": history(again)}
         dist.barrier()
     return found
-
-
-class SavesAlone(TrainerCallback):
-    """Rank 0 saves at an event, and no other rank does."""
-
-    def __init__(self, event: str):
-        setattr(self, event, self.save)
-
-    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2 and args.process_index == 0:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-
-
-def saves_alone(rank: int, *, model: str, out_dir: str, event: str) -> dict[str, Any]:
-    as_rank(rank)
-    lifeline.FROZEN_S = 8.0  # not half a minute
-
-    class Alone(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            callback = SavesAlone(event)
-            callback.trainer = self
-            self.add_callback(callback)
-
-    try:
-        train(Path(model), Path(out_dir), block=KEEP, trainer_class=Alone, save_strategy="no", **EPOCH)
-    except BaseException as error:
-        print(f"last line: {error}")
-        sys.stdout.flush()
-        os._exit(7)
-    return {}
 
 
 def resumed_with_other_rows(rank: int, *, model: str, out_dir: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +41,6 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
             said = f"SIGTERM on {ranks}: all ranks save optimizer step {step}, and the training ends"
             assert found["said"] == [said], (rank, name)
             assert found["history"] == outcome.value[""], (rank, name)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        "on_step_end",
-        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("on_step_begin", "on_pre_optimizer_step")),
-    ],
-)
-def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, event: str) -> None:
-    """Both ranks end in one line, and the folder is no whole checkpoint."""
-    outcomes = run_ranks(
-        "distributed.saving_ranks:saves_alone",
-        tmp_path,
-        limit_s=150,
-        may_fail=True,
-        model=str(tiny_text),
-        out_dir=str(tmp_path / "out"),
-        event=event,
-    )
-    saved = (tmp_path / "out" / "checkpoint-2" / "odb_state_rank0.json").stat().st_mtime
-    assert time.time() - saved < 40, "some seconds, and the end of two processes"
-    for rank, outcome in enumerate(outcomes):
-        last = [line for line in outcome.said.splitlines() if line.startswith("[odb] ") or "last line" in line][-1]
-        assert "rank 0 is in the begin of saving checkpoint-2" in last, (rank, outcome.said[-3000:])
-        assert "another collective holds rank 1" in last or "rank 1 has gone on to its next optimizer step" in last
-        assert last.endswith("a rank alone does what all ranks must do at the same place of the program.")
-    assert not (tmp_path / "out" / "checkpoint-2" / "odb_state.json").exists()
 
 
 def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, tmp_path: Path) -> None:
