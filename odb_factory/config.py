@@ -77,7 +77,6 @@ class ODBConfig:
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split", "skip"] = "raise"
     rehearse: bool | None = None  # on accelerators
-    resume: Literal["strict", "ignore_data"] = "strict"
     exchange_timeout_s: int = _number(600)
     audit: bool = False
     seed: int | None = _number(None, minimum=0)

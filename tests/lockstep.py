@@ -15,8 +15,8 @@ from typing import Any
 
 from thread_ranks import Seat
 
-from odb_factory.data.order import MEAN_OF_STEP, ShardSampler, ShareProgress, Start, StockMean, StockSteps, shard
-from odb_factory.data.progress import Place
+from odb_factory.data.cursor import Place
+from odb_factory.data.order import MEAN_OF_STEP, ShardSampler, Start, StockMean, StockSteps, shard
 from odb_factory.data.ranks import RankMetadata
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
@@ -187,7 +187,7 @@ class RecordedKeep(KeepEpoch):
         return held
 
 
-FILL_OPTIONS: dict[str, Any] = {"share": ShareProgress(), "buffer_size": 8, "accumulation": 1, "join": True}
+FILL_OPTIONS: dict[str, Any] = {"buffer_size": 8, "accumulation": 1, "join": True}
 CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "seed": 0}
 
 
@@ -297,7 +297,7 @@ def kept_shards(rows: Sequence[Row], stock: StockSteps, first_step: int = 0) -> 
     """What each rank draws of `rows` from an optimizer step on."""
     stop = stock.num_samples if stock.remainder else None
     starts = [
-        Start(done=ShareProgress(drawn=stock.first_number(rank, first_step)), stop=stop)
+        Start(first=stock.first_number(rank, first_step) * stock.world_size + rank, stop=stop)
         for rank in range(stock.world_size)
     ]
     return [[row for _, row in shard(rows, rank, stock.world_size, start)] for rank, start in enumerate(starts)]

@@ -38,7 +38,6 @@ DEFAULTS = {
     "on_error": "raise",
     "oom": "raise",
     "rehearse": None,
-    "resume": "strict",
     "exchange_timeout_s": 600,
     "audit": False,
     "seed": None,
@@ -61,7 +60,6 @@ WORDS = {
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
     "oom": ["raise", "split", "skip"],
-    "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit", "balance", "rehearse"]
 MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")

@@ -72,7 +72,6 @@ def test_keys_of_the_block() -> None:
         "on_error",
         "oom",
         "rehearse",
-        "resume",
         "exchange_timeout_s",
         "audit",
         "seed",

@@ -84,5 +84,5 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
     totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, units=3, active_ranks=1)
     columns = {"ids": (4, 7), "lengths": (2, 3), "units": (1, 2), "stock_units": (3, 3)}
     columns |= {key: changes.pop(key) for key in columns if key in changes}
-    samples = tuple(SampleInfo(*row, 0, stock) for *row, stock in zip(*columns.values()))
+    samples = tuple(SampleInfo(*row, stock) for *row, stock in zip(*columns.values()))
     return MicroBatch(**{"step": step, "index": 0, "samples": samples, "totals": totals} | changes)

@@ -104,7 +104,7 @@ def main() -> None:
             network.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             schedule.load_state_dict(saved["schedule"])
-            loader.load_state_dict(saved["loader"])  # of all ranks; each finds its own
+            loader.load_state_dict(saved["loader"])  # the same on every rank
             step, samples = saved["step"], saved["samples"]
         for epoch in range(loader.epoch, args.epochs):
             loader.set_epoch(epoch)  # a new order; where a state was loaded, its place in this epoch
@@ -138,14 +138,10 @@ def main() -> None:
                     print(f"epoch {epoch} step {step} samples {samples} loss {total.item() / ranks:.5f}", flush=True)
                 total.zero_()
 
-                if step % args.save_steps == 0:
-                    states = [loader.state_dict()] * ranks  # some kilobytes a rank
-                    if ranks > 1:
-                        dist.all_gather_object(states, states[rank])
-                    if rank == 0:
-                        saved = {"model": network.state_dict(), "optimizer": optimizer.state_dict(), "loader": states}
-                        saved |= {"schedule": schedule.state_dict(), "step": step, "samples": samples}
-                        torch.save(saved, checkpoint)
+                if step % args.save_steps == 0 and rank == 0:
+                    parts = {"model": network, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+                    saved = {name: part.state_dict() for name, part in parts.items()}
+                    torch.save(saved | {"step": step, "samples": samples}, checkpoint)
 
     if rank == 0:
         print(f"{samples} samples of {len(dataset)} rows in {step} optimizer steps on {ranks} rank{'s' * (ranks > 1)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class StepAccounting:
     encoder_patches: encoded by each rank since the run began or was resumed; empty if they do not share this work.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
-    computing: the micro-batch between `begin` and `end`. total: the sums of the run.
+    computing: the micro-batch between `begin` and `end`. total: the sums since the run began or was resumed.
 
     Example::
 
@@ -172,7 +172,7 @@ class StepAccounting:
         self._checks = BatchChecks(config, loader.budget)
         self._audit = None if audit_dir is None else Audit(Path(audit_dir), loader.rank)
         loader.weights = self._shares
-        self._at_start, self._at_log = StepStatistics(), StepStatistics()
+        self._at_log = StepStatistics()
         self._clock: float | None = None
         self._has_logged = True
         self._uncounted: OptimizerStep | None = None  # begun last in an epoch whose rows are not in these sums yet
@@ -257,10 +257,6 @@ class StepAccounting:
         """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
         return self._left_out if self._uncounted is None else self._left_out + self._uncounted.rejected
 
-    def since_resume(self, name: str) -> float:
-        """A sum of `StepStatistics` since the start of this process."""
-        return self.total[name] - self._at_start[name]
-
     def summary(self) -> dict[str, Any]:
         """The content of `odb_summary.json`; the names are public."""
         self._tick()
@@ -277,24 +273,6 @@ class StepAccounting:
             "ranks": self.loader.world_size,
             "config": self.config.to_dict(),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The figures, in JSON types. The loader saves the rows left out in the current epoch."""
-        return {
-            "optimizer_steps": self.optimizer_steps,
-            "total": dict(self.total),
-            "over_budget": self.num_over_budget,
-            "left_out": dict(self._left_out),
-            "remainder": self._remainder,
-            "overlong": self._overlong,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.resume_at(state["optimizer_steps"])
-        self.total, self._at_start, self._at_log = (StepStatistics(state["total"]) for _ in range(3))
-        self.num_over_budget = state["over_budget"]
-        self._left_out = Counter(state["left_out"])
-        self._remainder, self._overlong = state["remainder"], state["overlong"]
 
     def resume_at(self, optimizer_steps: int) -> None:
         """Continue after that many optimizer steps of the run; the audit is appended to."""

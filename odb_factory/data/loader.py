@@ -13,15 +13,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
-from odb_factory.config import BUDGETS, ResolvedConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Outcome
+from odb_factory.data.cursor import RESTART, Cursor, TrainingData, epoch_of
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
-from odb_factory.data.order import DataLoaderParts, ShareProgress, length_of
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, Start, length_of
 from odb_factory.data.pool import POLL_S, LoaderPool, Pending, ends_of, size
-from odb_factory.data.progress import RESTART, DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.ranks import Ranks
 from odb_factory.data.samples import (
     COLLATION,
@@ -187,8 +188,6 @@ class Pass:
 
 ABORT_S = 7.0
 """After a failure planning is given this long to end."""
-KEYS_OF_ROWS = ("overlong", *BUDGETS, "loss_scaling")
-"""Keys of the block that decide what a row is and what it weighs."""
 
 
 class ODBLoader:
@@ -201,8 +200,8 @@ class ODBLoader:
     flat layout. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
-    rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`. is_evaluated: of
-    `ObservedDataset`.
+    fingerprint: of the dataset, where a framework has taken columns away (default: its own). keeps_samples: for
+    `samples_of`. is_evaluated: of `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. failed: counts of this rank, which the training takes: rows that could not
@@ -230,7 +229,7 @@ class ODBLoader:
         seed: int = 0,
         ranks: Ranks | None = None,
         agree_on: Mapping[str, object] | None = None,
-        rows_from: Mapping[str, object] | None = None,
+        fingerprint: str | None = None,
         keeps_samples: bool = False,
         is_evaluated: bool = False,
     ):
@@ -276,22 +275,16 @@ class ODBLoader:
             lowered=lambda: self.lowered,
         )
         self._stock = stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
-        named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
-        begin = DataState(
-            rank=rank,
-            world_size=world_size,
-            data=TrainingData(
-                samples=self.num_samples,
-                seed=seed,
-                split=is_split,
-                global_batch_size=None if stock is None else stock.global_batch_size,
-                drop_last_remainder=0 if stock is None else stock.remainder,
-            ),
-            share=ShareProgress() if stock is None else None,
-            probes=(),
-            rows_from={name: str(value) for name, value in named.items()},
+        self._is_split = is_split
+        self._cursor = Cursor(
+            TrainingData(
+                global_batch_size="fill" if stock is None else stock.global_batch_size,
+                samples=self.num_samples if stock is None else stock.num_samples,
+                seed=parts.sampler.initial_seed if isinstance(parts.sampler, SeedableRandomSampler) else None,
+                fingerprint=fingerprint or getattr(parts.dataset, "_fingerprint", None),
+                split_among=world_size if is_split else None,
+            )
         )
-        self._progress = Progress(begin, self._workers.read_rows if self.has_rows else None, stock)
         self._settings = {
             **releases(),
             **block_settings(config),
@@ -324,7 +317,7 @@ class ODBLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; each epoch has its own order."""
         if epoch != self.epoch:
-            if self._progress.is_loaded:
+            if self._cursor.is_loaded:
                 logger.warning(
                     "epoch %d begins and the state that was loaded is dropped: it stands in epoch %d, begin with that",
                     epoch,
@@ -332,18 +325,17 @@ class ODBLoader:
                 )
             self.leave()
             self.epoch = epoch
-            self._progress.turn_to(epoch)
+            self._cursor.turn_to(epoch)
 
     def consume(self, step: OptimizerStep) -> None:
         """This optimizer step, and all before it, have been trained on: the next state is that after it."""
-        mine = []  # a loop may have fetched some of the next step ahead
         while self._not_consumed and _place(self._not_consumed[0][0].step) <= _place(step):
-            mine.append(self._not_consumed.popleft()[0])
+            self._not_consumed.popleft()
         if self.under_way is not None or step.last:  # or asked for what comes after the last
-            shares = {} if self.under_way is None else self.under_way.planner.shares
-            self._progress.consume(step, mine, shares.get(step.index, self._progress.now.share))
-            for index in [index for index in list(shares) if index <= step.index]:
-                del shares[index]
+            remaining = {} if self.under_way is None else self.under_way.planner.remaining
+            self._cursor.consume(step, remaining.get(step.index, self._cursor.place.remaining))
+            for index in [index for index in list(remaining) if index <= step.index]:
+                del remaining[index]
 
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
@@ -397,46 +389,31 @@ class ODBLoader:
             raise DataError(self._problem(outcome))
         return micro_batch, outcome.measured, outcome.batch
 
-    def state(self) -> DataState:
-        """The place of this rank after the last optimizer step consumed; a snapshot."""
-        return self._progress.state(self._fingerprint(self._progress.now.epoch))
-
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON types: one or two kilobytes; with `fill` after a change of ranks, also a bit a row."""
-        return self.state().to_dict()
+        """Where the training stands after the last optimizer step consumed: JSON types, the same on all ranks.
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Resume from the states of all ranks, or from this rank's alone if there are as many ranks as before.
-
-        Raises `DataError` if the data are not those of the states (see the key `resume`).
+        Less than a kilobyte; with `fill`, also a number for each sample that is held back.
         """
-        if self.config.resume == "ignore_data":  # whatever the states are
-            epoch = states[0].get("epoch") if states and isinstance(states[0], Mapping) else None
-            self.restart(epoch if isinstance(epoch, int) and epoch >= 0 else 0)
-            return
-        self.leave()
-        self._progress.load(states, self._order_of)
-        self.epoch = self._progress.now.epoch
+        return self._cursor.state(self._fingerprint(self._cursor.place.epoch))
 
-    def restart(self, epoch: int) -> None:
-        """Stand before the first optimizer step of this epoch (`resume: ignore_data`)."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state that any rank has written, on any number of ranks.
+
+        Raises `DataError` if the data are not those of the state.
+        """
+        epoch = epoch_of(state)
         self.leave()
-        self._progress.open(epoch, is_loaded=True)
-        self.epoch = epoch
         self._order.pass_over(epoch)
-        logger.warning("resume: ignore_data: epoch %d is restarted, whatever was done of it", epoch)
+        self._cursor.load(state, self._fingerprint(epoch))
+        self.epoch = epoch
 
-    def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
-        """Go to the place of a stock training after these optimizer steps and epochs.
-
-        Exact with kept optimizer steps (returns None); otherwise returns the samples of the last epoch that count as
-        done.
-        """
+    def go_to(self, epoch: int, optimizer_steps: int = 0) -> None:
+        """Stand after this many (kept) optimizer steps of an epoch, as a training without odb does."""
         self.leave()
-        skipped = self._progress.skip(optimizer_steps, epochs)
-        self.epoch = self._progress.now.epoch
-        self._order.pass_over(self.epoch)
-        return skipped
+        place = {} if self._stock is None else {"planned": optimizer_steps * self._stock.global_batch_size}
+        self._cursor.open(epoch, is_loaded=True, optimizer_steps=optimizer_steps, **place)
+        self._order.pass_over(epoch)
+        self.epoch = epoch
 
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 if not known."""
@@ -507,15 +484,15 @@ class ODBLoader:
         threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
 
     def _begin(self) -> Pass:
-        workers, progress, ranks = self._workers, self._progress, self._ranks
-        progress.turn_to(self.epoch)
+        workers, cursor, ranks = self._workers, self._cursor, self._ranks
+        cursor.turn_to(self.epoch)
         self._not_consumed.clear()
-        now = progress.now
+        now = cursor.place
         self._order.set_epoch(self.epoch)
-        self._order.start = progress.start
+        self._order.start = self._start
         context = dataclasses.replace(
             self._context,
-            order=functools.partial(self._checked_order, tuple(now.settings.values()), progress.order),
+            order=functools.partial(self._checked_order, tuple(now.settings.values()), cursor.order),
             compute=workers.compute,
         )
         observed, stock = workers.begin(self.epoch), self._stock  # starts processes, before there are threads
@@ -523,12 +500,10 @@ class ODBLoader:
         if stock is not None:
             planner = KeepEpoch(observed, context, now, stock=stock)
         else:
-            assert now.share is not None
             planner = FillEpoch(
                 observed,
                 context,
                 now,
-                share=now.share,
                 buffer_size=self.config.buffer_size,
                 accumulation=self.rule.accumulation,
                 join=self.config.join,
@@ -541,19 +516,37 @@ class ODBLoader:
         while not current.tasks:
             if not current.plan(POLL_S):
                 current.is_empty = True
-                progress.turn_to(self.epoch + 1)
+                cursor.turn_to(self.epoch + 1)
                 return current
             ranks.check()
         first = current.tasks[0][0].step
         current.epoch_steps = first.epoch_steps
         return current
 
+    @property
+    def _start(self) -> Start:
+        """Where the order of the epoch begins that the cursor stands in; of a split stream, this rank's part of it."""
+        place, stock = self._cursor.place, self._stock
+        if stock is not None:
+            first = place.optimizer_steps * stock.global_batch_size
+            if self._is_split:
+                first = stock.first_number(self.rank, place.optimizer_steps)
+            stop = stock.num_samples if stock.remainder else None
+            return Start(first=first, stop=stop, block=stock.global_batch_size)
+        assert place.remaining is not None
+        if not self._is_split:
+            return Start(first=place.remaining.first, held=place.remaining.held)
+        held, firsts = place.remaining.of_ranks(self.world_size)
+        positions = (held[self.rank] // self.world_size).tolist()
+        return Start(first=int(firsts[self.rank]) // self.world_size, held=positions)
+
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
             while (taken := current.next(self._ranks.check)) is not None:
                 (outcome, samples), taken = taken, None
                 failed = outcome.failed
-                handed, outcome = [self._usable(outcome)], None
+                handed = [self._usable(outcome)]
+                del outcome
                 micro_batch = handed[0][0]
                 if samples is not None and failed:
                     left = [sample for sample in samples if sample.id not in failed]
@@ -615,11 +608,6 @@ class ODBLoader:
                 f"one whose order depends on its seed and epoch alone, or {RESTART}"
             )
         return self._order.common(place, optimizer_step)
-
-    def _order_of(self, epoch: int) -> int:
-        """The fingerprint of the order of an epoch that a resume goes to."""
-        self._order.pass_over(epoch)
-        return self._fingerprint(epoch)
 
     def _fingerprint(self, epoch: int) -> int:
         """That of the order of an epoch; a sampler can draw another order while a pass is under way."""

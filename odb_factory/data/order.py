@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import ranks_alike
 from odb_factory.data.observe import RawItem
 from odb_factory.data.ranks import world_size_of
@@ -251,41 +252,27 @@ DIFFERENT_ORDERS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShareProgress:
-    """What a rank has done of its share of the order: its first `drawn` rows, without `waiting`.
-
-    done_before: bool a position of the order, done before the rest was dealt out to the ranks (None: none).
-    """
-
-    done_before: np.ndarray | None = None
-    drawn: int = 0
-    waiting: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a rank begins in the order of an epoch.
+    """Where the ranks begin in the order of an epoch: what is left of it.
 
-    done: of this rank's share; what waits in it comes first. stop: the position of the order before which it ends
-    (None: its end). block: positions of an optimizer step, for `ShardSampler.common` (0: it compares the first alone).
+    first: position from which nothing is done; held: those before it that are not done either. stop: the position
+    before which it ends (None: its end). block: positions of an optimizer step, for `ShardSampler.common` (0: it
+    compares the first alone).
     """
 
-    done: ShareProgress = field(default_factory=ShareProgress)
+    first: int = 0
+    held: Sequence[int] = ()
     stop: int | None = None
     block: int = 0
 
 
 def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
-    """(position in the order, item) of what a rank draws: every `world_size`-th item of those that are left."""
-    left: Iterator[tuple[int, Any]] = itertools.islice(enumerate(order), start.stop)  # no rank looks beyond its end
-    before = start.done.done_before
-    if before is not None:
-        left = ((i, item) for i, item in left if i >= len(before) or not before[i])
-    mine = itertools.islice(left, rank, None, world_size)
-    waiting = set(start.done.waiting)
-    yield from (pair for number, pair in enumerate(itertools.islice(mine, start.done.drawn)) if number in waiting)
-    yield from mine
+    """(position in the order, item) of what a rank draws: of the positions that are left, every `world_size`-th."""
+    left = itertools.islice(enumerate(order), start.stop)  # no rank looks beyond its end
+    held = {position for position in start.held if position % world_size == rank}
+    yield from ((position, item) for position, item in itertools.islice(left, start.first) if position in held)
+    yield from itertools.islice(left, (rank - start.first) % world_size, None, world_size)
 
 
 def _index(value: Any) -> int:
@@ -621,6 +608,65 @@ class StockSteps:
                 dummy_tokens, _ = collation.dummies(int(media.sum()), int(audio.sum()))
                 total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
         return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStepRule:
+    """The optimizer steps of the training as it would be without odb.
+
+    batch_size: rows of a micro-batch; accumulation: micro-batches of an optimizer step (with `fill`, ours too).
+    drop_last: samples that do not fill a micro-batch on every rank are the remainder of the epoch: not trained on.
+    stock_mean: what the loss is made of.
+    equal_weights: samples that stock weighs differently must not share a micro-batch.
+    """
+
+    batch_size: int = 1
+    accumulation: int = 1
+    drop_last: bool = False
+    stock_mean: StockMean = MEAN_OF_STEP
+    equal_weights: bool = False
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What ranks compare."""
+        return {
+            "per_device_train_batch_size": self.batch_size,
+            "gradient_accumulation_steps": self.accumulation,
+            "drop_last": self.drop_last,
+            "what stock's loss is the mean of": self.stock_mean.over,
+        }
+
+    def stock_steps(
+        self, config: ODBConfig, world_size: int, num_samples: int | None, *, is_split: bool
+    ) -> StockSteps | None:
+        """The optimizer steps that the config keeps; None where it fills them. Raises `ConfigError`."""
+        if not config.keeps:
+            if self.drop_last:
+                raise ConfigError(
+                    "drop_last: True (dataloader_drop_last) would drop the samples of a last, smaller batch, and "
+                    "`global_batch_size: fill` trains on every sample; set it to False, or keep the optimizer steps."
+                )
+            return None
+        of_all_ranks = self.batch_size * world_size
+        size = of_all_ranks * self.accumulation
+        if isinstance(config.global_batch_size, int):
+            size = config.global_batch_size
+        if is_split and size % of_all_ranks:
+            raise ConfigError(
+                f"odb.global_batch_size: {size} is no multiple of {self.batch_size} rows x {world_size} ranks, and "
+                "each rank has a stream of its own to take them from; choose a multiple."
+            )
+        remainder = num_samples % of_all_ranks if self.drop_last and num_samples is not None else 0
+        return StockSteps(
+            global_batch_size=size,
+            batch_size=self.batch_size,
+            world_size=world_size,
+            num_samples=None if num_samples is None else num_samples - remainder,
+            remainder=remainder,
+            mean=self.stock_mean,
+            equal_weights=self.equal_weights and config.loss_scaling == "stock",
+            is_split=is_split,
+        )
 
 
 def split_by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:

@@ -14,15 +14,11 @@ from odb_factory.planning import Budget, Cost, Media, MicroStepTotals
 
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`).
-
-    content: a checksum of its tokens and labels (see `serialize.checksum`); 0 if unknown.
-    """
+    """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`)."""
 
     id: int
     cost: Cost
     features: bytes
-    content: int = 0
 
 
 @dataclass(slots=True)
@@ -76,7 +72,7 @@ class OptimizerStep(MicroStepTotals):
 class SampleInfo(NamedTuple):
     """What is known of a sample of a micro-batch.
 
-    id: its row of the training dataset. tokens: without padding. content: as in `Sample`.
+    id: its row of the training dataset. tokens: without padding.
     stock_units: what stock divides by to take the mean that the sample is part of; stock_counted: its own share of
     these. stock_batch: the number of stock's micro-batch, counted rank by rank, then micro-step by micro-step. All 0
     with `fill`.
@@ -85,14 +81,13 @@ class SampleInfo(NamedTuple):
     id: int
     tokens: int
     units: int
-    content: int = 0
     stock_units: int = 0
     stock_counted: int = 0
     stock_batch: int = 0
 
     @classmethod
     def of(cls, sample: Sample, *of_stock: int) -> SampleInfo:
-        return cls(sample.id, sample.cost.tokens, sample.cost.units, sample.content, *of_stock)
+        return cls(sample.id, sample.cost.tokens, sample.cost.units, *of_stock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from odb_factory.data.agreement import ranks_alike
-from odb_factory.data.order import ShareProgress, StockSteps, split_by_weight
-from odb_factory.data.progress import Place
+from odb_factory.data.cursor import Place, Remaining
+from odb_factory.data.order import StockSteps, split_by_weight
 from odb_factory.data.ranks import RankMetadata, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
 from odb_factory.errors import CollectiveError, DataError, one_line
@@ -101,25 +101,24 @@ class EpochContext:
 
 @dataclass(slots=True)
 class Held:
-    """A sample of a rank that can be planned. With `fill`: draw: its number in this rank's share; age: rounds it was
-    kept back. With `keep`: position: in its optimizer step."""
+    """A sample of a rank that can be planned. position: in its optimizer step; with `fill`, in the order of the epoch.
+    age: with `fill`, rounds it was kept back."""
 
     sample: Sample
-    draw: int = 0
+    position: int
     age: int = 0
-    position: int = 0
 
 
 class Planned(NamedTuple):
     """A micro-batch of this rank that is not yet part of an optimizer step.
 
-    given: with `fill`, draws of this rank that go out in it, here or on another rank.
+    positions: with `fill`, of the samples of all ranks in the micro-step.
     """
 
     samples: list[Sample]
     infos: tuple[SampleInfo, ...]
     totals: MicroStepTotals
-    given: Sequence[int] = ()
+    positions: Sequence[int] = ()
 
 
 class EpochPlanner(ABC):
@@ -129,7 +128,7 @@ class EpochPlanner(ABC):
     first_index: of the first plan. final: the last plan of the epoch has been made.
     num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
     `place`.
-    shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
+    remaining: with `fill`, what is left of the order after an optimizer step, by the index of the step.
     """
 
     first_index = 0
@@ -143,7 +142,7 @@ class EpochPlanner(ABC):
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
-        self.shares: dict[int, ShareProgress] = {}
+        self.remaining: dict[int, Remaining] = {}
         self._idle_sample: Sample | None = None
         self._has_warned = False
         self._checksum = 0
@@ -429,7 +428,6 @@ class FillEpoch(EpochPlanner):
     """Filled optimizer steps: as many samples as `accumulation` micro-steps hold (the last step may have fewer).
 
     Round by round: fill the buffer, plan, carry the rest over.
-    share: what this rank has done of its share before; `observed` is the rest, first what was passed over.
     join: ranks that have run out of samples take idle micro-batches; else the epoch ends for all when one runs short.
     """
 
@@ -439,7 +437,6 @@ class FillEpoch(EpochPlanner):
         context: EpochContext,
         place: Place,
         *,
-        share: ShareProgress,
         buffer_size: int,
         accumulation: int,
         join: bool,
@@ -449,8 +446,15 @@ class FillEpoch(EpochPlanner):
         self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
         self.accumulation, self.join = accumulation, join
         self.held: list[Held] = []
-        self._done_before, self._num_drawn = share.done_before, share.drawn
-        self._draws = itertools.chain(share.waiting, itertools.count(share.drawn))
+        self._left_before = place.remaining or Remaining()
+        ranks = context.ranks
+        held, firsts = self._left_before.of_ranks(ranks.world_size)
+        self._positions = itertools.chain(
+            held[ranks.rank].tolist(), itertools.count(int(firsts[ranks.rank]), ranks.world_size)
+        )
+        self._num_drawn: np.ndarray = np.zeros(ranks.world_size, dtype=np.int64)  # of each rank, but the one ahead
+        self._num_sent = np.zeros(ranks.world_size, dtype=np.int64)  # of each rank, samples that were planned
+        self._waiting = np.zeros(0, dtype=np.int64)  # positions that the last plan left
         self._next: Held | None = None
         self._planned: list[Planned] = []
         self._next_step = place.optimizer_steps
@@ -468,7 +472,7 @@ class FillEpoch(EpochPlanner):
         buffers = [rank.buffer for rank in ranks]
         rejected = self._all_rejected(ranks)
         epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
-        self._carry_out(plan, mine, buffers)
+        self._carry_out(plan, mine, ranks)
         num_samples = self.context.num_samples
         if self.final and self.place.planned + self._emitted == 0:
             remainder = max((num_samples or 0) - rejected.total(), 0)
@@ -481,7 +485,7 @@ class FillEpoch(EpochPlanner):
             self.num_planned += sum(one.totals.samples for one in planned)
             processed, last = self.num_planned + rejected.total(), self.final and not self._planned
             done = num_samples if last and num_samples is not None else processed
-            self.shares[self._next_step] = self._share_now()
+            self.remaining[self._next_step] = self._remaining_now()
             tasks += self._optimizer_step(
                 planned,
                 ranks,
@@ -501,10 +505,9 @@ class FillEpoch(EpochPlanner):
         """Draw the next usable sample of the share; None when it is exhausted."""
         self._next = None
         for row in self.observed:
-            draw = next(self._draws)
-            self._num_drawn = max(self._num_drawn, draw + 1)
+            position = next(self._positions)
             if isinstance(row, Sample):
-                self._next = Held(row, draw)
+                self._next = Held(row, position)
                 return
             self._leave_out(row)
 
@@ -524,36 +527,29 @@ class FillEpoch(EpochPlanner):
         self.final = plan.final
         return plan
 
-    def _carry_out(self, plan: Plan, mine: dict[int, Sample], buffers: Sequence[BufferMetadata]) -> None:
+    def _carry_out(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata]) -> None:
         """Take this rank's micro-batches out of a plan; what was not planned stays in the buffer, one round older."""
-        start, end = plan.starts[self.rank : self.rank + 2]
-        gone: set[int] = set()
+        rows, starts, owners = pool([rank.buffer for rank in ranks])
+        self._num_drawn = self._num_sent + np.diff(starts) + [rank.rejected.total() for rank in ranks]
+        is_left = np.ones(len(rows), dtype=bool)
         for own, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
-            takers = groups if plan.moves else [own]
-            given = [row - start for group in takers for row in group if start <= row < end]
-            gone.update(given)
-            samples = [mine[row] for row in own]
-            self._planned.append(
-                Planned(
-                    samples,
-                    tuple(map(SampleInfo.of, samples)),
-                    totals,
-                    [self.held[i].draw for i in given],
-                )
-            )
+            of_step = list(itertools.chain.from_iterable(groups))
+            is_left[of_step] = False
+            samples, positions = [mine[row] for row in own], rows["position"][of_step]
+            self._planned.append(Planned(samples, tuple(map(SampleInfo.of, samples)), totals, positions.tolist()))
+        self._num_sent += np.bincount(owners[~is_left], minlength=len(ranks))
+        self._waiting = rows["position"][is_left]
         self._micro_steps += len(plan.totals)
         self._emitted += sum(totals.samples for totals in plan.totals)
         self._tokens_emitted += sum(totals.tokens for totals in plan.totals)
-        self.held = [one for i, one in enumerate(self.held) if i not in gone]
+        self.held = [one for one, stays in zip(self.held, is_left[starts[self.rank] :]) if stays]
         for one in self.held:
             one.age += 1
 
-    def _share_now(self) -> ShareProgress:
-        """What this rank has done once the optimizer steps handed on so far are taken."""
-        waiting = [one.draw for one in self.held] + [draw for one in self._planned for draw in one.given]
-        if self._next is not None:
-            waiting.append(self._next.draw)
-        return ShareProgress(done_before=self._done_before, drawn=self._num_drawn, waiting=tuple(sorted(waiting)))
+    def _remaining_now(self) -> Remaining:
+        """What is left once the optimizer steps handed on so far are taken; the same on all ranks."""
+        kept = [position for one in self._planned for position in one.positions]
+        return self._left_before.after(self._num_drawn, np.append(self._waiting, kept))
 
     def _epoch_steps(self, buffers: Sequence[BufferMetadata], plan: Plan, rejected: int) -> int:
         """Optimizer steps of the whole epoch; estimated, unless this is its last plan.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -52,7 +51,7 @@ class OptimizerSteps:
     """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply_odb` returns).
 
     It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` is their number in an
-    epoch where that is known. Lightning keeps its state in every checkpoint, that of all ranks, and resumes from it,
+    epoch where that is known. Lightning keeps its state in every checkpoint, and resumes from it,
     also with other ranks. Goes with the callback `OnlineBatching`.
 
     Example::
@@ -87,16 +86,12 @@ class OptimizerSteps:
         self._state, self._is_unused = step._state, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks stand after the last optimizer step trained on. Collective, as Lightning's saving is."""
-        own = self._loader.state_dict() if self._state is None else self._state
-        states = [own] * own["world_size"]
-        if own["world_size"] > 1:
-            dist.all_gather_object(states, own)
-        return {"ranks": states}
+        """Where the training stands after the last optimizer step trained on; the same on all ranks."""
+        return self._loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this state. Raises `DataError` where the data are not those of the state."""
-        self._loader.load_state_dict(state["ranks"])
+        self._loader.load_state_dict(state)
         self._state = None
 
 

@@ -26,7 +26,6 @@ from odb_factory.llamafactory.dataset import (
     RowObserver,
     TokenizedDataset,
     is_stream,
-    rows_from,
     settings_of,
     training_rows,
 )
@@ -95,7 +94,7 @@ class HostCallback(TrainerCallback):
         training, logs = self.trainer.odb.training, kwargs["logs"]
         if self._counts_tokens and training is not None and "train_runtime" in logs:
             run = training.run
-            tokens = run.accounting.since_resume("tokens") / run.loader.world_size
+            tokens = run.accounting.total.tokens / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -175,7 +174,6 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         measure=stage.measure,
         equal_weights=stage.equal_weights,
         agree_on=settings_of(sample, observer),
-        rows_from=rows_from(sample, collator.tokenizer, processor),
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
     )

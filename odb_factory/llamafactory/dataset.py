@@ -8,7 +8,6 @@ import dataclasses
 import io
 import itertools
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
 from odb_factory.planning import VIDEO, Cost
-from odb_factory.training.checks import of_arguments
 
 logger = get_logger(__name__)
 
@@ -225,31 +223,6 @@ def _holds(feature: Any, kind: type | tuple[type, ...]) -> bool:
     if isinstance(feature, list):
         return any(_holds(item, kind) for item in feature)
     return isinstance(feature, kind) or _holds(getattr(feature, "feature", []), kind)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the rows of a LLaMA-Factory training are made with, by name: a resume names what has changed.
-
-OTHERS = ("eval_", "preprocessing_", "buffer_size")
-"""Beginnings of the names of data arguments that no training row depends on, beside those in which ranks may differ."""
-MEDIA = (
-    "image_max_pixels", "image_min_pixels", "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels",
-    "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video", "audio_sampling_rate",
-)  # fmt: skip
-"""Attributes that LLaMA-Factory gives the processor from its model arguments."""
-TEXT = "The quick brown fox, 1234567890; äöü ßéñ 漢字かな 한글 العربية \N{GRINNING FACE}\n\tend"
-
-
-def rows_from(dataset: OnlineDataset | TokenizedDataset, tokenizer: Any, processor: Any) -> dict[str, object]:
-    """Plain values by the names of the YAML."""
-    found: dict[str, object] = {}
-    if isinstance(dataset, OnlineDataset):
-        found = {
-            key: value for key, value in of_arguments(dataset.processor.data_args).items() if not key.startswith(OTHERS)
-        }
-    found |= {name: getattr(processor, name) for name in MEDIA if hasattr(processor, name)}
-    checksum = zlib.crc32(repr(tokenizer(TEXT)["input_ids"]).encode())
-    return found | {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens, {checksum:08x}"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

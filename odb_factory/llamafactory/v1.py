@@ -232,7 +232,7 @@ class BatchGenerator(TrainerCallback):
             self._online = self._begin()
         if self._saved is not None:
             saved, self._saved = self._saved, None
-            self._online.load_state_dict([saved])
+            self._online.load_state_dict(saved)
             if saved["epoch"] > self._epoch:  # saved at the end of its epoch, which v1 begins once more
                 return
         step = []

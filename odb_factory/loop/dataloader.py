@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -27,26 +27,22 @@ from odb_factory.data.observe import ItemObserver
 from odb_factory.data.order import (
     IN_ORDER,
     MEAN_OF_STEP,
+    OptimizerStepRule,
     StockMean,
     check_source,
     dismantle,
     unwrap,
 )
 from odb_factory.data.pool import why_not_observed
-from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of
-from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
-from odb_factory.errors import ConfigError, DataError, one_line, quoted
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Taken, put_step_info
 from odb_factory.model.flat_row import end_row
 from odb_factory.planning import Collation, Cost
 from odb_factory.version import why_gradients_are_lost
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 T_co = TypeVar("T_co", covariant=True)
 logger = get_logger(__name__)
@@ -548,82 +544,32 @@ class ODBDataLoader(DataLoader[T_co]):
     # Its state
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of this rank after the last optimizer step whose batches were all yielded (JSON types).
+        """Where the training stands after the last optimizer step whose batches were all yielded: JSON types, the same
+        on all ranks.
 
-        The contract is that of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        Micro-batches of an unfinished optimizer step come again. `accelerator.register_for_checkpointing(loader)` keeps
+        it, and so does `accelerator.save_state` for a loader that was prepared.
         """
         return self.loader.state_dict() | {RUN_STEPS: self.accounting.optimizer_steps}
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Resume from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state, whichever rank wrote it, with any number of ranks, budgets and workers.
 
         Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
-        with that epoch keeps the place in it. Raises `DataError` for a value that is no state of this rank, and if the
-        data are not those of the state.
+        with that epoch keeps the place in it. Raises `DataError` for a value that is no state, and if the data are not
+        those of the state.
         """
-        loader = self.loader
-        states = _checked_states(state, loader.rank, loader.world_size)
         if self._current is not None:
             raise ConfigError(
                 "load_state_dict: batches of this iteration have been taken; load before the first batch, or leave the "
                 "loop (and drop its iterator) before."
             )
-        loader.load_state_dict([{key: one[key] for key in one if key != RUN_STEPS} for one in states])
-        self.accounting.resume_at(states[0].get(RUN_STEPS, 0))
+        self.loader.load_state_dict(state)
+        self.accounting.resume_at(state[RUN_STEPS])
         self._has_begun = False
 
-    def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
-        """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
-
-        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names. Loading raises `DataError` if
-        a file is missing or damaged; where each node has a disk of its own, this rank's file is enough for as many
-        ranks as before.
-        """
-
-        def path_of(folder: str, rank: int) -> Path:
-            return Path(folder, f"{name}_rank{rank}.json")
-
-        def save(models: Any, weights: Any, folder: str) -> None:
-            state = self.state_dict()
-            path = path_of(folder, state["rank"])
-            try:
-                write_checked(path, {"state": state})
-            except OSError as error:
-                raise DataError(
-                    f"{path}: cannot be written ({one_line(error)}); the checkpoint is incomplete."
-                ) from None
-
-        def load(models: Any, folder: str) -> None:
-            loader = self._odb.loader
-            own, first = path_of(folder, loader.rank), path_of(folder, 0)
-            if not first.exists() and not own.exists():
-                raise DataError(
-                    f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was "
-                    "saved without checkpoint_with(accelerator). Load it without that call to restart the epoch."
-                )
-            # An older folder that more ranks wrote has files of ranks that no longer exist.
-            state = _read(first, 0) if first.exists() else _read(own, loader.rank)
-            ranks = range(state["world_size"])
-            is_apart = not all(path_of(folder, rank).exists() for rank in ranks)
-            if is_apart and own.exists() and len(ranks) == loader.world_size:  # a node with a disk of its own
-                ranks = range(loader.rank, loader.rank + 1)
-            self.load_state_dict([_read(path_of(folder, rank), rank) for rank in ranks])
-
-        accelerator.register_save_state_pre_hook(save)
-        accelerator.register_load_state_pre_hook(load)
-        self._odb.is_checkpointed = True
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """`accelerator.save_state` asks for it, and then keeps one state for all ranks."""
-        if self.is_checkpointed:
-            return False
-        if self.loader.world_size > 1:
-            raise ConfigError(
-                "accelerator.save_state would keep one state for all ranks of this ODBDataLoader; call "
-                "loader.checkpoint_with(accelerator) once, after prepare."
-            )
-        return True
+    use_stateful_dataloader = True
+    """To accelerate: `save_state` keeps the state of the loader, `load_state` loads it."""
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -675,42 +621,6 @@ def _release(loader: ODBLoader, pid: int) -> None:
     """The user has not closed the loader: it is garbage-collected, or the program ends."""
     if os.getpid() == pid:  # not in a worker process, which inherits the finalizer
         loader.release()
-
-
-def _read(path: Path, rank: int) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
-        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
-        require(own == rank, "state.rank", own, "but the file is of another rank")
-    except DataError as error:
-        raise DataError(
-            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
-            "restart the epoch."
-        ) from None
-    return state
-
-
-def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """A list of states. Raises `DataError` for a value from which this rank cannot resume."""
-    states = [state] if isinstance(state, Mapping) else state
-    if (
-        not isinstance(states, Sequence)
-        or not states
-        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
-    ):
-        shown = " ".join(quoted(state).split())
-        raise DataError(
-            f"load_state_dict: {shown} is not what state_dict() has returned; give this rank's, or a list of "
-            "those of all ranks."
-        )
-    only = states[0]
-    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
-        raise DataError(
-            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
-            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
-            "checkpoint_with(accelerator) instead)."
-        )
-    return [dict(one) for one in states]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

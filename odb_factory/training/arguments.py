@@ -40,7 +40,8 @@ class RunArguments(TrainerCallback):
     """Training arguments, switched between the user's values (`show`) and those of a run (`hide`). The last callback:
     when training begins the others have seen the user's arguments.
 
-    accumulation, counts_tokens: the user's `gradient_accumulation_steps` and `include_tokens_per_second`."""
+    accumulation, counts_tokens, restarts_epoch: the user's `gradient_accumulation_steps`, `include_tokens_per_second`
+    and `ignore_data_skip`."""
 
     def __init__(self, trainer: Any):
         self._args, self._world_size = trainer.args, trainer.args.world_size
@@ -52,6 +53,7 @@ class RunArguments(TrainerCallback):
         self._given = {name: getattr(self._args, name) for name in self._running}
         self.accumulation: int = self._given[GAS]
         self.counts_tokens = bool(self._given.get("include_tokens_per_second"))
+        self.restarts_epoch = bool(self._given.get("ignore_data_skip"))
 
     @contextlib.contextmanager
     def set_by_trial(self) -> Iterator[None]:

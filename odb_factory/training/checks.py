@@ -62,11 +62,6 @@ def log_without_effect(args: Any) -> None:
             "accelerator_config.use_seedable_sampler: False has no effect: the order of samples is that of data_seed "
             "or seed, as with True"
         )
-    if getattr(args, "ignore_data_skip", False):
-        logger.warning(
-            "ignore_data_skip: True has no effect: a resumed training continues where its checkpoint stands, without "
-            "reading what came before (`resume: ignore_data` of odb restarts the epoch)"
-        )
 
 
 def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:

@@ -35,9 +35,8 @@ from odb_factory.config import AUTO, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX, Observer
-from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean, dismantle
 from odb_factory.data.pool import why_not_observed
-from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import OutOfMemoryError, one_line
 from odb_factory.log import get_logger

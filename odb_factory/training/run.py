@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import Limits
 
 logger = get_logger(__name__)
 
@@ -177,8 +176,8 @@ class ODBRun:
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
-        self._restarted: tuple[int, int] | None = None
         self._epochs_before = 0.0
+        self._least_length = 0
 
     # How long it is
 
@@ -194,7 +193,7 @@ class ODBRun:
         an_epoch = self.loader.num_optimizer_steps
         if an_epoch is None:
             return None
-        return max(math.ceil(self.epochs * an_epoch) + self.repeated_steps, self.optimizer_steps)
+        return max(math.ceil(self.epochs * an_epoch), self.optimizer_steps)
 
     def expected_steps(self) -> int:
         """The same, or an estimate, which equals the steps taken if and only if the run is done."""
@@ -219,10 +218,7 @@ class ODBRun:
             is_known = self.max_steps is None and loader.num_samples is not None
             return -(-(loader.num_samples or 0) // loader.rule.accumulation) if is_known else None
         an_epoch = loader.num_optimizer_steps
-        if an_epoch is None or self._restarted is None:
-            return an_epoch
-        # The Trainer divides the steps taken by this, and must not find more epochs in them than were done.
-        return max(an_epoch, self.optimizer_steps // (loader.epoch + 1) + 1)
+        return an_epoch and max(an_epoch, self._least_length)
 
     @property
     def finished(self) -> bool:
@@ -244,14 +240,6 @@ class ODBRun:
         assert self.max_steps is not None
         return step.epoch + (step.index + 1) / self.max_steps
 
-    @property
-    def repeated_steps(self) -> int:
-        """Optimizer steps beyond those of whole epochs, of an epoch that was restarted."""
-        if self._restarted is None:
-            return 0
-        steps, epoch = self._restarted
-        return steps - epoch * (self.loader.num_optimizer_steps or 0)
-
     # Its steps
 
     def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
@@ -264,39 +252,28 @@ class ODBRun:
     # Its state and its end
 
     def state_dict(self) -> dict[str, Any]:
-        """Figures, schedule and summary so far, in JSON types."""
-        lowered = self.loader.lowered
-        limits = lowered and {"configured": asdict(self.loader.budget.limits), "lowered": asdict(lowered)}
-        state = {
-            "accounting": self.accounting.state_dict(),
-            "epochs": self.epoch,
-            "restarted": self._restarted and list(self._restarted),
-            "limits": limits,
+        """Where the run stands after the optimizer step taken last: JSON types, the same on all ranks."""
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "data": self.loader.state_dict(),
+            "budgets": self.budgets,
             "schedule": self.schedule.state_dict(),
         }
-        if self.budgets:
-            state["budgets"] = self.budgets
-        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.accounting.load_state_dict(state["accounting"])
-        self._epochs_before = state["epochs"]
-        self._restarted = None if state["restarted"] is None else tuple(state["restarted"])
-        limits = state["limits"]
-        # Budgets that the user has changed since take precedence.
-        if limits is not None and limits["configured"] == asdict(self.loader.budget.limits):
-            self.loader.lower(Limits(**limits["lowered"]))
-        self.schedule.load_state_dict(state["schedule"])
+    def begin_at(self, optimizer_steps: int, epochs: float, saved: Mapping[str, Any] | None) -> None:
+        """Continue after that many optimizer steps and epochs. saved: by `state_dict`; None: by a training without odb.
 
-    def begin_at(self, optimizer_steps: int, epochs: float) -> None:
-        """Continue after that many optimizer steps and epochs, without their figures."""
+        The loader stands there already.
+        """
         self.accounting.resume_at(optimizer_steps)
         self._epochs_before = epochs
-
-    def restart_epoch(self, epoch: int) -> None:
-        """Train on the whole epoch, whatever was done of it: the run becomes longer by that."""
-        self._epochs_before = float(epoch)
-        self._restarted = (self.optimizer_steps, epoch)
+        an_epoch = self.loader.num_optimizer_steps
+        if an_epoch and optimizer_steps // an_epoch > self.loader.epoch:
+            # An epoch was restarted. The Trainer divides the steps taken by the length of an epoch, and must not find
+            # more epochs in them than were done.
+            self._least_length = optimizer_steps // (self.loader.epoch + 1) + 1
+        if saved is not None:
+            self.schedule.load_state_dict(saved["schedule"])
 
     def finish(self) -> None:
         """Write the summary and log its line. Collective."""

@@ -28,8 +28,7 @@ from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.flat import UNPADDED
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
-from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean, dismantle
 from odb_factory.data.ranks import Ranks, gather_once
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
@@ -60,7 +59,7 @@ from odb_factory.random_numbers import SamplerState
 from odb_factory.training import checkpoint
 from odb_factory.training.arguments import RunArguments
 from odb_factory.training.auto_budget import choose_budgets, rehearse
-from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
+from odb_factory.training.checkpoint import Checkpoint
 from odb_factory.training.checks import check_hooks, check_keeps_rows, check_pairs, of_trainer, row_alone, why_not_split
 from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
@@ -100,8 +99,8 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
         return config.resolved(), False
     asked = config.auto_keys
     kept: dict[str, int | None] = {}
-    if resumed is not None and resumed.states:
-        kept = resumed.states[0].run.get("budgets", {})
+    if resumed is not None and resumed.saved is not None:
+        kept = resumed.saved["budgets"]
     if set(asked) <= kept.keys():
         chosen = {key: kept[key] for key in asked}
         logger.info(
@@ -145,7 +144,6 @@ class Session:
     cost_fn: Callable[..., Any] | None
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
-    rows_from: Mapping[str, object]
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None
     not_flat: str | None
     memory_meter: PeakMeter | None
@@ -357,8 +355,8 @@ class Session:
 class Training:
     """One `train()`, from its begin to its end.
 
-    arguments: the training arguments that it changes. saver: of checkpoints. checkpoint: that it resumes. encoder: the
-        vision tower, where the ranks share its work. restarts: takes the optimizer steps with `oom: split` or `skip`.
+    arguments: the training arguments that it changes. checkpoint: that it resumes. encoder: the vision tower, where
+        the ranks share its work. restarts: takes the optimizer steps with `oom: split` or `skip`.
     layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. lacks_budgets: the config holds
         stand-ins until `auto` budgets are chosen. trial_units: units of a micro-batch that is only tried (`auto`).
     eval_loaders: that are kept, each with the dataset of its evaluations.
@@ -378,7 +376,6 @@ class Training:
     def __init__(self, odb: Session, checkpoint: Checkpoint | None):
         self.odb, self.trainer, self.checkpoint = odb, odb.trainer, checkpoint
         self.arguments = RunArguments(odb.trainer)
-        self.saver = CheckpointSaver(self)
         self.encoder: SharedEncoder | None = None
         self.restarts: RestartedSteps | None = None
         self.layout = Layout("padded", "not resolved yet")
@@ -532,7 +529,7 @@ class Training:
                 ),
                 seed=self._seed,
                 agree_on={**of_trainer(trainer), **odb.agree_on},
-                rows_from=odb.rows_from,
+                fingerprint=getattr(trainer.train_dataset, "_fingerprint", None),
                 keeps_samples=config.oom != "raise",
             )
             # 2. the run
@@ -545,7 +542,7 @@ class Training:
         self.memory = MemoryWatch(config, loader.budget, args.device, advises_split=advises_split)
         # 3. where a checkpoint left it, and the first plan
         if self.checkpoint is not None:
-            checkpoint.load(run, self.checkpoint, odb.gather)
+            checkpoint.load(run, self.checkpoint, restarts_epoch=self.arguments.restarts_epoch)
         if not run.finished and loader.begin().is_empty:  # the Trainer would end at an epoch without a step
             loader.set_epoch(loader.epoch + 1)
             if not run.finished:
@@ -601,7 +598,6 @@ class Training:
             self.run.abort(error)
         for _, loader in self.eval_loaders:
             loader.close() if error is None else loader.abort(one_line(error))
-        self.saver.close(failed=failed)
         if self.has_begun:
             self.run.close()
         self.layout.undo()

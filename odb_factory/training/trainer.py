@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
@@ -27,7 +26,6 @@ from odb_factory.config import ODBConfig, ODBKeys, make_config
 from odb_factory.data.collate import Collated
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
 from odb_factory.data.ranks import check_process_group, ring_of
-from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
@@ -35,7 +33,13 @@ from odb_factory.memory import PeakMeter
 from odb_factory.model.tower import check_batch, one_pass, patch_products
 from odb_factory.planning import Collation
 from odb_factory.training.arguments import RunArguments, replaced
-from odb_factory.training.checkpoint import MARKER, CheckpointMark, Preemption, find_checkpoint, load_sharded_optimizer
+from odb_factory.training.checkpoint import (
+    ODBCursor,
+    Preemption,
+    find_checkpoint,
+    keep_cursor,
+    load_sharded_optimizer,
+)
 from odb_factory.training.checks import (
     check_arguments,
     check_dummy_media,
@@ -139,10 +143,7 @@ class ODBCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._training.run
-        if args.local_process_index == 0:
-            output = Path(args.output_dir)
-            for folder in (output, *output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
-                remove_unfinished(folder)
+        keep_cursor(self._training.trainer, run)
         handler = self._training.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
         self._training.arguments.show()  # until the last callback: trackers of experiments read them now
@@ -154,22 +155,19 @@ class ODBCallback(TrainerCallback):
             an_epoch = run.loader.estimate_optimizer_steps()
             state.num_train_epochs = math.ceil(run.max_steps / max(an_epoch, 1) if run.max_steps else run.epochs)
             state.compute_steps(args, state.max_steps)
-        elif run.repeated_steps and run.total_steps is not None:
+        elif run.total_steps not in (None, state.max_steps):  # an epoch was restarted
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training.saver.begin_hashing()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._training.run
-        self._training.saver.step_ends()
         if run.optimizer_steps != state.global_step:
             raise ConfigError(
                 "training_step: an override of it does not call odb's, so the loss weights would be lost; let it call "
                 "super(), or train without odb."
             )
         state.epoch = run.epoch
+        keep_cursor(self._training.trainer, run)
         if run.config.keeps:
             return
         # The Trainer's loop is sized by a bound; this ends it in time.
@@ -179,6 +177,10 @@ class ODBCallback(TrainerCallback):
             bar = getattr(callback, "training_bar", None)
             if bar is not None:
                 bar.total = state.max_steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Other callbacks read the folder, as Ray Train's does on every rank: all ranks have written their files.
+        self._training.trainer.accelerator.wait_for_everyone()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,12 +242,12 @@ class ODBTrainerMixin(Base):
         callbacks, preemption = self.callback_handler.callbacks, Preemption(training)
         # First, so that every other callback reads the right figures.
         callbacks.insert(0, ODBCallback(training))
-        callbacks += [CheckpointMark(), preemption, training.arguments]
+        callbacks += [ODBCursor(), preemption, training.arguments]
         try:
             with preemption.in_place():
                 yield
         finally:
-            ours = (ODBCallback, CheckpointMark, Preemption, RunArguments)
+            ours = (ODBCallback, ODBCursor, Preemption, RunArguments)
             # In place: the Trainer may have recreated some from a checkpoint.
             callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
 
@@ -282,23 +284,10 @@ class ODBTrainerMixin(Base):
         if self._odb_training is not None and self.is_fsdp_enabled and checkpoint is not None:
             load_sharded_optimizer(self, Path(checkpoint))
 
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if (training := self._odb_training) is None:
-            super()._save_checkpoint(model, trial, *args, **kwargs)
-            return
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with training.saver.saving(folder):
-            super()._save_checkpoint(model, trial, *args, **kwargs)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """The Trainer calls it before our marker is in the folder, `_save_checkpoint` again when it is."""
-        if (training := self._odb_training) is None:
+        training = self._odb_training
+        with contextlib.nullcontext() if training is None else training.arguments.shown():  # they are uploaded, too
             super()._push_from_checkpoint(checkpoint_folder)
-        elif (Path(checkpoint_folder) / MARKER).exists():
-            with training.arguments.shown():  # they are uploaded, too
-                super()._push_from_checkpoint(checkpoint_folder)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         training = self._odb_training
@@ -311,7 +300,6 @@ class ODBTrainerMixin(Base):
         if training is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
         run, memory, before_step = training.run, training.memory, training.odb.before_step
-        training.saver.step_begins()
         if before_step is not None:
             whole = list(inputs.micro_batches)
             before_step(model, whole)
@@ -442,9 +430,9 @@ class ODBTrainerMixin(Base):
         elif "train_runtime" in logs:
             logs.update(accounting.metrics())
             seconds = logs["train_runtime"]
-            logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
+            logs["train_samples_per_second"] = round(accounting.total["samples"] / seconds, 3)
             if training.arguments.counts_tokens:
-                tokens = accounting.since_resume("padded_tokens") / run.loader.world_size
+                tokens = accounting.total["padded_tokens"] / run.loader.world_size
                 logs["train_tokens_per_second"] = round(tokens / seconds, 3)
         super().log(logs, *args, **kwargs)
 
@@ -465,7 +453,6 @@ def enable_odb(
     cost_fn: Callable[..., Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
-    rows_from: Mapping[str, object] | None = None,
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
@@ -486,7 +473,6 @@ def enable_odb(
     process_group: the data-parallel ranks, over which the engine averages gradients (None: all ranks, as with DDP,
     ZeRO, FSDP and HSDP); samples are shared among them and the loss weight depends on their number.
     agree_on: custom settings that all ranks must have in common; if they differ, no step is taken.
-    rows_from: settings that rows are made with (a template, a maximal length): a resume names those that have changed.
     eval_rows: of an evaluation dataset, the rows that are read from it and their observer, for `eval_token_budget`
     (default: its items, with the default observer; None beside an `observer`: evaluations stay stock's).
     not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
@@ -522,7 +508,6 @@ def enable_odb(
         cost_fn=cost_fn,
         process_group=process_group,
         agree_on=agree_on or {},
-        rows_from=rows_from or {},
         eval_rows=eval_rows,
         not_flat=not_flat,
         memory_meter=memory_meter,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import OptimizerStepRule
 from odb_factory.data.samples import OptimizerStep
 from odb_factory.log import get_logger
 from odb_factory.model.check import shifts_labels, unwrapped

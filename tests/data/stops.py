@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ from toy import pad
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
-from odb_factory.data.order import DataLoaderParts
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.samples import MicroBatch
 from odb_factory.planning import Cost
 
@@ -27,16 +25,13 @@ KEEP: dict[str, Any] = {"global_batch_size": "keep", "balance": True, "accumulat
 
 
 class Observer:
-    """A row is (its number, its length); 0: dropped. changed: {row: the token that it is made of, if that is not 1}."""
-
-    def __init__(self, changed: dict[int, int] | None = None):
-        self.changed = changed or {}
+    """A row is (its number, its length); 0: dropped."""
 
     def __call__(self, item: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
-        index, length = item
+        _, length = item
         if length == 0:
             raise RowDropped("invalid", "it is empty")
-        ids = [self.changed.get(index, 1)] * length
+        ids = [1] * length
         return {"input_ids": ids, "labels": ids}, Cost(length, 0, length)
 
     def describe(self, dataset: Any, index: int) -> str:
@@ -45,15 +40,15 @@ class Observer:
 
 def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
     """options: of the config (default: `fill`) and `OptimizerStepRule`; seed, observer, num_workers, collate_fn;
-    stream (the class of a dataset that is iterated)."""
+    stream (the class of a dataset that is iterated); dataset (in place of one of rows)."""
     stream, seed = options.pop("stream", None), options.pop("seed", 7)
-    observer = options.pop("observer", None) or Observer()
+    observer, dataset = options.pop("observer", None) or Observer(), options.pop("dataset", None)
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
     config = {"token_budget": 32, "buffer_size": 8, "collate_workers": 0, "global_batch_size": "fill", "balance": False}
     workers = options.pop("num_workers", 0)
     return ODBLoader(
         DataLoaderParts(
-            dataset=stream(lengths, seat.rank, seat.world_size) if stream else list(enumerate(lengths)),
+            dataset=stream(lengths, seat.rank, seat.world_size) if stream else dataset or list(enumerate(lengths)),
             sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
             collate_fn=options.pop("collate_fn", pad),
             num_workers=workers,
@@ -73,16 +68,15 @@ def run(
     lengths: Sequence[int],
     *,
     world_size: int = 1,
-    states: list[dict[str, Any]] | None = None,
-    own_state: bool = False,
+    state: dict[str, Any] | None = None,
     stop_after: int | None = None,
     epochs: int = 1,
-    skip: dict[str, Any] | None = None,
+    go_to: tuple[int, int] | None = None,
     **options: Any,
-) -> tuple[list[list[MicroBatch]], list[dict[str, Any]]]:
-    """Train from `states` on: the micro-batches of each rank, and the states behind the last optimizer step.
+) -> tuple[list[list[MicroBatch]], dict[str, Any]]:
+    """Train from `state` on: the micro-batches of each rank, and the state behind the last optimizer step, on any rank.
 
-    stop_after: optimizer steps. own_state: each rank is given its own state alone. skip: as of `ODBLoader.skip`.
+    stop_after: optimizer steps. go_to: (epoch, optimizer steps), as of `ODBLoader.go_to`.
     """
     taken: list[list[MicroBatch]] = [[] for _ in range(world_size)]
 
@@ -90,16 +84,16 @@ def run(
         loader = make_loader(lengths, seat, **options)
         num_steps = 0
         try:
-            if states is not None:
-                loader.load_state_dict([states[seat.rank]] if own_state else states)
-            if skip is not None:
-                loader.skip(**skip)
+            if state is not None:
+                loader.load_state_dict(state)
+            if go_to is not None:
+                loader.go_to(*go_to)
             while loader.epoch < epochs:
                 for one, _, _ in loader:
                     taken[seat.rank].append(one)
                     if one.ends_optimizer_step:
                         loader.consume(one.step)
-                        kept = {} if loader.under_way is None else loader.under_way.planner.shares
+                        kept = {} if loader.under_way is None else loader.under_way.planner.remaining
                         assert all(index > one.step.index for index in kept), "nothing grows with the steps done"
                         num_steps += 1
                         if num_steps == stop_after:
@@ -113,7 +107,9 @@ def run(
     failed = [ended for ended in after if isinstance(ended, Exception)]
     if failed:
         raise next((error for error in failed if str(error) != "another rank has failed"), failed[0])
-    return taken, json.loads(json.dumps(after))
+    states = json.loads(json.dumps(after))
+    assert states == after == states[:1] * world_size, "JSON types, the same on all ranks"
+    return taken, states[0]
 
 
 class Stream(IterableDataset):
@@ -157,14 +153,3 @@ def of_steps(taken: list[list[MicroBatch]]) -> dict[tuple[int, int], tuple[int, 
 
 def usable(lengths: Sequence[int]) -> Counter:
     return Counter(i for i, length in enumerate(lengths) if length)
-
-
-def edited(state: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of a state with another value at `path`; a function makes it from the old one."""
-    state = copy.deepcopy(state)
-    *parts, last = path.split(".")
-    place = state
-    for part in parts:
-        place = place[part]
-    place[last] = value(place[last]) if callable(value) else value
-    return state

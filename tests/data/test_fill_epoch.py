@@ -25,8 +25,7 @@ from lockstep import (
 )
 from planning_strategies import budgets, costs
 
-from odb_factory.data.order import ShareProgress
-from odb_factory.data.progress import Place
+from odb_factory.data.cursor import Place
 from odb_factory.data.ranks import RankMetadata, Ranks
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.steps import EpochContext, FillEpoch
@@ -212,7 +211,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         stand_in=lambda: sample(0, 1),
         leave_out=print,
     )
-    planner = FillEpoch(rows(), context, Place(), share=ShareProgress(), buffer_size=8, accumulation=1, join=True)
+    planner = FillEpoch(rows(), context, Place(), buffer_size=8, accumulation=1, join=True)
     for tasks in planner:
         emitted += sum(len(one.ids) for one, _ in tasks)
     assert emitted == 100

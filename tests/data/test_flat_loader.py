@@ -23,8 +23,7 @@ from thread_ranks import run_ranks
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import DataLoaderParts
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Collation, Cost
 

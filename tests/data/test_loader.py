@@ -24,9 +24,8 @@ from torch.utils.data import get_worker_info
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.data.order import DataLoaderParts
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.pool import OBSERVE_CHUNK
-from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.ranks import Ranks
 from odb_factory.errors import DataError
 from odb_factory.planning import Collation, Cost

@@ -25,8 +25,8 @@ def test_order_and_resume_do_not_depend_on_the_number_of_workers(options: dict[s
     whole = [run(LENGTHS, epochs=2, num_workers=count, **options)[0] for count in (0, 1, 3)]
     assert whole[0] == whole[1] == whole[2]
     assert ids_of(whole[0]) == ids_of(whole[0], 1) == usable(LENGTHS)
-    before, states = run(LENGTHS, num_workers=3, stop_after=2, **options)
-    rest = [run(LENGTHS, epochs=2, num_workers=count, states=states, **options)[0] for count in (0, 1, 3)]
+    before, state = run(LENGTHS, num_workers=3, stop_after=2, **options)
+    rest = [run(LENGTHS, epochs=2, num_workers=count, state=state, **options)[0] for count in (0, 1, 3)]
     assert rest[0] == rest[1] == rest[2]
     assert ids_of(before) + ids_of(rest[0]) == usable(LENGTHS)
     if options is STEPS:

@@ -24,8 +24,7 @@ from odb_factory import ConfigError, DataError
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import dismantle
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import OptimizerStepRule, dismantle
 from odb_factory.data.ranks import Ranks
 from odb_factory.data.serialize import Picklable
 

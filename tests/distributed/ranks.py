@@ -26,8 +26,7 @@ from support import free_port
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import DataLoaderParts, StockMean
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean
 from odb_factory.data.ranks import Ranks
 from odb_factory.planning import Cost
 

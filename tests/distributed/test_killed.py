@@ -22,8 +22,7 @@ from support import MARK, end_marked_processes, marked_processes, proc_words, sh
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import DataLoaderParts
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 
 LIMIT_S = 10
 """From the end of the trainer to that of its last worker."""

@@ -188,7 +188,7 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
     try:
         other = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
         with Command(words, tmp_path / "log", RAY_ADDRESS=cluster.address) as run:
-            run.wait_until(lambda: any(storage.glob("*/checkpoint_*/checkpoint/odb_state.json")))
+            run.wait_until(lambda: any(storage.glob("*/checkpoint_*/checkpoint/trainer_state.json")))
             cluster.remove_node(other, allow_graceful=False)
             assert run.end(2 * START_S) == 0, run.log[-6000:]
             assert re.search(r"Result\(.*'loss': ", run.log, re.DOTALL), run.log[-6000:]
@@ -197,7 +197,7 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
     finally:
         cluster.shutdown()
         end_marked_processes(mark)
-    worlds = {len(list(folder.glob("odb_state_rank*.json"))) for folder in storage.glob("*/checkpoint_*/checkpoint")}
+    worlds = {len(list(folder.glob("rng_state*.pth"))) for folder in storage.glob("*/checkpoint_*/checkpoint")}
     assert worlds == {1, 2}
     newest = max(storage.glob("*/checkpoint_*/checkpoint"), key=lambda folder: folder.parent.name)
     ours, expected = losses(newest), under_torchrun(config, tmp_path / "torchrun")

@@ -77,7 +77,7 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signal
 
 def checkpoint_of(out: Path) -> int:
     """The optimizer step of the last whole checkpoint, 0 if there is none."""
-    whole = [path.parent.name for path in out.glob("checkpoint-*/odb_state.json")]
+    whole = [path.parent.name for path in out.glob("checkpoint-*/trainer_state.json")]
     return max((int(name.rpartition("-")[2]) for name in whole), default=0)
 
 

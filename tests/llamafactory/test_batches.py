@@ -16,8 +16,7 @@ from support import noise, training_config, write_dataset
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.order import DataLoaderParts
-from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError

@@ -66,7 +66,7 @@ def output_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "out"
     (folder / "checkpoint-3").mkdir(parents=True)
     names = ("trainer_log.jsonl", "odb_audit_rank0.jsonl", "odb_summary.json", "trainer_state.json")
-    for name in (*names, "model.safetensors", "checkpoint-3/trainer_state.json", "checkpoint-3/odb_state_rank0.json"):
+    for name in (*names, "model.safetensors", "checkpoint-3/trainer_state.json"):
         (folder / name).write_text(f"{name} of the run before\n")
         os.utime(folder / name, (1_000_000_000, 1_000_000_000))
     return folder

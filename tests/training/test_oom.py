@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -252,22 +251,6 @@ def one_rank(models, tmp_path_factory) -> dict[str, Trained]:
 @pytest.mark.parametrize("name", [name for name in ONE_RANK if name != "without"])
 def test_one_process(name: str, models, one_rank) -> None:
     check_same(one_rank[name], one_rank["without"], num_rows(ONE_RANK[name], models))
-
-
-def test_a_lower_budget_is_kept(models, one_rank, tmp_path) -> None:
-    """Unless the budget has been changed since."""
-    before = one_rank["backward, checkpointing"]
-    for token_budget, lowered_to in ((TOKEN_BUDGET, before.summary["lowered_to"]), (2 * TOKEN_BUDGET, None)):
-        folder = tmp_path / str(token_budget)
-        shutil.copytree(before.folder / "checkpoint-3", folder / "checkpoint-3")
-        block = {"oom": "split", "token_budget": token_budget}
-        resumed = train(0, Short(TEXT_32, (0,), world_size=1, block=block), models["text"], folder, resume=True)
-        after = Trained(folder, [], [resumed])
-        assert resumed["error"] is None
-        assert after.summary["lowered_to"] == lowered_to
-        assert after.summary["oom_cuts"] == before.summary["oom_cuts"]
-        largest = max(line["rows"] * line["length"] for line in after.audit(0) if len(line["ids"]) > 1)
-        assert (largest <= before.summary["lowered_to"]["token_budget"]) == (lowered_to is not None)
 
 
 # Its pieces

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import SequentialSampler
 from toy import NUM_ROWS, Rows
 from training import toy_training
-from training.toy_training import audit, history
+from training.toy_training import audit, history, losses
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import ConfigError, DataError
@@ -83,10 +83,9 @@ def test_a_filled_run_is_resumed_from_any_checkpoint(tiny_text, tmp_path, mode: 
     [pytest.param(BLOCK | {"token_budget": 128}, WORKERS, id="keep, workers")],
 )
 def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, block: dict[str, Any], mode: dict[str, Any]) -> None:
-    """Steps, losses, gradient norms, learning rates, audit and summary are those of the run that was not stopped."""
+    """Steps, losses, gradient norms, learning rates and audit are those of the run that was not stopped."""
     whole = train(tiny_text, tmp_path / "whole", block=block, **mode)
     steps = whole.state.global_step
-    summary = json.loads((tmp_path / "whole" / "odb_summary.json").read_text())
     for step in sorted({1, 2, steps // 2, steps // 2 + 1, steps - 1}):
         folder = tmp_path / f"from{step}"
         checkpoint = copy_of(tmp_path / "whole", step, folder)
@@ -95,8 +94,7 @@ def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, block: dict[str, 
         assert again.state.global_step == again.state.max_steps == steps
         assert audit(folder) == audit(tmp_path / "whole")
         done = json.loads((folder / "odb_summary.json").read_text())
-        timed = ("seconds", "data_wait_s")
-        assert {k: v for k, v in done.items() if k not in timed} == {k: v for k, v in summary.items() if k not in timed}
+        assert (done["optimizer_steps"], done["epochs"]) == (steps, 2.0)
 
 
 def test_a_run_can_be_made_longer(tiny_text, tmp_path) -> None:
@@ -116,23 +114,52 @@ def test_other_settings_deal_out_the_rest_again(tiny_text, tmp_path, change: dic
     assert sorted(row for line in audit(tmp_path) for row in line["ids"]) == list(range(NUM_ROWS))
 
 
-def test_a_stock_checkpoint_is_resumed_at_its_share_of_the_epoch(tiny_text, tmp_path) -> None:
-    train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
-    train(tiny_text, tmp_path, resume=True, block=FILL, num_train_epochs=1)
-    assert sum(len(line["ids"]) for line in audit(tmp_path)) == NUM_ROWS - 10 * 4
+def test_a_stock_checkpoint_is_continued_at_its_optimizer_step(tiny_text, tmp_path) -> None:
+    """I9: in the middle of an epoch; with stock's losses."""
+    options = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2}
+    whole = toy_training.train(tiny_text, tmp_path / "whole", **options)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-10", tmp_path / "rest" / "checkpoint-10")
+    again = toy_training.train(tiny_text, tmp_path / "rest", block=BLOCK, resume=True, **options)
+    assert again.state.global_step == again.state.max_steps == whole.state.global_step
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_a_stock_checkpoint_of_other_batches_is_refused(tiny_text, tmp_path) -> None:
-    """Where it stands is known by its epochs; `ignore_data` restarts the epoch, and the run is as much longer."""
+    """Where it stands is known by its epochs; with `fill` it cannot be known."""
     train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
-    with pytest.raises(DataError, match="says 0.6667 epochs in 10 optimizer steps.* 8 samples each are 1.2") as refused:
+    with pytest.raises(DataError, match="has 0.6667 epochs in 10 optimizer steps.* 8 samples each are 1.2") as refused:
         train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
     assert "\n" not in str(refused.value)
-    block = BLOCK | {"resume": "ignore_data"}
-    trainer = train(tiny_text, tmp_path, resume=True, block=block, num_train_epochs=2)
-    assert trainer.state.global_step == trainer.state.max_steps == 10 + 2 * math.ceil(NUM_ROWS / 8)
-    assert trainer.state.epoch == 2.0
-    assert sum(len(line["ids"]) for line in audit(tmp_path)) == 2 * NUM_ROWS
+    with pytest.raises(DataError, match="written without odb.*ignore_data_skip"):
+        train(tiny_text, tmp_path, resume=True, block=FILL, num_train_epochs=1)
+
+
+@pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
+def test_ignore_data_skip_restarts_the_epoch(tiny_text, tmp_path, block: dict[str, Any]) -> None:
+    """As in stock, which takes as many optimizer steps in all."""
+    stop = 13
+    stopped = train(tiny_text, tmp_path, block=block, stop=stop)
+    assert 1 < stopped.state.epoch < 2
+    again = train(tiny_text, tmp_path, block=block, resume=True, ignore_data_skip=True)
+    rows = [row for line in audit(tmp_path) if line["optimizer_step"] > stop for row in line["ids"]]
+    assert len(set(rows)) == len(rows)
+    if block is BLOCK:
+        train(tiny_text, tmp_path / "stock", stop=stop)
+        stock = train(tiny_text, tmp_path / "stock", resume=True, ignore_data_skip=True)
+        assert again.state.global_step == stock.state.global_step == 16
+        assert len(rows) == 3 * 8
+    else:
+        assert sorted(rows) == list(range(NUM_ROWS)) and again.state.epoch == 2.0
+
+
+def test_an_epoch_that_was_restarted_is_resumed(tiny_text, tmp_path) -> None:
+    """The Trainer counts epochs by optimizer steps, and finds more in them than were done."""
+    train(tiny_text, tmp_path, block=BLOCK, stop=5)
+    train(tiny_text, tmp_path, block=BLOCK, resume=True, ignore_data_skip=True, stop=10)
+    trainer = train(tiny_text, tmp_path, block=BLOCK, resume=True)
+    assert trainer.state.global_step == trainer.state.max_steps == 2 * math.ceil(NUM_ROWS / 8)
+    lines = audit(tmp_path)[5:]
+    assert sorted(row for line in lines if not line["epoch"] for row in line["ids"]) == list(range(NUM_ROWS))
 
 
 def test_a_stock_checkpoint_after_ours_is_not_taken_for_a_cut_off_one(tiny_text, tmp_path) -> None:
@@ -151,12 +178,8 @@ def test_stock_training_resumes_our_checkpoint(tiny_text, tmp_path) -> None:
 
 def test_other_data_are_refused(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
-    with pytest.raises(DataError, match="checkpoint-4.*samples was 60, is 50.*resume: ignore_data"):
+    with pytest.raises(DataError, match="checkpoint-4.*samples was 60, is 50.*ignore_data_skip"):
         train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1, num_rows=50)
-    block = BLOCK | {"resume": "ignore_data"}
-    train(tiny_text, tmp_path, resume=True, block=block, num_train_epochs=1, num_rows=50)
-    after = [row for line in audit(tmp_path)[4:] for row in line["ids"]]
-    assert sorted(after) == list(range(50))
     with pytest.raises(ConfigError, match="no folder"):
         train(tiny_text, tmp_path, resume=str(tmp_path / "nowhere"), block=BLOCK)
 

@@ -20,11 +20,12 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from toy import Rows
+from training import toy_training
 from training.test_resume import BLOCK, FILL, train
 from training.toy_training import history, make
 from transformers import Trainer, TrainerCallback
 
-from odb_factory.training.checkpoint import read_marker
+from odb_factory.training.checkpoint import TRAINER_STATE
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end")
 BUDGET = 128
@@ -62,15 +63,15 @@ def saving(event: str) -> type[Trainer]:
 def test_a_save_at_any_event_resumes_exactly(
     tiny_text: Path, tmp_path: Path, block: dict[str, Any], accumulation: int
 ) -> None:
-    """The same losses to the last digit, with dropout: random numbers are those of the begin of the step."""
-    options: dict[str, Any] = {"block": block, "num_train_epochs": 1, "save_strategy": "no"}
+    """The same losses to the last digit. (Random numbers, as of dropout, are saved as they are at that moment.)"""
+    options: dict[str, Any] = {"block": block, "num_train_epochs": 1, "save_strategy": "no", "warmup_steps": 2}
     options["gradient_accumulation_steps"] = accumulation
-    whole = train(tiny_text, tmp_path / "whole", **options)
+    whole = toy_training.train(tiny_text, tmp_path / "whole", **options)
     for event in EVENTS:
         out = tmp_path / event
-        saved = train(tiny_text, out, trainer_class=saving(event), **options)
+        saved = toy_training.train(tiny_text, out, trainer_class=saving(event), **options)
         assert history(saved) == history(whole), event
-        again = train(
+        again = toy_training.train(
             tiny_text, tmp_path / f"{event}_again", resume=str(out / "saved" / f"checkpoint-{STEPS}"), **options
         )
         # At the end of a step stock saves before it logs that step.
@@ -153,7 +154,7 @@ def test_what_goes_to_the_hub_is_complete(tiny_text: Path, tmp_path: Path, monke
         files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
         uploads[path_in_repo] = [*filter_repo_objects(files, ignore_patterns=ignore_patterns)]
         if path_in_repo:
-            assert read_marker(Path(folder_path))[0] == 1
+            assert Path(folder_path, TRAINER_STATE).exists()
         arguments = torch.load(Path(folder_path, "training_args.bin"), weights_only=False)
         given.append(arguments.gradient_accumulation_steps)
         done: Future = Future()
@@ -167,6 +168,6 @@ def test_what_goes_to_the_hub_is_complete(tiny_text: Path, tmp_path: Path, monke
     folders = {"every_save": [], "checkpoint": ["last-checkpoint"]}.get(strategy, ["checkpoint-1", "checkpoint-2"])
     assert list(uploads) == ["", *folders]
     assert {"model.safetensors", "odb_audit_rank0.jsonl"} <= {*uploads[""]}
-    assert all({"odb_state.json", "odb_state_rank0.json", "optimizer.pt"} <= {*uploads[name]} for name in folders)
+    assert all({TRAINER_STATE, "optimizer.pt"} <= {*uploads[name]} for name in folders)
     assert not [name for files in uploads.values() for name in files if name.startswith(("_", "checkpoint-"))]
     assert given == [2] * len(given)

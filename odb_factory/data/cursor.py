@@ -1,0 +1,175 @@
+"""Where a training stands in its data: (epoch, optimizer step), and what must not have changed since.
+
+The state is the same on all ranks. With kept optimizer steps it is a cursor: step t is the samples [tN, (t+1)N) of the
+order, whatever the ranks, budgets and workers. With `fill` it has the samples that are held back, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from odb_factory.data.samples import OptimizerStep
+from odb_factory.errors import DataError, quoted
+
+VERSION = 10
+"""Of a state; another one is refused."""
+RESTART = "set `ignore_data_skip: true` (in a loop: load no state) to restart the epoch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remaining:
+    """What is left of the order of an epoch with `fill`: the positions from `first` on, and those held back before it.
+
+    Position p is drawn by rank p % ranks, the held ones first. (Of streams that are split, item n of rank r counts as
+    position n * ranks + r.)
+    """
+
+    first: int = 0
+    held: list[int] = field(default_factory=list)
+
+    def of_ranks(self, world_size: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """Of each rank the positions that it holds, and its first one from `first` on."""
+        held, ranks = np.array(self.held, dtype=np.int64), np.arange(world_size)
+        owners = held % world_size
+        ends = np.cumsum(np.bincount(owners, minlength=world_size))
+        held_by_rank = np.split(held[np.argsort(owners, kind="stable")], ends[:-1])
+        return held_by_rank, self.first + (ranks - self.first) % world_size
+
+    def after(self, drawn: np.ndarray, waiting: np.ndarray) -> Remaining:
+        """What is left once each rank has drawn this many of its positions, of which `waiting` are not trained on."""
+        world_size = len(drawn)
+        held, starts = self.of_ranks(world_size)
+        num_beyond = np.maximum(drawn - [len(mine) for mine in held], 0)
+        nexts = starts + num_beyond * world_size
+        first = max(self.first, int((nexts - world_size + 1)[num_beyond > 0].max(initial=0)))
+        # A rank that is slower than others has not drawn all positions before `first`.
+        slower = [mine[number:] for mine, number in zip(held, drawn)]
+        slower += [np.arange(start, first, world_size) for start in nexts]
+        left = np.unique(np.concatenate([waiting, *slower]))
+        return Remaining(first=first, held=left.astype(np.int64).tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where all ranks stand in an epoch.
+
+    optimizer_steps: done. planned, rejected (by reason), overlong: samples of these steps, on all ranks.
+    remaining: with `fill`.
+    """
+
+    epoch: int = 0
+    optimizer_steps: int = 0
+    planned: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    overlong: int = 0
+    remaining: Remaining | None = None
+
+    @property
+    def done(self) -> int:
+        """Samples planned or rejected."""
+        return self.planned + sum(self.rejected.values())
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What ranks compare."""
+        return {
+            "epoch": self.epoch,
+            "optimizer steps done in it": self.optimizer_steps,
+            "samples done in it": self.done,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What must be as it was for a place to mean anything.
+
+    samples: of an epoch, without those that `drop_last` drops; None where nobody knows. seed: of an order that is drawn
+    here. fingerprint: of a `datasets.Dataset`. split_among: the ranks that a stream is split among beforehand.
+    """
+
+    global_batch_size: int | str
+    samples: int | None
+    seed: int | None = None
+    fingerprint: str | None = None
+    split_among: int | None = None
+
+
+class Cursor:
+    """Follows the optimizer steps that are consumed; writes and reads states.
+
+    place: after the optimizer step consumed last. order: the checksum that the order of its epoch must have, if a state
+    in the middle of an epoch was loaded. is_loaded: a state has been loaded, and no step taken since.
+    """
+
+    place: Place
+    order: int | None
+    is_loaded: bool
+
+    def __init__(self, data: TrainingData):
+        self._data = data
+        self.open(0)
+
+    def open(self, epoch: int, *, is_loaded: bool = False, **place: Any) -> None:
+        """Stand at the begin of an epoch, or at `place` (fields of `Place`)."""
+        if self._data.global_batch_size == "fill":
+            place.setdefault("remaining", Remaining())
+        self.place, self.order, self.is_loaded, self._has_moved = Place(epoch=epoch, **place), None, is_loaded, False
+
+    def turn_to(self, epoch: int) -> None:
+        """The next pass is over this epoch; from where a loaded state left it if it is that one."""
+        if epoch != self.place.epoch or self._has_moved:
+            self.open(epoch)
+
+    def consume(self, step: OptimizerStep, remaining: Remaining | None) -> None:
+        """Stand after `step`. remaining: with `fill`, after it."""
+        if step.last:
+            self.open(step.epoch + 1)
+            return
+        self._has_moved, self.is_loaded = True, False
+        self.place = replace(
+            self.place,
+            optimizer_steps=step.index + 1,
+            planned=step.done - step.rejected.total(),  # of steps that were passed over, too
+            rejected=dict(step.rejected),
+            overlong=step.overlong,
+            remaining=remaining,
+        )
+
+    def state(self, order: int) -> dict[str, Any]:
+        """JSON types. order: the checksum of that of the epoch."""
+        return {"version": VERSION, **asdict(self.place), "data": asdict(self._data) | {"order": order}}
+
+    def load(self, state: Any, order: int) -> None:
+        """Stand where `state` was written. order: the checksum of that of its epoch, here.
+
+        Raises `DataError` that names what differs.
+        """
+        then, now = state["data"], asdict(self._data) | {"order": order}
+        differs = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
+        if differs:
+            if len(differs) > 1:
+                differs = [one for one in differs if not one.startswith("order ")]
+            elif then["order"] != order:
+                differs = ["its rows come in another order, as of another shuffling, data set or sampler"]
+            raise DataError(
+                f"the training data are not those of the checkpoint ({'; '.join(differs)}), so what is left of the "
+                f"epoch is not known; bring them back, or {RESTART}"
+            )
+        place = {one.name: state[one.name] for one in fields(Place)}
+        if (left := place["remaining"]) is not None:
+            place["remaining"] = Remaining(**left)
+        self.open(is_loaded=True, **place)
+        self.order = order if self.place.done else None
+
+
+def epoch_of(state: Any) -> int:
+    """That a state stands in. Raises `DataError` for a value that is none."""
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        shown = " ".join(quoted(state).split())
+        raise DataError(f"{shown} is no state of this odb_factory; load one of state_dict(), or {RESTART}")
+    epoch: int = state["epoch"]
+    return epoch
