@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from odb_factory.data.agreement import name_ranks
+from odb_factory.data.ranks import Channel, ring_of
 from odb_factory.errors import ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
 from odb_factory.training.arguments import replaced
