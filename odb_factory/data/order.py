@@ -737,7 +737,7 @@ class StockSteps:
         of_each, means, tokens, which = self._means(rows)
         for number, one in enumerate(means.tolist() if shared else ()):
             tokens[number] = shared.get(one, tokens[number])
-        divisors = tokens[which] * (rows["units"] if self.mean.counts == "samples" else 1)
+        divisors = tokens[which] * (np.maximum(rows["units"], 1) if self.mean.counts == "samples" else 1)
         return np.stack((divisors, *of_each), axis=1)
 
     def _means(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

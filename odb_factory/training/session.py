@@ -525,11 +525,14 @@ class Training:
         with self.arguments.shown():
             # 1. the loader, from the parts of the Trainer's dataloader
             parts = self._parts
+            observer: Any = odb.observer or odb.observer_of_items(parts, config)
+            if self.stock.counts_unsupervised:
+                observer.keeps_unsupervised = True
             loader = odb.make_loader(
                 parts,
                 config,
                 layout,
-                observer=odb.observer or odb.observer_of_items(parts, config),
+                observer=observer,
                 rule=OptimizerStepRule(
                     batch_size=parts.batch_size,
                     accumulation=args.gradient_accumulation_steps,
