@@ -41,7 +41,7 @@ for path in sys.argv[1:]:
     assert data.template in TEMPLATES, data.template
     parsed[path] = {
         "cutoff_len": data.cutoff_len, "bf16": training.bf16, "learning_rate": training.learning_rate,
-        "scheduler": training.lr_scheduler_type, "warmup": training.warmup_steps or training.warmup_ratio,
+        "scheduler": training.lr_scheduler_type, "warmup": training.warmup_steps,
         "method": finetuning.finetuning_type, "model": model.model_name_or_path,
         "datasets": [item.load_from for item in get_dataset_list(data.dataset, data.dataset_dir)]
         if data.dataset_dir == "yaml_configs" else None,

@@ -69,7 +69,7 @@ class Profile:
             "gradient_accumulation_steps": self.accumulation,
             "per_device_eval_batch_size": 8,
             "learning_rate": 3e-3,
-            "warmup_ratio": 0.2,  # a step more or less of a short warm-up would decide about the losses
+            "warmup_steps": 0.2,  # a step more or less of a short warm-up would decide about the losses
             "odb": {"token_budget": budget, "buffer_size": 1024},
         }
 

@@ -590,7 +590,7 @@ class StockSteps:
         by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
         means, which = np.unique(by_kind[self.mean.over], return_inverse=True)
         tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
-        divisors = tokens[which] * (rows["units"] if self.mean.counts == "samples" else 1)
+        divisors = tokens[which] * (np.maximum(rows["units"], 1) if self.mean.counts == "samples" else 1)
         return np.stack((divisors, counted, batch), axis=1), int(np.count_nonzero(tokens))
 
     def input_tokens(self, rows: np.ndarray, rank: int, collation: Collation) -> int:

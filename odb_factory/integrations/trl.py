@@ -11,9 +11,10 @@ and `from trl import DPOTrainer` fails for want of mergekit. Importing this modu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -85,8 +86,8 @@ def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpac
         **block,
     )
     if not_flat is None:
-        trainer.data_collator = rows_of
-    FiguresOfAllRanks(trainer).install()
+        trainer.odb.collate_fn = rows_of
+    trainer.odb.parts = (FiguresOfAllRanks(trainer),)
     return trainer
 
 
@@ -180,9 +181,10 @@ class FiguresOfAllRanks(PairMetrics):
     """The trainer gathers its figures pair by pair from ranks that all have as many, in every micro-batch. Here ranks
     have more or fewer: each keeps the means of its pairs, and these are averaged over ranks when they are logged."""
 
-    def install(self) -> None:
-        super().install()
-        self.trainer.log = functools.partial(self._log, self.trainer.log)
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        with super().in_place(), replaced(self.trainer, log=functools.partial(self._log, self.trainer.log)):
+            yield
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         gathers = {} if self.trainer.odb.num_items is None else {"gather_for_metrics": lambda figures: figures}

@@ -58,21 +58,15 @@ class BeginLog(TrainerCallback):
 
 
 class HostCallback(TrainerCallback):
-    """Keeps what LLaMA-Factory shows of a training up to date, and changes on the trainer what its stage needs while it
-    trains."""
+    """Keeps what LLaMA-Factory shows of a training up to date."""
 
     def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
-        self.trainer, self._parts, self._watches_dropped = trainer, stage.parts(trainer), keeps
+        self.trainer, self._watches_dropped = trainer, keeps
         # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
         arguments = trainer.finetuning_args
         self._counts_tokens = stage.name in ("sft", "dpo") and arguments.include_effective_tokens_per_second
         if self._counts_tokens:
             arguments.include_effective_tokens_per_second = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for part in self._parts:
-            part.uninstall()  # a training that has failed has left it
-            part.install()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for callback in self.trainer.callback_handler.callbacks:
@@ -96,10 +90,6 @@ class HostCallback(TrainerCallback):
             run = training.run
             tokens = run.accounting.total.tokens / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for part in self._parts:
-            part.uninstall()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,6 +167,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
     )
+    trainer.odb.parts = stage.parts(trainer)
     trainer.add_callback(HostCallback(trainer, stage, keeps=config.keeps))
     if not config.keeps and config.lr_scale == "none" and trainer.args.per_device_train_batch_size > 1:
         logger.info(

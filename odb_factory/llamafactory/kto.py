@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,16 +59,12 @@ class StepKL:
         self._estimates: list[Estimate] = []
         self._is_estimating = False
 
-    def install(self) -> None:
-        """Until `uninstall`, on this trainer alone."""
-        for name in REPLACED:
-            setattr(self.trainer, name, functools.partial(getattr(self, f"_{name}"), getattr(self.trainer, name)))
-        self.trainer.odb.before_step = self.estimate
-
-    def uninstall(self) -> None:
-        self.trainer.odb.before_step = None
-        for name in REPLACED:
-            vars(self.trainer).pop(name, None)
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the losses of this trainer take these estimates."""
+        methods = {name: functools.partial(getattr(self, f"_{name}"), getattr(self.trainer, name)) for name in REPLACED}
+        with replaced(self.trainer, **methods), replaced(self.trainer.odb, before_step=self.estimate):
+            yield
 
     def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
         """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together.

@@ -126,7 +126,7 @@ class Stage(ABC):
         )
 
     def parts(self, trainer: Any) -> Sequence[Any]:
-        """What a run changes on a trainer: each has `install` and `uninstall`. Its evaluations must stay stock's."""
+        """What a run changes on a trainer, as `Session.parts`. Its evaluations must stay stock's."""
         return ()
 
 

@@ -6,14 +6,16 @@ size and some are idle, so each counts by its samples, and idle ones not at all.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from odb_factory.accounting.statistics import Computing
 from odb_factory.data.samples import OptimizerStep
+from odb_factory.training.arguments import replaced
 
 
 class PreferenceMetrics(ABC):
@@ -30,13 +32,12 @@ class PreferenceMetrics(ABC):
         self._begun: OptimizerStep | None = None
         self._before = self.sums, self.counts
 
-    def install(self) -> None:
-        """Until `uninstall`, on this trainer alone."""
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the figures of this trainer are taken."""
         stock = self.trainer.get_batch_loss_metrics
-        self.trainer.get_batch_loss_metrics = functools.partial(self._get_batch_loss_metrics, stock)
-
-    def uninstall(self) -> None:
-        vars(self.trainer).pop("get_batch_loss_metrics", None)
+        with replaced(self.trainer, get_batch_loss_metrics=functools.partial(self._get_batch_loss_metrics, stock)):
+            yield
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         loss, metrics = stock(*args, **kwargs)

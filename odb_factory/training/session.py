@@ -129,6 +129,8 @@ class Session:
 
     before_step: called with the model and all micro-batches of an optimizer step before the first is trained on, which
         are in memory together then; None: they come one by one.
+    collate_fn: of training, in the place of the trainer's data collator. parts: what `train()` changes on the trainer:
+        each has `in_place()`, a context.
     training: the `train()` in progress. evaluation: by budget, while one runs, in a training or not. eval_limits: to
         which this rank has lowered the budgets of evaluations. eval_mean: what stock's loss of an evaluation is made
         of, once it is measured.
@@ -148,6 +150,8 @@ class Session:
     not_flat: str | None
     memory_meter: PeakMeter | None
     before_step: Callable[[Any, Sequence[Collated]], None] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    parts: Sequence[Any] = ()
     training: Training | None = None
     evaluation: Evaluation | None = None
     eval_limits: Limits | None = None
@@ -410,6 +414,8 @@ class Training:
         odb, args, dataset = self.odb, self.trainer.args, self.trainer.train_dataset
         self._seed = self._seed_of_order()
         self._parts = dismantle(stock, self._seed, stream=dataset)
+        if odb.collate_fn is not None:
+            self._parts = dataclasses.replace(self._parts, collate_fn=odb.collate_fn)
         if (batch := row_alone(self.trainer, self._parts)) is not None:
             check_pairs(self.trainer, batch)
             check_keeps_rows(self.trainer, batch)
@@ -515,11 +521,14 @@ class Training:
         with self.arguments.shown():
             # 1. the loader, from the parts of the Trainer's dataloader
             parts = self._parts
+            observer: Any = odb.observer or odb.observer_of_items(parts, config)
+            if self.stock.counts_unsupervised:
+                observer.keeps_unsupervised = True
             loader = odb.make_loader(
                 parts,
                 config,
                 layout,
-                observer=odb.observer or odb.observer_of_items(parts, config),
+                observer=observer,
                 rule=OptimizerStepRule(
                     batch_size=parts.batch_size,
                     accumulation=args.gradient_accumulation_steps,

@@ -46,7 +46,7 @@ logger = get_logger(__name__)
 ROWS, ROWS_OF_MICRO_BATCH = 6, 2
 ROWS_READ, FEW_TOKENS = 16, 12
 """Rows of a rank to choose from; those with fewer tokens than this show less."""
-SUPERVISED = (2, 5, 3, 7, 4, 9)
+SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
 TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
 """Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
@@ -54,6 +54,7 @@ FROM_PADDING = (
     "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
     "-100, or pad on the right"
 )
+NOT_FINITE, RAISES = "a micro-batch has a gradient that is not finite", "its step raises "
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class StockLoss:
     mean: the rule of the weights. is_trainers: code of the trainer computes it from logits (`compute_loss_func`, a
     `compute_loss` of its own, the label smoother), else the model's own forward. adds_up: called for the samples of a
     micro-batch, padded or flat, it returns the mean over their tokens of what it returns for each of them; otherwise it
-    is called once a sample. pads_left: rows are padded on the left. number: an example of what stock's
+    is called once a sample. pads_left: rows are padded on the left. counts_unsupervised: a mean over samples counts
+    those without a supervised token, which otherwise are left out. number: an example of what stock's
     `get_batch_samples` returns as the number of items.
     """
 
@@ -71,6 +73,7 @@ class StockLoss:
     is_trainers: bool = False
     adds_up: bool = True
     pads_left: bool = False
+    counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
     @property
@@ -147,7 +150,7 @@ def weights_by(mean: StockMean, table: Sequence[Sequence[Row]]) -> list[list[flo
     for key, amount in zip(keys, amounts):
         totals[key[place]] = totals.get(key[place], 0) + amount
     divisor = mean.divisor or len(totals)
-    shares = iter(n / totals[key[place]] / divisor * mean.factor * len(table) for key, n in zip(keys, own))
+    shares = iter(n / max(totals[key[place]], 1) / divisor * mean.factor * len(table) for key, n in zip(keys, own))
     return [[next(shares) for _ in rows] for rows in table]
 
 
@@ -166,13 +169,16 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
     own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows.features)}
     ranks = gather(own)
     has_logits, has_rows = (all(rank[key] for rank in ranks) for key in own)
-    attempts = [("rows", True), ("rows", False)] * has_rows + [("made up", True)]
+    changes: Sequence[Sequence[int]] = (NONE_IN_THE_LAST, SUPERVISED, ())
+    attempts = [*itertools.product([True] * has_rows, changes), *itertools.product([False], changes[:2])]
     why = ""
-    for source, reveals in attempts if has_logits else ():
+    for is_real, supervised in attempts if has_logits else ():
         measurement = _Measurement(trainer, model)
         try:
-            is_real = source == "rows"
-            batches = measurement.collated(rows.features, collate, reveals) if is_real else measurement.made_up()
+            if is_real:
+                batches = measurement.collated(rows.features, collate, supervised)
+            else:
+                batches = measurement.made_up(supervised)
             problem = ""
         except Exception as error:
             batches, problem = [], f"its rows cannot be collated: {one_line(error)}"
@@ -181,11 +187,13 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
             continue
         answers = gather(measurement.run(batches))
         why = next((answer["problem"] for answer in answers if answer["problem"]), "")
-        if why == FROM_PADDING and reveals:
+        if why == FROM_PADDING and supervised:
             continue  # the labels that were changed may be what is predicted from padding
+        if why.startswith((NOT_FINITE, RAISES)) and supervised is NONE_IN_THE_LAST:
+            continue  # stock cannot train on a row without a supervised token
         if why:
             break
-        stock, why = _rule_of(answers, trainer.args.world_size, knows_first=reveals)
+        stock, why = _rule_of(answers, trainer.args.world_size, knows_first=bool(supervised))
         if stock is not None:
             logger.debug("stock takes %s (measured)", stock.mean)
             return replace(stock, number=measurement.number)
@@ -243,13 +251,18 @@ def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) ->
 
 def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
     """The rule that the answers of all ranks fit, or why there is none."""
-    table = [[Row(*row) for row in answer["rows"]] for answer in answers]
-    measured = [weight for answer in answers for weight in answer["weights"]]
-    off: dict[StockMean, float] = {}
-    for mean in candidates(world_size):
-        weights = itertools.chain(*weights_by(mean, table))
-        off[mean] = max(abs(a - b) / b for a, b in zip(measured, weights))
-    rules = [mean for mean in off if off[mean] < TOLERANCE]
+    every = [[Row(*row) for row in answer["rows"]] for answer in answers]
+    supervised = [[row for row in rows if row.units] for rows in every]
+    measured = [weight for answer in answers for weight in answer["weights"] if weight is not None]
+
+    def difference(mean: StockMean, table: Sequence[Sequence[Row]]) -> float:
+        pairs = zip(itertools.chain(*table), itertools.chain(*weights_by(mean, table)))
+        weights = [weight for row, weight in pairs if row.units]
+        return max(abs(a - b) / b for a, b in zip(measured, weights))
+
+    off = {mean: difference(mean, supervised) for mean in candidates(world_size)}
+    off_with_all = {mean: difference(mean, every) for mean in off}
+    rules = [mean for mean in off if min(off[mean], off_with_all[mean]) < TOLERANCE]
     if not knows_first:  # then no row shows whether first labels count
         rules = [mean for mean in rules if "labels" not in mean.counts]
     if not rules:
@@ -258,7 +271,10 @@ def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tupl
     if len(rules) > 1:
         return None, f"these rows cannot tell {' from '.join(map(str, rules))}"
     flags = {key: [answer[key] for answer in answers] for key in ("is_trainers", "adds_up", "pads_left")}
-    return StockLoss(rules[0], any(flags["is_trainers"]), all(flags["adds_up"]), any(flags["pads_left"])), ""
+    counts_unsupervised = off[rules[0]] >= TOLERANCE
+    return StockLoss(
+        rules[0], any(flags["is_trainers"]), all(flags["adds_up"]), any(flags["pads_left"]), counts_unsupervised
+    ), ""
 
 
 class _Measurement:
@@ -275,19 +291,20 @@ class _Measurement:
 
     # 1. The micro-batches
 
-    def collated(self, rows: list[Any], collate: Callable[[list[Any]], Any], reveals: bool) -> list[Any]:
-        """Micro-batches of two rows. reveals: labels are changed so that rows differ and some first labels count."""
+    def collated(self, rows: list[Any], collate: Callable[[list[Any]], Any], supervised: Sequence[int]) -> list[Any]:
+        """Micro-batches of two rows. supervised: tokens with a loss that each row gets, and every other row a first
+        label, so that rows differ; (): labels are as collated."""
         batches = []
         for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
             own = copy.deepcopy(rows[start : start + ROWS_OF_MICRO_BATCH])
             batch = dict(collate(own))
             spans = _spans(batch, own)
-            if reveals and "shift_labels" not in batch:
-                batch["labels"] = _revealing(batch, spans, self._supervised(start))
+            if supervised and "shift_labels" not in batch:
+                batch["labels"] = _revealing(batch, spans, self._of_rank(supervised, start))
             batches.append((batch, spans))
         return batches
 
-    def made_up(self) -> list[Any]:
+    def made_up(self, supervised: Sequence[int]) -> list[Any]:
         """Micro-batches of random tokens, for data that cannot be read before training begins."""
         most = self._model.config.get_text_config().vocab_size - 1
         generator = torch.Generator().manual_seed(0)
@@ -298,14 +315,14 @@ class _Measurement:
             mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
             ids = torch.randint(min(3, most), most + 1, mask.shape, generator=generator) * mask
             batch = {"input_ids": ids, "attention_mask": mask}
-            batch["labels"] = _revealing(batch, spans, self._supervised(start))
+            batch["labels"] = _revealing(batch, spans, self._of_rank(supervised, start))
             batches.append((batch, spans))
         return batches
 
-    def _supervised(self, start: int) -> list[int]:
+    def _of_rank(self, supervised: Sequence[int], start: int) -> list[int]:
         """Tokens with a loss of the rows of a micro-batch. Ranks have other numbers of them, too."""
         more = self._trainer.args.process_index % 5
-        return [SUPERVISED[start] + more, *SUPERVISED[start + 1 : start + ROWS_OF_MICRO_BATCH]]
+        return [supervised[start] + more, *supervised[start + 1 : start + ROWS_OF_MICRO_BATCH]]
 
     # 2. Stock, and each sample alone
 
@@ -320,7 +337,7 @@ class _Measurement:
             except _Unmeasured as error:
                 answer["problem"] = str(error)
             except Exception as error:  # any code may stand there
-                answer["problem"] = one_line(error)
+                answer["problem"] = RAISES + one_line(error)
         for parameter in without:  # of a loss term that is made of weights
             parameter.grad = None
         return answer
@@ -405,17 +422,26 @@ class _Measurement:
 
     def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
         is_trainers = any(one.is_trainers for one in watched)
-        rows, weights, alone = [], [], []
+        rows, alone = [], []
+        weights: list[float | None] = []  # None: the sample has no supervised token
         for number, ((batch, spans), one) in enumerate(zip(batches, watched)):
             stock, scale, value = one.gradient(is_trainers), one.gradient(is_trainers).norm(), 0.0
+            if not scale.isfinite():
+                raise _Unmeasured(NOT_FINITE)
             for row, (start, end) in enumerate(spans):
                 targets = one.targets[row, start : end - 1]
-                units = max(int((targets != IGNORE_INDEX).sum()), 1)
+                units = int((targets != IGNORE_INDEX).sum())
                 outside = stock[row].clone()
                 outside[start:end] = 0
                 if outside.norm() > TOLERANCE * scale:
                     raise _Unmeasured(FROM_PADDING)
                 theirs = stock[row, start:end]
+                rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
+                if not units:
+                    if float(theirs.norm()):
+                        raise _Unmeasured("a sample without a supervised token has a gradient")
+                    weights.append(None)
+                    continue
                 if is_trainers:
                     logits = one.of_model[row : row + 1, start:end].detach().requires_grad_()
                     loss = self._loss(logits, cut(batch, row, start, end), units)
@@ -431,7 +457,6 @@ class _Measurement:
                 weight = float((own * theirs).sum() / own.square().sum())
                 if float((theirs - weight * own).norm()) > TOLERANCE * float(theirs.norm()):
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
-                rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
                 weights.append(weight)
                 value += weight * float(loss.detach())
             if not has_routers(self._model) and abs(one.value - value) > TOLERANCE * max(abs(value), abs(one.value)):
@@ -697,9 +722,9 @@ def measure_evaluation(
         measurement = _Measurement(trainer, model)
         with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
             try:
-                (batch, spans), *_ = measurement.collated(rows.features, collate, reveals=True)
+                (batch, spans), *_ = measurement.collated(rows.features, collate, SUPERVISED)
             except Exception:  # reported when the rows are evaluated
-                (batch, spans), *_ = measurement.made_up()
+                (batch, spans), *_ = measurement.made_up(SUPERVISED)
             answer |= measurement.evaluate(batch, spans)
     answers = gather(answer)
     if not any(one["has_loss"] for one in answers):  # tokens are generated

@@ -217,12 +217,15 @@ class ODBTrainerMixin(Base):
         odb.training = training = Training(odb, checkpoint)
         models = (self.model, getattr(self, "ref_model", None))
         with (
+            contextlib.ExitStack() as parts,
             self._odb_callbacks(training),
             training.arguments.changed(),
             patch_products(*models),
             one_pass(*models if self.args.world_size > 1 else ()),
         ):
             try:
+                for part in odb.parts:
+                    parts.enter_context(part.in_place())
                 training.encoder = SharedEncoder.of(self)
                 resumed = None if checkpoint is None else str(checkpoint.folder)
                 result = super().train(resumed, *args, **kwargs)

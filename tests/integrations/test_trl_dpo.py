@@ -134,8 +134,10 @@ def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path, layout: str, v
     stock.train()
     ours = make(tiny_text, tmp_path / "odb", **changes)
     seen = Seen(ours)
+    collator = ours.data_collator
     enable_odb_dpo(ours, **block).add_callback(seen)
     ours.train()
+    assert {"log", "get_batch_loss_metrics"}.isdisjoint(vars(ours)) and ours.data_collator is collator
     found = compare(ours.state.log_history, stock.state.log_history, 3)
     weights = dict(stock.model.named_parameters())
     squares = [float((p - weights[name]).norm()) for name, p in ours.model.named_parameters()]

@@ -16,9 +16,7 @@ from accounting.steps import cut, measured, optimizer_step, random_rows
 
 from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.accounting.statistics import Computing
-from odb_factory.llamafactory.attach import HostCallback
 from odb_factory.llamafactory.kto import ExampleMetrics
-from odb_factory.llamafactory.stages import STAGES
 from odb_factory.training.pair_metrics import PairMetrics
 
 NUM_ROWS, WORLD_SIZE, MICRO_BATCHES = (12, 6), 2, 4
@@ -66,16 +64,14 @@ def test_pairs_weigh_the_same_in_all_micro_batches(scaling: str) -> None:
         ranks, said = trained(scaling, seed), []
         for rank, computed in enumerate(ranks):
             trainer = OfRank(rank, scaling)
-            metrics = PairMetrics(trainer)
-            metrics.install()
-            for apart in (100, 0):  # two logging intervals
-                for trainer.odb.computing in computed:
-                    ids = trainer.odb.computing.micro_batch.ids
-                    value = apart + sum(ids) / len(ids) if ids else IDLE
-                    assert trainer.get_batch_loss_metrics({"rewards/chosen": value}) == (0.0, {})
-                figures = log(trainer)
+            with PairMetrics(trainer).in_place():
+                for apart in (100, 0):  # two logging intervals
+                    for trainer.odb.computing in computed:
+                        ids = trainer.odb.computing.micro_batch.ids
+                        value = apart + sum(ids) / len(ids) if ids else IDLE
+                        assert trainer.get_batch_loss_metrics({"rewards/chosen": value}) == (0.0, {})
+                    figures = log(trainer)
             said.append(figures["rewards/chosen"])
-            metrics.uninstall()
             assert trainer.get_batch_loss_metrics({"rewards/chosen": 1.0})[1] == {"rewards/chosen": 1.0}
         all_ids = [row for rank in ranks for one in rank for row in one.micro_batch.ids]
         assert sum(said) / WORLD_SIZE == pytest.approx(sum(all_ids) / len(all_ids))
@@ -87,11 +83,11 @@ def test_sums_over_examples_have_the_same_keys_on_all_ranks() -> None:
     said = []
     for rank, computed in enumerate(trained("stock", 0)):
         trainer = OfRank(rank, "stock")
-        ExampleMetrics(trainer, step_kl).install()
-        for trainer.odb.computing in computed:
-            counted = 0.0 if rank else float(len(trainer.odb.computing.micro_batch.ids) or IDLE)
-            names = () if rank else ("rewards/chosen_sum", "logps/chosen_sum", "logits/chosen_sum", "count/chosen")
-            trainer.get_batch_loss_metrics({"kl": 7.0} | dict.fromkeys(names, counted))
+        with ExampleMetrics(trainer, step_kl).in_place():
+            for trainer.odb.computing in computed:
+                counted = 0.0 if rank else float(len(trainer.odb.computing.micro_batch.ids) or IDLE)
+                names = () if rank else ("rewards/chosen_sum", "logps/chosen_sum", "logits/chosen_sum", "count/chosen")
+                trainer.get_batch_loss_metrics({"kl": 7.0} | dict.fromkeys(names, counted))
         said.append(log(trainer))
     assert list(said[0]) == list(said[1]) == [*names_of("chosen"), "kl"]
     assert said[0]["count/chosen"] == sum(len(one.micro_batch.ids) for one in trained("stock", 0)[0])
@@ -104,7 +100,6 @@ def test_an_optimizer_step_that_is_begun_anew_counts_once() -> None:
     said = []
     for fails in (False, True):
         trainer = OfRank(0, "exact")
-        PairMetrics(trainer).install()
         computed = trained("exact", 0)[0]
         if fails:
             second = computed[MICRO_BATCHES:]
@@ -112,25 +107,13 @@ def test_an_optimizer_step_that_is_begun_anew_counts_once() -> None:
             half = dataclasses.replace(whole.loss, scale=whole.loss.scale / 2)
             parts = [dataclasses.replace(whole, micro_batch=part, loss=half) for part in whole.micro_batch.cut(1)]
             computed = [*computed[:MICRO_BATCHES], *second[:-1], *parts, *second[1:]]
-        for trainer.odb.computing in computed:
-            value = trainer.odb.computing.micro_batch.index + 1.0
-            trainer.get_batch_loss_metrics({"rewards/chosen": value})
+        with PairMetrics(trainer).in_place():
+            for trainer.odb.computing in computed:
+                value = trainer.odb.computing.micro_batch.index + 1.0
+                trainer.get_batch_loss_metrics({"rewards/chosen": value})
         said.append(log(trainer)["rewards/chosen"])
     assert said[0] == pytest.approx(said[1])
     assert said[0] > 0
-
-
-def test_every_training_of_a_trainer_has_the_figures_of_its_stage() -> None:
-    trainer = OfRank(0, "exact")
-    trainer.finetuning_args = SimpleNamespace(include_effective_tokens_per_second=False)
-    callback, during = HostCallback(trainer, STAGES["dpo"], keeps=False), (None, None, None)
-    for failed in (False, True, False):
-        callback.on_train_begin(*during)
-        assert isinstance(trainer.get_batch_loss_metrics.func.__self__, PairMetrics)
-        assert trainer.get_batch_loss_metrics.args == (OfRank.get_batch_loss_metrics.__get__(trainer),), "stock's, once"
-        if not failed:
-            callback.on_train_end(*during)
-            assert "get_batch_loss_metrics" not in vars(trainer)
 
 
 def names_of(kind: str) -> list[str]:

@@ -39,11 +39,15 @@ CONFIG = {
 # Rows and collators.
 
 
-def make_rows(lengths: list[int], *, masks_first: bool = False) -> list[dict[str, list[int]]]:
+def make_rows(
+    lengths: list[int], *, masks_first: bool = False, has_unsupervised: bool = False
+) -> list[dict[str, list[int]]]:
+    """has_unsupervised: every fifth row has no label with a loss."""
     rows = []
     for number, length in enumerate(lengths):
         ids = [20 + (number * 31 + place * 7) % 400 for place in range(length)]
-        rows.append({"input_ids": ids, "labels": [-100] * masks_first + ids[masks_first:]})
+        masked = length if has_unsupervised and number % 5 == 3 else int(masks_first)
+        rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
     return rows
 
 
@@ -101,6 +105,16 @@ def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
 
 def sample_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     return (of_tokens(outputs, labels).sum(1) / counts(labels)).mean()
+
+
+def sample_mean_of_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Samples without a supervised token count, too."""
+    return (of_tokens(outputs, labels).sum(1) / counts(labels).clamp_min(1)).mean()
+
+
+def sample_mean_of_supervised(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    tokens = counts(labels)
+    return (of_tokens(outputs, labels).sum(1) / tokens)[tokens > 0].mean()
 
 
 def focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -214,6 +228,7 @@ class OwnLoss(Qwen3ForCausalLM):
 class Case:
     lengths: list[int] = field(default_factory=lambda: LONG)
     masks_first: bool = True
+    has_unsupervised: bool = False
     model: type = Qwen3ForCausalLM
     trainer: type = Trainer
     loss: Callable[..., Tensor] | None = None
@@ -236,6 +251,9 @@ CASES = {
     "divided": Case(masks_first=False, loss=divided),
     "mean over tokens": Case(loss=token_mean),
     "mean over samples": Case(loss=sample_mean),
+    "mean over samples, some without a supervised token": Case(has_unsupervised=True, loss=sample_mean_of_all),
+    "mean over samples with a supervised token": Case(has_unsupervised=True, loss=sample_mean_of_supervised),
+    "plain, some samples without a supervised token": Case(has_unsupervised=True),
     "focal": Case(loss=focal),
     "by the root of the length": Case(loss=root_of_length),
     "z-loss": Case(loss=with_z_loss),
@@ -278,7 +296,7 @@ def train(case: Case, folder: Path, block: dict[str, Any] | None) -> tuple[list[
         model,
         TrainingArguments(str(folder), **arguments | case.arguments),
         data_collator=case.collate,
-        train_dataset=make_rows(case.lengths, masks_first=case.masks_first),
+        train_dataset=make_rows(case.lengths, masks_first=case.masks_first, has_unsupervised=case.has_unsupervised),
     )
     trainer.compute_loss_func = case.loss
     if block is not None:
