@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -32,15 +32,9 @@ Check = tuple[str, str, str]
 """Status (ok; note: something may be missing; problem), what was checked, and what fixes it ("": nothing to fix)."""
 
 
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print every check as it is made, and a verdict. Returns 1 if there is a problem."""
-    parser = argparse.ArgumentParser(
-        prog="odb-factory doctor",
-        description="Check versions, hooks, the attention kernel and wrong installs, and name what fixes a problem.",
-        epilog="example: odb-factory doctor --json",
-    )
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-    as_json, checks = parser.parse_args(argv).json, []
+    as_json, checks = arguments.json, []
     for status, what, fix in _checks():
         checks.append({"status": status, "what": what, "fix": fix})
         if not as_json:
