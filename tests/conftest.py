@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageDraw
 from support import write_dataset
 
-from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
 # No timed assertions: a machine may be busy. The same examples in every run, so that a change is judged by what it
 # changes; `pytest --hypothesis-profile=search` draws others.
@@ -30,19 +30,18 @@ HERE = Path(__file__).parent
 INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory", "test_yaml_configs.py"}
 """Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings. Others are unit tests."""
 OTHER_THAN_FOLDER = {
+    "cli/test_tiny_model.py",
     "data/test_exhaustive.py",
     "data/test_fill_epoch.py",
     "data/test_loader.py",
     "data/test_resume.py",
     "data/test_workers.py",
-    "demo/test_mm_mix.py",
     "llamafactory/test_block.py",
     "llamafactory/test_families.py",
     "llamafactory/test_releases.py",
     "loop/test_one_rank_waits.py",
     "loop/test_own_loop_ranks.py",
     "loop/test_replicas.py",
-    "plan/test_stages.py",
     "training/test_auto_budget.py",
     "training/test_exact_gradient.py",
     "training/test_exact_gradient_llamafactory.py",

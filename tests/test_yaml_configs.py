@@ -54,13 +54,12 @@ PARSE_FOR_PLAN = """
 import sys
 from pathlib import Path
 from odb_factory.llamafactory import activation
-from odb_factory.plan.arguments import parsed
+from odb_factory.cli.plan import read
 
 activation.activate()
 for path in sys.argv[1:]:
-    with parsed(Path(path), ranks=16) as asked:
-        budgets = asked.config.token_budget, asked.config.max_patches
-        print("PLANNED", Path(path).stem, asked.ranks * asked.batch_size * asked.accumulation, *budgets)
+    training = read(Path(path), ranks=16)
+    print("PLANNED", Path(path).stem, training.step_size, training.token_budget, training.config.max_patches)
 """
 
 

@@ -84,12 +84,6 @@ def training(name: str, workload: str, ranks: int, minutes: int, seeds: int = 3,
 
 PARTS = (
     Part(
-        *("demo", "The demo", 3),
-        "What `odb-factory demo` runs: LLaMA-Factory trains a tiny Qwen3-VL on the built-in MM-Mix on two processes, "
-        "each contestant once, all at about the same peak of padded tokens. The table is the first one above.",
-        ("odb-factory", "demo", "--output", "{output}"),
-    ),
-    Part(
         *("planning", "The plan", 30),
         "In simulation, everybody on the same samples, with the code that a training runs. Step efficiency = real "
         "tokens / (ranks x sum over micro-steps of (largest padded tokens of any rank + the fixed cost)): a model, "
@@ -269,13 +263,9 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
             if process.poll() is None:  # this script is ended
                 os.killpg(process.pid, signal.SIGTERM)
     if not is_script and process.returncode == 0:
-        figures, tables = {}, ["The figures are in the first table of this page."]
-        if command[0] == "pytest":
-            tables = ["The largest deviation of each training stands in the other tables."]
-            tables += [page.MORE, printed_tables(output / "printed.txt")]
-        else:
-            figures = json.loads((output / "demo.json").read_text(encoding="utf-8"))
-        page.write(output, figures, tables)
+        tables = ["The largest deviation of each training stands in the other tables."]
+        tables += [page.MORE, printed_tables(output / "printed.txt")]
+        page.write(output, {}, tables)
     ended |= {"returncode": process.returncode, "seconds": time.monotonic() - started}
     (output / page.DONE).write_text(json.dumps(ended, indent=1), encoding="utf-8")
     if process.returncode:

@@ -11,17 +11,17 @@ import heapq
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import rivals
 from simulation import LONGEST, TOKEN_BUDGET, Cut, Epoch, cut_of_batches, cut_of_plan
 
 from odb_factory import plan_micro_batches
-from odb_factory.plan.simulate import rounds
-from odb_factory.planning import BufferMetadata, plan_optimizer_step
+from odb_factory.planning import Budget, BufferMetadata, CostModel, Plan, plan_buffers, plan_optimizer_step
 
 WINDOW = 1024
 ROWS = (1, 2, 4, 8)
@@ -95,6 +95,52 @@ def keep(epoch: Epoch, batch_size: int, count: int, layout: str, balance: bool) 
         totals += plan_optimizer_step(buffers, epoch.budget(layout), balance=balance).totals
         steps += 1
     return cut_of_plan(totals, epoch.ranks, steps)
+
+
+def rounds(
+    samples: Sequence[np.ndarray],
+    budget: Budget,
+    buffer_size: int,
+    *,
+    balance: bool = False,
+    join: bool = True,
+    accumulation: int = 1,
+    model: CostModel = CostModel(),
+    endless: bool = False,
+    seed: int = 0,
+) -> Iterator[Plan]:
+    """One epoch over the samples of each rank (as `ROW`); endless: from the beginning again, without end.
+
+    buffer_size: samples that a rank holds.
+    """
+    held, drawn = [rows[:0] for rows in samples], [0] * len(samples)
+    for round_index in itertools.count():
+        for rank, rows in enumerate(samples):
+            wanted = drawn[rank] + np.arange(buffer_size - len(held[rank]))
+            fresh = rows[wanted % len(rows)] if endless else rows[wanted[wanted < len(rows)]]
+            drawn[rank] += len(fresh)
+            held[rank] = np.concatenate([held[rank], fresh])
+        plan = plan_buffers(
+            [BufferMetadata(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)],
+            budget,
+            seed=seed,
+            epoch=0,
+            round_index=round_index,
+            accumulation=accumulation,
+            join=join,
+            balance=balance,
+            model=model,
+        )
+        yield plan
+        if plan.final:
+            return
+        gone = np.zeros(sum(map(len, held)), bool)
+        for groups in plan.groups:
+            for group in groups:
+                gone[group] = True
+        for rank, (start, end) in enumerate(zip(plan.starts, plan.starts[1:])):
+            held[rank] = held[rank][~gone[start:end]]
+            held[rank]["age"] = np.minimum(held[rank]["age"], 254) + 1
 
 
 def fill(epoch: Epoch, layout: str = "padded", balance: bool = False) -> Cut:

@@ -138,7 +138,7 @@ def _save_model(model: Model, place: Path, text: str, tiny: bool) -> None:
     import torch
     import transformers
 
-    from odb_factory.demo.tiny_model import train_tokenizer, write_processor
+    from odb_factory.cli.tiny_model import train_tokenizer, write_processor
 
     draft = place.with_name("draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -238,9 +238,8 @@ def _save_data(data: Path, walk: Callable[[int], list[str]], samples: int, with_
 
 def contestants(model: Model, dataset: str, tiny: bool) -> dict[str, dict[str, Any]]:
     """Changes of the configuration by name, those with the most at stake first."""
+    from runs import grouping_by_length
     from transformers import TrainingArguments
-
-    from odb_factory.demo.demo import grouping_by_length
 
     def of_rows(rows: int) -> dict[str, Any]:
         return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": SAMPLES_A_STEP // rows}

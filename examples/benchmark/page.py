@@ -150,16 +150,6 @@ PLANNED = {
 }
 """The best of those whose names match, at `RANKS` and `BATCH_SIZE`."""
 RANKS, BATCH_SIZE = 8, 256
-DEMO = {
-    "optimizer steps": ("optimizer_steps", "{:.0f}"),
-    "final training loss": ("train_loss", "{:.4f}"),
-    "validation loss": ("validation_loss", "{:.4f}"),
-    "seconds of training": ("seconds", "{:.1f}"),
-    "CPU seconds of a rank": ("cpu_seconds", "{:.1f}"),
-    "padding": ("padding_ratio", "{:.1%}"),
-    "micro-steps": ("micro_steps", "{:.0f}"),
-    "peak tokens of a micro-batch": ("peak_padded_tokens", "{:,.0f}"),
-}
 TRAINED = ("fixed batch", "fixed batch, 1 row", "length-grouped", "odb, padded", "odb")
 
 
@@ -174,8 +164,6 @@ def in_short(name: str, figures: Any) -> dict[str, Any]:
                 reached = [row["efficiency"] for row in mine if re.fullmatch(names, row["name"])]
                 columns.setdefault(profile, {})[label] = f"{max(reached):.2f}" if reached else "not measured"
         return {"plans": columns}
-    if name == "demo":
-        return {"demo": figures}
     if isinstance(figures, dict) and "trainings" in figures:
         trainings = {}
         for title, results in figures["trainings"].items():
@@ -189,12 +177,6 @@ def in_short(name: str, figures: Any) -> dict[str, Any]:
 
 
 def _short(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for runs in (one["demo"] for one in found if "demo" in one):
-        shown = [run for run in runs if run["name"] != "odb, fill"]
-        heads = [{"fixed": "fixed batches"}.get(run["name"], run["name"]) for run in shown]
-        rows = [[label, *(show.format(run[key]) for run in shown)] for label, (key, show) in DEMO.items()]
-        yield from ("", "`odb-factory demo`: a tiny Qwen3-VL on two processes, 32 samples an optimizer step:", "")
-        yield table(["", *heads], rows)
     plans = {profile: cells for one in found for profile, cells in one.get("plans", {}).items()}
     if plans:
         rows = [[label, *(cells[label] for cells in plans.values())] for label in PLANNED]

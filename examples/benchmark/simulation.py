@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from odb_factory.plan.simulate import FIXED, least_time
-from odb_factory.planning import ROW, Budget, MicroStepTotals, make_metadata
+from odb_factory.planning import ROW, Budget, CostModel, MicroStepTotals, make_metadata
 
-FIXED_COST = FIXED
+FIXED_COST = CostModel().fixed
 """Of a micro-step, in tokens."""
 TOKEN_BUDGET = 16384
 SHORTEST, LONGEST = 16, 8192
@@ -83,7 +82,8 @@ def draw_real(real: np.ndarray, ranks: int, samples: int, seed: int, *, with_med
 
 def observe(config: Path | None, folder: Path) -> np.ndarray:
     """The samples of a LLaMA-Factory YAML (None: of the built-in MM-Mix, written into `folder`), as `ROW`."""
-    from odb_factory.demo.demo import sft_config
+    from runs import sft_config
+
     from odb_factory.llamafactory import activation
 
     if config is None:
@@ -95,14 +95,9 @@ def observe(config: Path | None, folder: Path) -> np.ndarray:
         config.write_text(yaml.safe_dump(sft_config(model, data, folder / "output", **shared)), encoding="utf-8")
     activation.activate()
     with contextlib.redirect_stdout(sys.stderr):  # what is logged meanwhile
-        from odb_factory.plan.arguments import parsed
-        from odb_factory.plan.rows import observe as observe_rows
-        from odb_factory.plan.rows import open_rows
+        from odb_factory.cli import plan
 
-        with parsed(config, ranks=1) as asked:
-            batch_size = asked.batch_size * asked.accumulation
-            seen = observe_rows(open_rows(asked, OBSERVED), batch_size, OBSERVED).seen
-    costs = [one.cost for one in seen if one.cost is not None]
+        costs = [row.cost for row in plan.observe(plan.read(config, ranks=1), OBSERVED).rows]
     rows = make_metadata(costs, [0] * len(costs), exhausted=True, sizes=[0] * len(costs)).rows
     if not len(rows) or rows["tokens"].max() > LONGEST:
         sys.exit(f"{config}: the simulation takes samples of 1 to {LONGEST:,} tokens; set cutoff_len: {LONGEST}")
@@ -199,6 +194,14 @@ def cut_of_plan(totals: Sequence[MicroStepTotals], ranks: int, optimizer_steps: 
     tokens, samples, moved = (int(of(name).sum()) for name in ("tokens", "samples", "moved"))
     patches = of("patches"), of("max_rank_patches")
     return Cut(ranks, of("padded_tokens"), of("max_rank_tokens"), tokens, samples, optimizer_steps, *patches, moved)
+
+
+def least_time(tokens: np.ndarray, ranks: int, token_budget: int) -> float:
+    """No cut of these samples into micro-steps takes less, padded or not: a rank has at least the mean load of all, or
+    the longest sample, and a micro-step at most the token budget. tokens: of the samples of an optimizer step."""
+    load = int(tokens.sum(dtype=np.int64)) / ranks
+    within = int(np.minimum(tokens, token_budget).sum(dtype=np.int64)) / ranks  # a longer one goes alone
+    return max(load, int(tokens.max())) + FIXED_COST * -(-within // token_budget)
 
 
 def bound(epoch: Epoch, batch_size: int, count: int, token_budget: int = TOKEN_BUDGET) -> dict[str, float | None]:

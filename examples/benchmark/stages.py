@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import page
+from runs import Run, sft_config, train
 from workloads import GLOBAL_BATCH_SIZE, WORKLOADS, build_text
 
-from odb_factory.demo.demo import Run, sft_config, train
-from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
+from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
 
 ROWS, CUTOFF = 4, 1024
 VOCABULARY = 151_936

@@ -70,7 +70,7 @@ def write_rows(folder: Path, count: int) -> Path:
 
 def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
     """Run the command line in a process of its own until it has taken one step. Raises `ODBError` if it fails."""
-    from odb_factory.demo.demo import train
+    from runs import train
 
     marks = output / "marks.json"
     paths = {"model_name_or_path": str(model), "dataset_dir": str(data.parent), "output_dir": str(output)}
@@ -84,10 +84,9 @@ def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
 
 def recorded(marks: Path, arguments: Sequence[str]) -> None:
     """In the run: be the command line, and record when the data begin and when their file is read."""
+    import recorder
     from llamafactory.data import loader
     from llamafactory.train.sft import workflow
-
-    from odb_factory.demo import recorder
 
     times: dict[str, tuple[float, float]] = {}
 
@@ -133,7 +132,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--output-dir", type=Path, default=Path("saves/benchmark_start"), help="(%(default)s)")
     given = parser.parse_args()
-    from odb_factory.demo.tiny_model import build_tiny_qwen2
+    from odb_factory.cli.tiny_model import build_tiny_qwen2
 
     starts: list[Start] = []
     for rows in given.rows:

@@ -32,8 +32,7 @@ from workloads import FIXED, GLOBAL_BATCH_SIZE, WORKLOADS, Workload
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-
-from odb_factory.demo.demo import Run, padded_tokens, run_llamafactory, sft_config, train
+from runs import Run, padded_tokens, run_llamafactory, sft_config, train
 
 SHORT = (FIXED, "odb")
 SHORT_SAMPLES = 64

@@ -15,11 +15,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
+from runs import grouping_by_length
 from simulation import Draw, lognormal
 
-from odb_factory.demo.demo import grouping_by_length
-from odb_factory.demo.mm_mix import build_builtin_mix
-from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+from odb_factory.cli.mm_mix import build_builtin_mix
+from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
 FIXED = "fixed batch"
 ONE_ROW = "fixed batch, 1 row"

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from odb_factory.demo.mm_mix import (
-    PICTURE_SUFFIXES,
+from odb_factory.cli.mm_mix import (
     TRAIN,
     VAL,
     MixSummary,
@@ -23,8 +22,10 @@ from odb_factory.demo.mm_mix import (
     num_validation,
     write_mix,
 )
-from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
+from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
 from odb_factory.errors import DataError, ODBError
+
+PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp"}
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+from runs import sft_config
 from simulation import PROFILES, Draw
 from workloads import LONGEST, PROMPT_WORDS, SHORTEST, build_text, build_vl, of_tokenizer, vocabulary, walker
 
-from odb_factory.demo.demo import sft_config
-from odb_factory.demo.mm_mix import num_validation
-from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
+from odb_factory.cli.mm_mix import num_validation
+from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
 
 SHORTER = 6
 """Tiny models see lengths divided by this number."""

@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no CUDA context before the forks
-    # glibc would give freed tensors back and fault their pages in again: see odb_factory/demo/demo.py.
+    # glibc would give freed tensors back and fault their pages in again: see benchmark/runs.py.
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
 }
@@ -69,11 +69,10 @@ class Cell(NamedTuple):
 
 def train(config: dict[str, Any], sampler: dict[str, Any] | None, port: int) -> None:
     """One cell on this rank; micro-batches and evaluations are recorded in `output_dir`."""
+    import recorder
     import yaml
     from llamafactory.train import tuner
     from transformers import TrainerCallback
-
-    from odb_factory.demo import recorder
 
     output = Path(config["output_dir"])
     if RANKS > 1:
@@ -135,8 +134,7 @@ class Kit:
 
     def cell(self, name: str, *, same_n: bool, token_budget: int | None = None) -> Cell:
         import samplers
-
-        from odb_factory.demo.demo import grouping_by_length
+        from runs import grouping_by_length
 
         block = self.base["odb"] | ({"token_budget": token_budget} if token_budget else {})
         budget, rows = block["token_budget"], self.base["per_device_train_batch_size"]
@@ -166,7 +164,7 @@ class Kit:
         return [self._train(self.cell(name, **how)) for name in names if name != "packing" or self.packs]
 
     def _train(self, cell: Cell) -> Result | None:
-        from odb_factory.demo.recorder import record_of
+        from recorder import record_of
 
         output = self.folder / "runs" / f"{self.count:02d}_{cell.name.replace(', ', '_')}"
         output.mkdir(parents=True, exist_ok=True)
@@ -204,9 +202,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def figures(name: str, output: Path, records: list[Any], evaluations: list[Any], lengths: list[int]) -> Result:
     """records, evaluations: the lines of each rank. lengths: what else was computed is padding."""
     import numpy as np
+    from runs import Run, padded_tokens
     from simulation import Cut
-
-    from odb_factory.demo.demo import Run, padded_tokens
 
     run = Run(output, records, 0.0)
     first, last = run.first_begin, run.first_begin + run.seconds

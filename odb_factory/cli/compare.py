@@ -43,45 +43,40 @@ $drawing
 """)
 
 
-def main(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the table and write the page. Raises `ODBError` if a folder holds no training, or a file is broken."""
-    parser = argparse.ArgumentParser(
-        prog="odb-factory compare",
-        description="Show one training, or two side by side: a table in the terminal, and one HTML page with curves.",
-        epilog="example: odb-factory compare saves/my_run saves/stock_run",
-    )
-    parser.add_argument("a", metavar="OUTPUT_DIR", type=Path, help="output_dir of a training")
-    parser.add_argument("b", metavar="OTHER_DIR", type=Path, nargs="?", help="output_dir of another one")
-    parser.add_argument("--html", metavar="FILE", type=Path, help=f"the page (default: OUTPUT_DIR/{PAGE_FILE})")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON; a page only with --html")
-    given = parser.parse_args(argv)
-    runs = [Run(folder) for folder in (given.a, given.b) if folder is not None]
+    runs = [Run(folder) for folder in (arguments.a, arguments.b) if folder is not None]
     figures, differences = figures_of(runs), differences_of(runs)
     folders = [str(run.folder) for run in runs]
     rows = [("", folders), *figures.items(), *([("settings that differ", [""] * 2)] if differences else [])]
     table = [
         [printable(cell) for cell in (name, *map(_text, values))] for name, values in [*rows, *differences.items()]
     ]
-    if given.json:
+    if arguments.json:
         content = {"folders": folders, "figures": figures, "differences": differences}
         strict = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)  # null for NaN
         print(json.dumps(strict, indent=2))
-        if given.html is None:
+        if arguments.html is None:
             return 0
     else:
-        widths = [max(map(len, column)) for column in zip(*table)]
-        for name, *cells in table:
-            print("  ".join([name.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(cells, widths[1:]))]).rstrip())
+        print_table(table)
     if find_spec("matplotlib") is None:
         print('no page: matplotlib is not installed; pip install "odb_factory[tools]"', file=sys.stderr)
         return 0
-    path = given.html or given.a / PAGE_FILE
+    path = arguments.html or arguments.a / PAGE_FILE
     try:
         path.write_text(page_of(runs, table), encoding="utf-8")
     except OSError as error:
         raise ODBError(f"{path}: cannot be written ({error.strerror}); name another file with --html.") from None
     print(f"page: {path}", file=sys.stderr)
     return 0
+
+
+def print_table(table: Sequence[Sequence[str]]) -> None:
+    """Columns of text, the first aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for first, *cells in table:
+        print("  ".join([first.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(cells, widths[1:]))]).rstrip())
 
 
 class Run:

@@ -14,7 +14,7 @@ from distributed.launch import Node, Run
 from distributed.test_engines import deepspeed_config
 from support import training_config
 
-from odb_factory.demo.mm_mix import build_builtin_mix
+from odb_factory.cli.mm_mix import build_builtin_mix
 
 ADDRESSES = ("10.211.57.1", "10.211.57.2")
 """Of a private network that only the two namespaces see."""

@@ -17,11 +17,11 @@ import yaml
 from llamafactory.hparams import get_ray_args, get_train_args
 from support import run_llamafactory, training_config
 
+from odb_factory.cli.plan import read
 from odb_factory.errors import ConfigError, ODBError
 from odb_factory.llamafactory import hooks, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 from odb_factory.llamafactory.launch import check_yaml, launch
-from odb_factory.plan.arguments import parsed
 
 BLOCK = {"token_budget": 1024}
 BUDGET = ["odb.token_budget=1"]
@@ -73,8 +73,7 @@ def test_an_override_takes_the_block_out(
     assert hooks._active is not None
     monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path), "odb=null"])
     assert launch(lambda: "stock") == "stock"
-    with parsed(path, ["odb=null"]) as asked:
-        assert not asked.has_block
+    assert "odb" not in read(path, ["odb=null"]).keys
     given = config | {"odb": None}
     get_ray_args(given)  # the driver hands the same arguments to its workers
     assert "odb" not in given

@@ -1,6 +1,6 @@
 """Run LLaMA-Factory's command line and write down every micro-batch it trains on.
 
-`python -m odb_factory.demo.recorder BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
+`python examples/benchmark/recorder.py BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
 included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
 reach `Trainer.training_step`. One JSON line a micro-batch: `optimizer_step` (its number in the run, from 0), `lengths`
 (real tokens of each sample), `rows` and `length` (of the tensor; a flat one has one row), `begin` and `end` (Unix time,
@@ -50,9 +50,8 @@ def main() -> None:
         return
 
     from llamafactory.train.tuner import run_exp
-    from transformers import Trainer
-
     from odb_factory.comm.gloo import pause_at_exit
+    from transformers import Trainer
 
     if "RANK" in os.environ:
         pause_at_exit()

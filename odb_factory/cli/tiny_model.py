@@ -1,16 +1,14 @@
-"""Tiny random models that LLaMA-Factory trains on a CPU: a Qwen3-VL and its text-only twin, Qwen2.
+"""Tiny random models that LLaMA-Factory trains on a CPU, offline: a Qwen3-VL, and a text-only Qwen2.
 
-They are laid out as the real models on the hub are (config, weights, tokenizer, processor, chat
-template), so `AutoProcessor` and LLaMA-Factory's loaders find what they expect, offline. The
-weights are random: the models show how data flows and how fast, not what a good answer is.
+Their folders have the files of the real models (config, weights, tokenizer, processor, chat template). The weights are
+random: the models show how data flows and how fast, not what a good answer is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
+import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -18,10 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tokenizer and processor of the tiny models: Qwen's rule, special tokens and files, over a small vocabulary.
 
 VOCAB_SIZE = 4096  # tokens, the special ones included
 MODEL_MAX_LENGTH = 32768  # tokens
@@ -71,7 +65,7 @@ _CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of Qwen's make; it loses no byte of NFC-normalised text."""
+    """A byte-level BPE tokenizer like Qwen's; it loses no byte of NFC-normalised text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]  # a lazy name
 
@@ -103,88 +97,70 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
 
 
 def write_processor(folder: Path) -> None:
-    """The two processor files of a Qwen3-VL on the hub, with smaller pictures."""
-    common = {
-        "patch_size": PATCH_SIZE,
-        "temporal_patch_size": 2,
-        "merge_size": MERGE_SIZE,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
+    """Write the two processor files of a Qwen3-VL, for smaller pictures."""
+    common: dict[str, Any] = {"patch_size": PATCH_SIZE, "temporal_patch_size": 2, "merge_size": MERGE_SIZE}
+    common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
+    kinds = {
+        "preprocessor_config.json": ("image_processor_type", "Qwen2VLImageProcessorFast", 64 * 64, MAX_IMAGE_PIXELS),
+        "video_preprocessor_config.json": (
+            "video_processor_type",
+            "Qwen3VLVideoProcessor",
+            4 * 64 * 64,
+            MAX_VIDEO_PIXELS,
+        ),
     }
-    image = common | {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "size": {"shortest_edge": 64 * 64, "longest_edge": MAX_IMAGE_PIXELS},  # pixels of a picture, not of an edge
-    }
-    video = common | {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "size": {"shortest_edge": 4 * 64 * 64, "longest_edge": MAX_VIDEO_PIXELS},
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(image, indent=2) + "\n")
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2) + "\n")
+    for file, (key, name, least, most) in kinds.items():
+        size = {"shortest_edge": least, "longest_edge": most}  # pixels of a picture, not of an edge
+        (folder / file).write_text(json.dumps(common | {key: name, "size": size}, indent=2) + "\n")
 
 
-_LAYOUT = 1  # raise when what is written changes, so that a folder of an older layout is rebuilt
 _MARKER = "tiny_model.json"
 
 
 def build_tiny_qwen3_vl(folder: Path, *, text: str | None = None, seed: int = 0) -> Path:
     """Write a random Qwen3-VL of under a million parameters, its processor and tokenizer; return `folder`.
 
-    `text` trains the tokenizer (none: CPython's help topics, about 460,000 characters); `seed` makes
-    the weights. An image gives at most 400 patches (100 tokens), a video about as many. Returns at
-    once when `folder` holds this model already. Raises `FileExistsError` when it holds anything else.
+    text: trains the tokenizer (None: CPython's help topics, about 460,000 characters). seed: makes the weights. An
+    image gives at most 400 patches (100 tokens), a video about as many. A folder that holds this model already is kept.
+    Raises `FileExistsError` if it holds anything else.
+
+        build_tiny_qwen3_vl(Path("tiny_qwen3_vl"))
     """
-    return _build(Path(folder), "qwen3_vl", text, seed, _qwen3_vl, with_processor=True)
+    return _build(folder, text, seed, _qwen3_vl)
 
 
 def build_tiny_qwen2(folder: Path, *, text: str | None = None, seed: int = 0) -> Path:
     """Write a random text-only Qwen2 with the same tokenizer and no processor; see `build_tiny_qwen3_vl`."""
-    return _build(Path(folder), "qwen2", text, seed, _qwen2, with_processor=False)
+    return _build(folder, text, seed, _qwen2)
 
 
 def _build(
-    folder: Path,
-    kind: str,
-    text: str | None,
-    seed: int,
-    make_model: Callable[[PreTrainedTokenizerBase], PreTrainedModel],
-    *,
-    with_processor: bool,
+    folder: Path, text: str | None, seed: int, make: Callable[[PreTrainedTokenizerBase], PreTrainedModel]
 ) -> Path:
     if text is None:
         from pydoc_data.topics import topics
 
         text = "\n".join(topics.values())
-    identity = {
-        "kind": kind,
-        "layout": _LAYOUT,
-        "seed": seed,
-        "text": hashlib.sha256(text.encode()).hexdigest(),
-        "transformers": version("transformers"),  # 4 cannot read the config that 5 writes
-    }
-    marker = folder / _MARKER
+    identity = {"kind": make.__name__, "seed": seed, "text": hashlib.sha256(text.encode()).hexdigest()}
+    identity["transformers"] = version("transformers")  # 4 cannot read the config that 5 writes
+    folder, marker = Path(folder), Path(folder, _MARKER)
     if marker.is_file() and json.loads(marker.read_text()) == identity:
         return folder
     if folder.exists() and not marker.is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is no tiny model; choose another folder or remove it.")
+        raise FileExistsError(f"{folder} exists and is not a tiny model; choose another folder or remove it.")
 
     import torch
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        draft = Path(scratch, "draft")
-        tokenizer = train_tokenizer(text)
-        tokenizer.save_pretrained(draft)
-        if with_processor:
-            write_processor(draft)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            make_model(tokenizer).save_pretrained(draft)
-        (draft / _MARKER).write_text(json.dumps(identity, indent=2) + "\n")
-        if folder.exists():
-            os.rename(folder, Path(scratch, "replaced"))
-        os.rename(draft, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tokenizer = train_tokenizer(text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        make(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if make is _qwen3_vl:
+        write_processor(folder)
+    marker.write_text(json.dumps(identity, indent=2) + "\n")
     return folder
 
 

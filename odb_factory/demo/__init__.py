@@ -1,1 +1,0 @@
-"""`odb-factory demo`: its data, its tiny models, its runs."""
