@@ -85,6 +85,7 @@ class ODBConfig:
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split", "skip"] = "raise"
     rehearse: bool | None = None  # on accelerators
+    recompute: Literal["auto", "always"] = "auto"
     resume: Literal["strict", "ignore_data"] = "strict"
     exchange_timeout_s: int = _number(600)
     audit: bool = False

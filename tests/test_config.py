@@ -44,6 +44,7 @@ DEFAULTS = {
     "on_error": "raise",
     "oom": "raise",
     "rehearse": None,
+    "recompute": "auto",
     "resume": "strict",
     "exchange_timeout_s": 600,
     "audit": False,
@@ -68,6 +69,7 @@ WORDS = {
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
     "oom": ["raise", "split", "skip"],
+    "recompute": ["auto", "always"],
     "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit", "balance", "rehearse"]
