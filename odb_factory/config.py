@@ -77,6 +77,7 @@ class ODBConfig:
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split", "skip"] = "raise"
     rehearse: bool | None = None  # on accelerators
+    recompute: Literal["auto", "always"] = "auto"
     exchange_timeout_s: int = _number(600)
     audit: bool = False
     seed: int | None = _number(None, minimum=0)
@@ -212,7 +213,7 @@ class ODBKeys(TypedDict, total=False):
     on_error: Literal["raise", "skip"]
     oom: Literal["raise", "split", "skip"]
     rehearse: bool | None
-    resume: Literal["strict", "ignore_data"]
+    recompute: Literal["auto", "always"]
     exchange_timeout_s: int
     audit: bool
     seed: int | None

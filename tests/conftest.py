@@ -48,6 +48,7 @@ OTHER_THAN_FOLDER = {
     "training/test_layout_falls_back.py",
     "training/test_lifetime.py",
     "training/test_oom.py",
+    "training/test_recompute.py",
     "training/test_resume.py",
     "training/test_same_training.py",
     "training/test_saving.py",

@@ -38,6 +38,7 @@ DEFAULTS = {
     "on_error": "raise",
     "oom": "raise",
     "rehearse": None,
+    "recompute": "auto",
     "exchange_timeout_s": 600,
     "audit": False,
     "seed": None,
@@ -60,6 +61,7 @@ WORDS = {
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
     "oom": ["raise", "split", "skip"],
+    "recompute": ["auto", "always"],
 }
 SWITCHES = ["join", "audit", "balance", "rehearse"]
 MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")

@@ -72,6 +72,7 @@ def test_keys_of_the_block() -> None:
         "on_error",
         "oom",
         "rehearse",
+        "recompute",
         "exchange_timeout_s",
         "audit",
         "seed",

@@ -357,6 +357,7 @@ V1_MEANINGLESS = {
     "memory_fraction": "it goes with a budget of auto",
     "oom": f"{V1_STEPS}; lower token_budget if memory is short",
     "rehearse": V1_STEPS,
+    "recompute": V1_STEPS,
     "balance_encoder": V1_STEPS,
     "lr_scale": "optimizer steps have the samples of v1's",
     "join": "all ranks take all optimizer steps of v1",

@@ -301,7 +301,7 @@ def choose_budgets(trainer: Any) -> Limits:
     with untouched(trainer):
         trials = Trials(trainer, state_bytes(trainer))
         assert all(trials.limits), "`check_arguments` refuses a device without a meter"
-        budgets, why = _Search(trials, loader, config, samples).run()
+        budgets, why = Search(trials, loader, config, samples).run()
     logger.info("%s; tried %d micro-batches in %.1f s", why, trials.count, time.perf_counter() - began)
     return budgets
 
@@ -326,8 +326,8 @@ def rehearse(trainer: Any) -> None:
     limits, failed, least_patches = budget.limits, None, max(budget.collation.dummies(0, 0)[1], 1)
     try:
         with untouched(trainer):
-            trials = _trials_of_rehearsal(trainer)
-            search = _Search(trials, loader, config, samples)
+            trials = trials_beside_state(trainer, "odb.rehearse: a rehearsal", NOT_REHEARSED)
+            search = Search(trials, loader, config, samples)
             limits = Limits(min(limits.token_budget, search.most), limits.max_patches)
             while True:
                 for group in search.allowed(budget.within(limits)):
@@ -365,45 +365,45 @@ def rehearse(trainer: Any) -> None:
 NOT_REHEARSED = ", or `rehearse: false` to begin without"
 
 
-def _trials_of_rehearsal(trainer: Any) -> Trials:
-    """With the memory of the optimizer's state taken, where it is known and there is room for it."""
-    about = "odb.rehearse: a rehearsal", NOT_REHEARSED
+def trials_beside_state(trainer: Any, key: str, other: str) -> Trials:
+    """With the memory of the optimizer's state taken, where it is known and there is room for it. key, other: as of
+    `Trials`."""
     try:
-        return Trials(trainer, state_bytes(trainer), *about)
+        return Trials(trainer, state_bytes(trainer), key, other)
     except ConfigError as error:
-        logger.warning("rehearse: the memory of the optimizer's state is not counted: %s", one_line(error))
-    return Trials(trainer, 0, *about)
+        logger.warning("%s: the memory of the optimizer's state is not counted: %s", key, one_line(error))
+    return Trials(trainer, 0, key, other)
 
 
-class _Search:
+class Search:
     """Of the samples that were read: longest, shortest and densest sample, and the largest numbers of tokens and
-    patches of any (`_longest_tokens`, `_most_patches`). most, most_samples: tokens that an optimizer step can have on a
+    patches of any (`longest_tokens`, `_most_patches`). most, most_samples: tokens that an optimizer step can have on a
     rank, and samples that a micro-batch of it can have."""
 
     def __init__(self, trials: Trials, loader: ODBLoader, config: ODBConfig, samples: list[Sample]):
         self.trials, self._config = trials, config
         self._chooses_tokens = config.token_budget == AUTO
         self._is_flat = loader.layout == "flat"
-        self._tokens_of = lambda sample: max(loader.budget.tokens_of(sample.cost), 1)
-        tokens = [self._tokens_of(sample) for sample in samples]
+        self.tokens_of = lambda sample: max(loader.budget.tokens_of(sample.cost), 1)
+        tokens = [self.tokens_of(sample) for sample in samples]
         patches = [sample.cost.patches for sample in samples]
-        self._longest = max(samples, key=lambda one: (self._tokens_of(one), -one.id))
-        self._shortest = min(samples, key=lambda one: (self._tokens_of(one), one.id))
-        self._fillers = sorted((one for one in samples if not one.cost.patches), key=self._tokens_of)
-        self._longest_tokens, self._most_patches = max(tokens), max(patches)
+        self._longest = max(samples, key=lambda one: (self.tokens_of(one), -one.id))
+        self.shortest = min(samples, key=lambda one: (self.tokens_of(one), one.id))
+        self._fillers = sorted((one for one in samples if not one.cost.patches), key=self.tokens_of)
+        self.longest_tokens, self._most_patches = max(tokens), max(patches)
         self.most, self.most_samples = MOST_TOKENS, MOST_TOKENS
         if (size := loader.global_batch_size) is not None:
             share = math.ceil(size / loader.world_size)
-            self.most = min(share * self._longest_tokens, self.most)
+            self.most = min(share * self.longest_tokens, self.most)
             # No rank of those that share their samples idles while another one has two.
             sharing = loader.world_size if config.balance else 1
             self.most_samples = max(min(size, sharing * share) - sharing + 1, 1)
-        self.most = max(self.most, self._longest_tokens)
+        self.most = max(self.most, self.longest_tokens)
         # Where few samples fill a rehearsal, those with many patches outweigh dense ones.
         few = 0.0 if config.auto_keys else min(self.most, int(config.token_budget)) / self.most_samples
-        self._by_density = sorted(samples, key=lambda one: (-one.cost.patches / max(self._tokens_of(one), few), one.id))
+        self._by_density = sorted(samples, key=lambda one: (-one.cost.patches / max(self.tokens_of(one), few), one.id))
         self._densest = self._by_density[0]
-        self._density = self._densest.cost.patches / self._tokens_of(self._densest)
+        self._density = self._densest.cost.patches / self.tokens_of(self._densest)
         self._mean_density = sum(patches) / sum(tokens)
 
     def run(self) -> tuple[Limits, str]:
@@ -437,7 +437,7 @@ class _Search:
 
     def _try_small(self) -> None:
         """Micro-batches that separate the terms of the model. The first run makes gradients and workspaces."""
-        longest, tokens = [self._longest], self._longest_tokens
+        longest, tokens = [self._longest], self.longest_tokens
         self.trials.run(longest)
         if self.trials.fit(longest) is None:
             raise ConfigError(
@@ -445,17 +445,17 @@ class _Search:
                 f"{_gib(min(self.trials.limits))} (memory_fraction {self._config.memory_fraction}); lower cutoff_len, "
                 "or save memory (gradient checkpointing, LoRA, ZeRO-3 or FSDP)."
             )
-        rows = min(2 * tokens // self._tokens_of(self._shortest), MOST_ROWS)
-        groups = [2 * longest, rows * [self._shortest]]
+        rows = min(2 * tokens // self.tokens_of(self.shortest), MOST_ROWS)
+        groups = [2 * longest, rows * [self.shortest]]
         if self._densest.cost.patches:
             groups += [[self._densest], 2 * [self._densest]]
         for group in groups:
-            if sum(map(self._tokens_of, group)) > 2 * self.most or self.trials.fit(group) is None:
+            if sum(map(self.tokens_of, group)) > 2 * self.most or self.trials.fit(group) is None:
                 return
 
     def _grow(self) -> None:
         """Try larger and larger micro-batches, as long as they should fit."""
-        tokens = 4 * self._longest_tokens
+        tokens = 4 * self.longest_tokens
         while tokens <= (self.most if self._chooses_tokens else int(self._config.token_budget)):
             patches = self._patches(tokens)
             if not self._holds(tokens, patches) or self.trials.fit(self.heaviest(tokens, patches)) is None:
@@ -467,7 +467,7 @@ class _Search:
         flat row one text sample that fills the rest."""
         dense = self._densest_within(tokens, max_patches)
         longest, densest = self._longest.cost, dense.cost
-        of_longest, of_densest = self._longest_tokens, self._tokens_of(dense)
+        of_longest, of_densest = self.longest_tokens, self.tokens_of(dense)
         most = tokens // of_densest if densest.patches else 0
         num_dense = most if max_patches is None or not densest.patches else min(max_patches // densest.patches, most)
         if num_dense and densest.modality != longest.modality:
@@ -475,7 +475,7 @@ class _Search:
         if self._is_flat:
             rest = tokens - num_dense * of_densest
             num_long, rest = divmod(rest, of_longest)
-            last = [one for one in self._fillers if self._tokens_of(one) <= rest][-1:]
+            last = [one for one in self._fillers if self.tokens_of(one) <= rest][-1:]
             return num_dense * [dense] + num_long * [self._longest] + last or [self._longest]
         if most and num_dense == most:  # shorter rows, of which there are more
             num_long = 0
@@ -490,7 +490,7 @@ class _Search:
         within = (
             one
             for one in self._by_density
-            if self._tokens_of(one) <= tokens and (max_patches is None or one.cost.patches <= max_patches)
+            if self.tokens_of(one) <= tokens and (max_patches is None or one.cost.patches <= max_patches)
         )
         return next(within, self._densest)
 
@@ -528,7 +528,7 @@ class _Search:
         """Whether the heaviest micro-batch within these budgets should fit."""
         patches = math.ceil(self._density * tokens)
         patches = patches if max_patches is None else min(patches, max_patches)
-        length = tokens if self._is_flat else min(self._longest_tokens, tokens)
+        length = tokens if self._is_flat else min(self.longest_tokens, tokens)
         return self.trials.holds(Measured(tokens // length, length, Media(patches), units=0))
 
     def _solve(self, bound: int) -> Limits:
@@ -536,7 +536,7 @@ class _Search:
         if not self._chooses_tokens:
             given = int(self._config.token_budget)
             return Limits(given, largest(self._most_patches, bound, lambda patches: self._holds(given, patches)))
-        least = self._longest_tokens
+        least = self.longest_tokens
         tokens = largest(least, bound, lambda one: self._holds(one, self._patches(one)))
         if 1024 < tokens < self.most:
             tokens = max(tokens - tokens % GRAIN, least)
@@ -545,7 +545,7 @@ class _Search:
     def _less(self, chosen: Limits) -> int:
         """The bound of the next budget, after `chosen` did not fit."""
         if self._chooses_tokens:
-            return max(int(BACK * chosen.token_budget), self._longest_tokens)
+            return max(int(BACK * chosen.token_budget), self.longest_tokens)
         assert chosen.max_patches is not None
         if chosen.max_patches <= self._most_patches:
             raise ConfigError(

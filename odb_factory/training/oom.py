@@ -30,6 +30,7 @@ from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
 from odb_factory.planning import Budget, Limits
 from odb_factory.training.arguments import replaced
+from odb_factory.training.recompute import Recompute
 from odb_factory.training.run import ODBRun
 
 logger = get_logger(__name__)
@@ -42,13 +43,15 @@ class MemoryWatch:
     """Records which micro-batches memory held, and knows what to lower if it does not hold one.
 
     budget: as configured. advises_split: `oom: split` would work here and is not set. encoded: patches that this rank
-    encodes for the micro-batch in progress, also other ranks' (`balance_encoder`); None: its own.
+    encodes for the micro-batch in progress, also other ranks' (`balance_encoder`); None: its own. recompute: of the
+    training.
     """
 
     def __init__(self, config: ODBConfig, budget: Budget, device: torch.device, *, advises_split: bool):
         self.config, self.budget, self.device, self.advises_split = config, budget, device, advises_split
         self._most_tokens = self._most_patches = 0
         self.encoded: int | None = None
+        self.recompute: Recompute | None = None
 
     def held(self, measured: Measured) -> None:
         """Memory held forward and backward of a micro-batch."""
@@ -110,6 +113,8 @@ class MemoryWatch:
         return measured.patches if self.encoded is None else self.encoded
 
     def _advice(self, micro_batch: MicroBatch, measured: Measured) -> str:
+        if self.recompute is not None and self.recompute.is_off:
+            return "it ran without gradient checkpointing: set `recompute: always`"
         limits = self.lower(measured)
         is_for_patches = limits.max_patches != self.budget.max_patches
         key, value = ("max_patches", limits.max_patches) if is_for_patches else ("token_budget", limits.token_budget)
@@ -227,10 +232,11 @@ class DDP:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `oom: split` and `skip`: an optimizer step whose micro-batches are cut in two, or left out, if memory does not hold
-# them. A backward that fails has added a part of its gradients. So the optimizer step is restarted: gradients are
-# dropped, and all its micro-batches so far are collated and computed again, the failing one in two parts, or with a
-# small sample that weighs nothing in its place. A rank does so by itself, because no collective runs inside forward and
-# backward: gradients are synchronised when every rank has reported that its part of the optimizer step went through.
+# them; `recompute: auto`: one whose micro-batch ran without gradient checkpointing, and runs with it now. A backward
+# that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped, and all its
+# micro-batches so far are collated and computed again, the failing one in two parts, or with a small sample that weighs
+# nothing in its place. A rank does so by itself, because no collective runs inside forward and backward: gradients are
+# synchronised when every rank has reported that its part of the optimizer step went through.
 
 
 def cut(task: Task, budget: Budget) -> list[Task]:
@@ -308,13 +314,15 @@ class RestartedSteps:
         return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
 
     def _runs(self, step: _Attempt, task: Task, box: list[Collated]) -> bool:
-        """Forward and backward of a part; False if memory did not hold it, and it was cut in two or left out.
+        """Forward and backward of a part; False if memory did not hold it, and it was cut in two, left out, or is to
+        run again with recomputation.
 
         The error refers to the frames that raised it, and these to what fills the memory: it is released after the
         `except`.
         """
         run, (micro_batch, measured, batch) = self.run, box.pop()
-        skips = self.watch.config.oom == "skip"
+        recompute, oom = self.training.recompute, self.watch.config.oom
+        skips = oom == "skip"
         try:
             computing, local = run.begin_micro_batch(micro_batch, measured), self._synchronizer.local
             with self._no_gathering(), self.training.gradients_summed(local, is_last=False):
@@ -322,7 +330,8 @@ class RestartedSteps:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if micro_batch.idle or (len(task[1]) == 1 and not skips):
+            repeats = recompute is not None and recompute.lower(measured)
+            if not repeats and (oom == "raise" or micro_batch.idle or (len(task[1]) == 1 and not skips)):
                 raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
             what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
             forget(error)
@@ -335,6 +344,9 @@ class RestartedSteps:
         del batch
         run.accounting.computing = None
         clear_device_cache(garbage_collection=True)
+        if repeats:
+            logger.warning("%s; it runs again with gradient checkpointing, as do later ones of its size", what)
+            return False
         step.lowered = self.watch.lower(measured).least(step.lowered)
         tasks = step.tasks[micro_batch.index]
         at = tasks.index(task)

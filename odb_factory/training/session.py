@@ -63,6 +63,7 @@ from odb_factory.training.checkpoint import Checkpoint
 from odb_factory.training.checks import check_hooks, check_keeps_rows, check_pairs, of_trainer, row_alone, why_not_split
 from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
+from odb_factory.training.recompute import Recompute, can_be_measured, find_recompute
 from odb_factory.training.run import ODBRun
 from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.stock import Rows, SampleModel, StockLoss, assumed, cut, measure, number_like, short_rows
@@ -360,7 +361,8 @@ class Training:
     """One `train()`, from its begin to its end.
 
     arguments: the training arguments that it changes. checkpoint: that it resumes. encoder: the vision tower, where
-        the ranks share its work. restarts: takes the optimizer steps with `oom: split` or `skip`.
+        the ranks share its work. restarts: takes the optimizer steps with `oom: split` or `skip`, and if a micro-batch
+        may run again with recomputation. recompute: decides which micro-batches are recomputed; None: as configured.
     layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. lacks_budgets: the config holds
         stand-ins until `auto` budgets are chosen. trial_units: units of a micro-batch that is only tried (`auto`).
     eval_loaders: that are kept, each with the dataset of its evaluations.
@@ -382,6 +384,7 @@ class Training:
         self.arguments = RunArguments(odb.trainer)
         self.encoder: SharedEncoder | None = None
         self.restarts: RestartedSteps | None = None
+        self.recompute: Recompute | None = None
         self.layout = Layout("padded", "not resolved yet")
         self.is_unchecked = self.lacks_budgets = False
         self.trial_units: int | None = None
@@ -491,8 +494,16 @@ class Training:
         config = self.run.config
         if not chooses and (config.rehearse or (config.rehearse is None and trainer.args.device.type != "cpu")):
             rehearse(trainer)
-        if config.oom != "raise":
+        self.recompute = self.memory.recompute = find_recompute(trainer)
+        if config.oom != "raise" or (self.recompute is not None and self._repeats_alone):
             self.restarts = RestartedSteps(self)
+
+    @property
+    def _repeats_alone(self) -> bool:
+        """Whether a micro-batch that ran out of memory without recomputation can run again, with `oom: raise`, too. On
+        several ranks it would cost something: restarted steps reduce their gradients late."""
+        args = self.trainer.args
+        return can_be_measured(self.trainer) and args.world_size == 1 and why_not_split(args) is None
 
     def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
         """Check a flat layout by the first micro-batch, if rows cannot be read by their number. segments: of its
@@ -539,7 +550,7 @@ class Training:
                 seed=self._seed,
                 agree_on={**of_trainer(trainer), **odb.agree_on},
                 fingerprint=getattr(trainer.train_dataset, "_fingerprint", None),
-                keeps_samples=config.oom != "raise",
+                keeps_samples=config.oom != "raise" or self._repeats_alone,
             )
             # 2. the run
             is_shuffled = getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler))

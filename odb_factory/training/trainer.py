@@ -332,7 +332,8 @@ class ODBTrainerMixin(Base):
         check_batch(self, box[0], ids)
         training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
-        with training.odb.in_forward(measured), shared:
+        recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)
+        with training.odb.in_forward(measured), shared, recompute:
             more = () if (number := training.odb.stock_number) is None else (number,)
             loss = super().training_step(model, training.with_known_integers(model, box.pop()), *more)
         if not computing.is_weighed:

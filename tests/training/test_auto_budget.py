@@ -29,7 +29,7 @@ from odb_factory.errors import ODBError, OutOfMemoryError
 from odb_factory.memory import CPUMeter, find_meter
 from odb_factory.planning import Budget, Cost, make_metadata, plan_optimizer_step
 from odb_factory.training import session
-from odb_factory.training.auto_budget import _Search
+from odb_factory.training.auto_budget import Search
 
 MIB = 2**20
 CAPACITY = 40 * MIB
@@ -248,11 +248,11 @@ def test_what_would_not_fit_ends_before_the_first_step_with_the_largest_budget_t
     assert ids(tmp_path / "split").total() == NUM_ROWS
 
 
-def searched(drawn: list[Cost], budget: Budget, size: int | None, ranks: int, **keys: Any) -> _Search:
+def searched(drawn: list[Cost], budget: Budget, size: int | None, ranks: int, **keys: Any) -> Search:
     samples = [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
     loader: Any = SimpleNamespace(layout=budget.layout, budget=budget, global_batch_size=size, world_size=ranks)
     config = ODBConfig(token_budget=budget.token_budget, max_patches=budget.max_patches, **keys)
-    return _Search(Any, loader, config, samples)  # type: ignore[arg-type]
+    return Search(Any, loader, config, samples)  # type: ignore[arg-type]
 
 
 @given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.none() | st.integers(1, 9))

@@ -1,0 +1,201 @@
+"""`recompute: auto`: gradient checkpointing only in the micro-batches that need it.
+
+LLaMA-Factory turns gradient checkpointing on for everyone: each layer's forward runs again in the backward, a third of
+the computation. Micro-batches differ in size, so each decides. Before training, micro-batches of growing size run
+without recomputation, and their peaks of memory are measured. In a training, a micro-batch with no more tokens and
+patches than one that memory held runs with the model's checkpointing modules switched off; a larger one as configured.
+
+Where a recomputation repeats collectives (FSDP, ZeRO-3), and where ranks encode each other's images, every rank decides
+by the largest micro-batch of the micro-step, which the plan holds (`MicroStepTotals`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from odb_factory.accounting.statistics import Computing
+from odb_factory.data.samples import Measured, Sample, describe_cost
+from odb_factory.errors import DataError, one_line
+from odb_factory.log import get_logger
+from odb_factory.memory import find_meter
+from odb_factory.model.check import unwrapped, without_cache
+from odb_factory.model.tower import shards_parameters
+from odb_factory.planning import Budget, Limits, Media
+from odb_factory.training.arguments import replaced
+from odb_factory.training.auto_budget import Search, Trials, trials_beside_state, untouched
+
+logger = get_logger(__name__)
+
+RESERVE = 0.9
+"""Share of the memory that trials may use (`Trials.limits`) which micro-batches without recomputation may fill. The
+rest is for fragments: memory that the allocator holds and cannot hand out in one piece."""
+GROWTH = 1.5
+"""The next trial from the longest sample on, as a multiple of the last."""
+
+
+class Recompute:
+    """Switches the gradient checkpointing of a model off in each micro-batch whose activations memory holds.
+
+    model: as wrapped by the engine. held: (tokens, patches), as collated, of micro-batches that memory held without
+    recomputation. by_plan: all ranks decide by the largest micro-batch of the micro-step.
+    is_off: the micro-batch computed last ran without recomputation.
+
+        recompute = Recompute(model, [(8192, 4096)])
+        with recompute.decided(computing):
+            loss = training_step(model, batch)
+    """
+
+    def __init__(self, model: nn.Module, held: Sequence[tuple[int, int]], *, by_plan: bool = False):
+        self._model, self._modules = unwrapped(model), checkpointing_modules(model)
+        self._held, self._by_plan = list(held), by_plan
+        self.is_off = False
+
+    @contextlib.contextmanager
+    def decided(self, computing: Computing) -> Iterator[None]:
+        """Within it forward and backward are of this micro-batch."""
+        tokens, patches = computing.measured.rows * computing.measured.length, computing.measured.patches
+        if self._by_plan:
+            totals = computing.micro_batch.totals
+            tokens, patches = totals.max_rank_tokens, totals.max_rank_patches
+        self.is_off = any(tokens <= most and patches <= most_patches for most, most_patches in self._held)
+        with self.off() if self.is_off else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it no forward is computed again in its backward, and no cache of keys and values is made, which
+        transformers leaves out by itself only where it checkpoints."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(without_cache(self._model))
+            for module in self._modules:
+                stack.enter_context(replaced(module, gradient_checkpointing=False))
+            yield
+
+    def lower(self, measured: Measured) -> bool:
+        """After memory did not hold the micro-batch computed last: whether it ran without recomputation. Then it can
+        run again with it, and the bound is at most three quarters of its tokens."""
+        if not self.is_off:
+            return False
+        most = measured.rows * measured.length * 3 // 4
+        self._held = [(min(tokens, most), patches) for tokens, patches in self._held]
+        return True
+
+
+def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model of transformers that have torch's gradient checkpointing switched on, also through
+    LLaMA-Factory's function. Checkpointing that moves activations to the host is left alone: who asks for that has no
+    memory to spare."""
+    return [
+        module
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and _is_of_torch(getattr(module, "_gradient_checkpointing_func", None))
+    ]
+
+
+def _is_of_torch(function: Any) -> bool:
+    while function is not None and function is not checkpoint:
+        function = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # a partial, a wrapper
+    return function is checkpoint
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The search
+
+
+def can_be_measured(trainer: Any) -> bool:
+    """Whether a training of this trainer decides by micro-batch, if its model checkpoints: not on a CPU, whose memory
+    is not counted."""
+    odb, args = trainer.odb, trainer.args
+    return odb.config.recompute == "auto" and (odb.memory_meter or find_meter(args.device)) is not None
+
+
+def find_recompute(trainer: Any) -> Recompute | None:
+    """What a training decides by, measured on its wrapped model before the first optimizer step; None: its gradient
+    checkpointing stays as configured. Collective: all ranks run the same trials and get the same. Leaves nothing
+    behind."""
+    training, model = trainer.odb.training, trainer.model_wrapped
+    if not can_be_measured(trainer) or not checkpointing_modules(model):
+        return None
+    samples = list(training.run.loader.first_samples())
+    if trainer.odb.before_step is not None or not samples:
+        why = "its rows are a stream" if not samples else "this stage prepares its optimizer steps as a whole"
+        logger.info("recompute: auto: no micro-batch can be tried (%s), so all are recomputed", why)
+        return None
+    began, tried = time.perf_counter(), Recompute(model, [])
+    try:
+        with untouched(trainer):
+            trials = trials_beside_state(trainer, "odb.recompute: 'auto'", ", or `recompute: always`")
+            search = Search(trials, training.run.loader, training.run.config, samples)
+            held, share = _held_without(tried, trials, search, training.run.loader.budget)
+    except DataError as error:
+        logger.warning("recompute: auto: %s; all micro-batches are recomputed", one_line(error))
+        return None
+    cost = f"{trials.count} micro-batches tried in {time.perf_counter() - began:.1f} s"
+    if not held:
+        logger.info("recompute: auto: memory does not hold the shortest sample without recomputation; %s", cost)
+        return None
+    tokens, patches = max(held)
+    logger.info(
+        "recompute: auto: micro-batches of up to %s run without gradient checkpointing (peak %.0f%% of the memory that "
+        "trials may use; %s)",
+        describe_cost(tokens, Media(patches)),
+        100 * share,
+        cost,
+    )
+    by_plan = shards_parameters(trainer) or training.encoder is not None
+    return Recompute(model, held, by_plan=by_plan)
+
+
+def _held_without(
+    tried: Recompute, trials: Trials, search: Search, budget: Budget
+) -> tuple[list[tuple[int, int]], float]:
+    """(tokens, patches) of the trials that memory held without recomputation, and the largest share of the limit that
+    one used on any rank. No trial runs that the two before it show to be too large: not every engine can continue after
+    an error."""
+    held: list[tuple[int, int]] = []
+    used: list[tuple[int, float]] = []  # tokens and patches, share of the limit
+    for group in _growing(search, budget):
+        rows, length, patches = budget.shape([sample.cost for sample in group])
+        if len(used) > 1 and _expected(used, rows * length + patches) > RESERVE:
+            break
+        with tried.off():
+            if not trials.count:
+                trials.run(group)  # makes gradients and workspaces
+            measured, peaks = trials.run(group)
+        peak, limit = trials.nearest(peaks)
+        if None in peaks or peak > RESERVE * limit:
+            break
+        tokens = measured.rows * measured.length
+        held.append((tokens, measured.patches))
+        used.append((tokens + measured.patches, peak / limit))
+    return held, max((share for _, share in used), default=0.0)
+
+
+def _growing(search: Search, budget: Budget) -> Iterator[list[Sample]]:
+    """More and more of the shortest sample, until it has as many tokens as the longest; then the heaviest micro-batches
+    of real samples, up to the budgets."""
+    longest, shortest = search.longest_tokens, search.tokens_of(search.shortest)
+    count = 1
+    while count * shortest < longest:
+        yield count * [search.shortest]
+        count *= 2
+    tokens, most = longest, min(budget.token_budget, search.most)
+    while True:
+        patches = budget.max_patches and -(-budget.max_patches * min(tokens, most) // most)
+        yield from search.allowed(budget.within(Limits(min(tokens, most), patches)))
+        if tokens >= most:
+            return
+        tokens = int(GROWTH * tokens) + 1
+
+
+def _expected(used: Sequence[tuple[int, float]], size: int) -> float:
+    """The share of the limit of a trial of this size, along the line through the last two."""
+    (small, before), (large, after) = used[-2:]
+    return after + (size - large) * max(after - before, 0.0) / max(large - small, 1)
