@@ -1,6 +1,6 @@
 """Plan one round of `global_batch_size: fill`: the oldest samples go, as many as fill the budgets of K micro-steps.
 
-1. A pool gives samples of one modality: that of its oldest sample.
+1. A pool gives samples of one modality: that of its oldest sample, unless ranks would idle.
 2. K is the number of micro-steps that every rank (or all ranks together) can fill.
 3. Of each pool the oldest samples are chosen, until they need all its micro-batches.
 4. The chosen samples are cut as those of a kept optimizer step are, into exactly K micro-steps (`keep.cut_into`).
@@ -70,12 +70,15 @@ def plan_buffers(
         num_usable = np.bincount(pool_of[usable], minlength=len(done))
         needed = _needed(table, pool_of, len(done), slots, budget, model)
         required = ~done if join else np.ones_like(done)
-        num_steps = _fillable(needed(usable), num_usable, required, slots, 1 if join else accumulation)
+        multiple = 1 if join else accumulation
+        num_steps = _fillable(needed(usable), num_usable, required, slots, multiple)
         chosen = usable[_oldest(needed, usable, table["row_tokens"], pool_of, num_usable, num_steps * slots)]
         groups = cut_into(num_steps, table, chosen, pool_of[chosen], slots, budget, model)
-        if not join and not num_steps and (count >= accumulation).all():
-            # A rank has too few samples of the modality of its oldest: the oldest of all modalities go, each alone.
-            groups = [list(zip(pools.tolist(), order[oldest[:, None] + k])) for k in range(accumulation)]
+        fewest = slots * multiple
+        if (num_usable[required] < fewest).any() and (count[required] >= fewest).all():
+            # No rank may idle, and the modality of the oldest has too few samples: others go with it, each alone.
+            alone = order[oldest[:, None] + np.arange(fewest)].reshape(len(pools), multiple, slots, 1)
+            groups = [[(n, one) for n, own in zip(pools.tolist(), alone[:, k]) for one in own] for k in range(multiple)]
     if not join:
         gone = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
         left = count - np.bincount(pool_of[gone], minlength=len(done))
