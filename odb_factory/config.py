@@ -24,7 +24,6 @@ CAPS = ("max_image_patches", "max_video_patches", "max_audio_frames")
 """Keys that bound one modality."""
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
-MOST_WORKERS = 1024
 
 LossScaling = Literal["stock", "exact", "approx", "none"]
 LOSS_SCALINGS: tuple[str, ...] = get_args(LossScaling)
@@ -47,9 +46,9 @@ ELSEWHERE = {
 """Names of the package online-dynamic-batching that are no keys here, and what to do (docs/migration.md)."""
 
 
-def _number(default: Any = dataclasses.MISSING, minimum: int = 1, maximum: int = LARGEST) -> Any:
-    """A field that holds a whole number, or a list of them, within [minimum, maximum]."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+def _number(default: Any = dataclasses.MISSING, minimum: int = 1) -> Any:
+    """A field that holds a whole number, or a list of them, of at least `minimum`."""
+    return field(default=default, metadata={"minimum": minimum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,6 @@ class ODBConfig:
     length_buckets: Sequence[int] | None = _number(None)
     row_multiple: int = _number(1)
     buffer_size: int = _number(1024)
-    collate_workers: int | None = _number(None, minimum=0, maximum=MOST_WORKERS)
     loss_scaling: LossScaling = _UNSET  # stock, or exact with fill
     lr_scale: Literal["none", "sqrt", "linear"] = "none"
     join: bool = True
@@ -251,14 +249,13 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 class _Key(NamedTuple):
-    """kind: bool, int, float or Sequence; None where `choices` are all there is. minimum, maximum: of whole numbers."""
+    """kind: bool, int, float or Sequence; None where `choices` are all there is. minimum: of whole numbers."""
 
     kind: type | None
     choices: tuple[str, ...]
     is_optional: bool
     default: Any
     minimum: int = 0
-    maximum: int = LARGEST
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value and how to put it right, without key and value; None where it is right."""
@@ -273,7 +270,7 @@ class _Key(NamedTuple):
             return None if isinstance(value, bool) else f"is not true or false{other}"
         if self.kind is Sequence:
             is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-            if is_list and all(_is_whole(one) and self.minimum <= one <= self.maximum for one in value):
+            if is_list and all(_is_whole(one) and self.minimum <= one <= LARGEST for one in value):
                 return None
             least = f"is not a list of whole numbers of at least {self.minimum}"
             return f"{least}; write one, for example [512, 1024, 2048], or none"
@@ -281,7 +278,7 @@ class _Key(NamedTuple):
             if value < self.minimum:
                 also = ", or leave the key out" if self.is_optional else ""
                 return f"is too small; the least is {self.minimum}{also}"
-            return f"is too large; the most is {self.maximum}" if value > self.maximum else None
+            return f"is too large; the most is {LARGEST}" if value > LARGEST else None
         if self.kind is None or self.choices not in ((), (AUTO,)):
             hint = ""
             if "none" in self.choices and value in (None, "None"):

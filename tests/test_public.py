@@ -68,7 +68,6 @@ def test_keys_of_the_block() -> None:
         "length_buckets",
         "row_multiple",
         "buffer_size",
-        "collate_workers",
         "loss_scaling",
         "lr_scale",
         "join",

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost
-from odb_factory.data.serialize import checksum, pack, unpack
+from odb_factory.data.serialize import pack, unpack
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 
@@ -288,7 +288,7 @@ class ObservedDataset:
 
         try:
             features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
-            sample = Sample(index, cost, _packed(features), checksum(features, cost))
+            sample = Sample(index, cost, _packed(features))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self.where(index, source)}: {error}")
         except MediaCut as error:

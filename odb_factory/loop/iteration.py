@@ -54,7 +54,6 @@ class CommonKeys(TypedDict, total=False):
     length_buckets: Sequence[int] | None
     row_multiple: int
     buffer_size: int
-    collate_workers: int | None
     join: bool
     balance: bool | None
     cost_model: Sequence[int] | None
