@@ -22,7 +22,6 @@ BUDGETS = ("token_budget", "max_patches")
 """Keys that may be `auto`: what the memory of the accelerator allows."""
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
-MOST_WORKERS = 1024
 
 LossScaling = Literal["stock", "exact", "approx", "none"]
 LOSS_SCALINGS: tuple[str, ...] = get_args(LossScaling)
@@ -45,9 +44,9 @@ ELSEWHERE = {
 """Names of the package online-dynamic-batching that are no keys here, and what to do (docs/migration.md)."""
 
 
-def _number(default: Any = dataclasses.MISSING, minimum: int = 1, maximum: int = LARGEST) -> Any:
-    """A field that holds a whole number within [minimum, maximum]."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+def _number(default: Any = dataclasses.MISSING, minimum: int = 1) -> Any:
+    """A field that holds a whole number of at least `minimum`."""
+    return field(default=default, metadata={"minimum": minimum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,6 @@ class ODBConfig:
     pad_to_multiple_of: int | None = _number(None)
     row_multiple: int = _number(1)
     buffer_size: int = _number(1024)
-    collate_workers: int | None = _number(None, minimum=0, maximum=MOST_WORKERS)
     loss_scaling: LossScaling = _UNSET  # stock, or exact with fill
     lr_scale: Literal["none", "sqrt", "linear"] = "none"
     join: bool = True
@@ -203,7 +201,6 @@ class ODBKeys(TypedDict, total=False):
     pad_to_multiple_of: int | None
     row_multiple: int
     buffer_size: int
-    collate_workers: int | None
     loss_scaling: LossScaling
     lr_scale: Literal["none", "sqrt", "linear"]
     join: bool
@@ -245,14 +242,13 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 class _Key(NamedTuple):
-    """kind: bool, int or float; None where `choices` are all there is. minimum, maximum: of whole numbers."""
+    """kind: bool, int or float; None where `choices` are all there is. minimum: of whole numbers."""
 
     kind: type | None
     choices: tuple[str, ...]
     is_optional: bool
     default: Any
     minimum: int = 0
-    maximum: int = LARGEST
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value and how to put it right, without key and value; None where it is right."""
@@ -269,7 +265,7 @@ class _Key(NamedTuple):
             if value < self.minimum:
                 also = ", or leave the key out" if self.is_optional else ""
                 return f"is too small; the least is {self.minimum}{also}"
-            return f"is too large; the most is {self.maximum}" if value > self.maximum else None
+            return f"is too large; the most is {LARGEST}" if value > LARGEST else None
         if self.kind is None or self.choices not in ((), (AUTO,)):
             hint = ""
             if "none" in self.choices and value in (None, "None"):

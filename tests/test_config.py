@@ -28,7 +28,6 @@ DEFAULTS = {
     "pad_to_multiple_of": None,
     "row_multiple": 1,
     "buffer_size": 1024,
-    "collate_workers": None,
     "loss_scaling": "stock",
     "lr_scale": "none",
     "join": True,
@@ -48,7 +47,6 @@ OPTIONAL_NUMBERS = [
     "max_patches",
     "eval_token_budget",
     "pad_to_multiple_of",
-    "collate_workers",
     "seed",
 ]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse"]
@@ -65,7 +63,7 @@ WORDS = {
 }
 SWITCHES = ["join", "audit", "balance", "rehearse"]
 MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")
-MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"collate_workers": 0, "seed": 0}
+MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"seed": 0}
 FILL = {"global_batch_size": "fill"}
 
 yaml_values = st.recursive(
@@ -157,7 +155,6 @@ WRONG = [
     # Values of one key.
     ({"global_batch_size": 0}, "odb.global_batch_size: 0 is too small; the least is 1"),
     ({"seed": 2**64}, f"odb.seed: {2**64} is too large"),
-    ({"collate_workers": 100_000}, "odb.collate_workers: 100000 is too large; the most is 1024"),
     ({"loss_scaling": None}, "odb.loss_scaling: None is not one of * write the word none"),
     ({"lr_scale": "None"}, "odb.lr_scale: 'None' is not one of * write the word none"),
     # Keys that do not exist.
@@ -201,7 +198,6 @@ def test_what_is_not_a_block_of_keys_is_refused(content: Any) -> None:
         ("tokens_budget", "token_budget"),
         ("maxpatches", "max_patches"),
         ("buffersize", "buffer_size"),
-        ("collate_worker", "collate_workers"),
         ("loss-scaling", "loss_scaling"),
         ("Join", "join"),
         ("overlength", "overlong"),
@@ -337,7 +333,7 @@ def test_a_block_may_be_any_mapping_and_is_not_changed() -> None:
 
 
 def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
-    config = ODBConfig.from_block(block(max_patches=7, collate_workers=0, overlong="drop", audit=True, seed=3))
+    config = ODBConfig.from_block(block(max_patches=7, overlong="drop", audit=True, seed=3))
     assert ODBConfig.from_block(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r"^odb\.buffer_size: 0 is too small"):
         ODBConfig(token_budget=1, buffer_size=0)

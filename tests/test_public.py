@@ -62,7 +62,6 @@ def test_keys_of_the_block() -> None:
         "pad_to_multiple_of",
         "row_multiple",
         "buffer_size",
-        "collate_workers",
         "loss_scaling",
         "lr_scale",
         "join",

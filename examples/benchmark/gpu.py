@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
     "llamafactory==0.9.5", "datasets==4.0.0", "dill<0.3.9", "multiprocess<0.70.17", "peft==0.18.1", "trl==0.24.0",
     "tyro<0.9", "docstring-parser", "shtab", "typeguard", "fire", "termcolor", "omegaconf==2.3.0", "torchdata==0.11.0",
-    "antlr4-python3-runtime==4.9.3", "msgpack",
+    "antlr4-python3-runtime==4.9.3",
 )  # fmt: skip
 """Beside an image with torch 2.11, transformers 5.17, accelerate, pyarrow, pandas and matplotlib: 3 MiB."""
 PEAKS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12}

@@ -220,7 +220,6 @@ def odb_factory(workload: Workload, how: Contestant) -> Batches:
         max_patches=workload.max_patches,
         shuffle=True,
         num_workers=how.workers,
-        collate_workers=how.collating,
         collate_fn=Collator(workload.rows),
         layout=how.layout,
         global_batch_size="fill",
@@ -313,13 +312,11 @@ def memory_mib() -> float:
 
 
 def contestants(workers: int) -> list[Contestant]:
-    """Those with as many worker processes as the plain DataLoader, then those with the same `num_workers`."""
-    half = workers // 2
+    """The plain DataLoader, then those with the same `num_workers`, or as many worker processes."""
     lineup = [
         Contestant("plain DataLoader", plain, workers),
-        Contestant("odb_factory", odb_factory, workers - half, half),
-        Contestant("odb_factory", odb_factory, workers - half, half, layout="flat"),
-        Contestant("odb_factory", odb_factory, workers, workers),
+        Contestant("odb_factory", odb_factory, workers),
+        Contestant("odb_factory", odb_factory, workers, layout="flat"),
     ]
     if importlib.util.find_spec("odb") is None:
         print(f"{PUBLISHED} is not installed and left out; it comes with `pip install -e .[bench]`", file=sys.stderr)

@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from odb_factory.data.observe import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_media
-from odb_factory.data.serialize import register_dataclass
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import Media
@@ -46,7 +45,6 @@ LOSSLESS = (None, "PNG")
 _FEATURE = datasets.Image()
 
 
-@register_dataclass
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
     """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path.

@@ -44,7 +44,7 @@ def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
     stream, seed = options.pop("stream", None), options.pop("seed", 7)
     observer, dataset = options.pop("observer", None) or Observer(), options.pop("dataset", None)
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
-    config = {"token_budget": 32, "buffer_size": 8, "collate_workers": 0, "global_batch_size": "fill", "balance": False}
+    config = {"token_budget": 32, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
     workers = options.pop("num_workers", 0)
     return ODBLoader(
         DataLoaderParts(

@@ -128,7 +128,7 @@ def test_ranks_that_lay_out_otherwise_stop() -> None:
     def drive(seat: Any) -> list[Any]:
         loader = ODBLoader(
             DataLoaderParts(dataset=toy_rows(), sampler=EpochOrder(60), collate_fn=collate),
-            ODBConfig(token_budget=100, collate_workers=0),
+            ODBConfig(token_budget=100),
             observer=ToyObserver(),
             layout="flat" if seat.rank == 0 else "padded",
             rule=OptimizerStepRule(),

@@ -175,7 +175,7 @@ def test_what_only_padded_rows_hold(batch: dict[str, Any], named: str, falls_bac
     groups = CollatedDataset(lambda rows: dict(batch), 14, None, Budget(1, layout="flat"), falls_back=falls_back)
     groups.counts_labels = False  # some have none of tokens
     samples = [Sample(70 + k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
-    outcome = groups[(None, samples)]  # type: ignore[index]  # the micro-batch is handed through
+    outcome = groups.outcome((None, samples))  # type: ignore[arg-type]  # the micro-batch is handed through
     assert outcome is not None and not outcome.failed
     message = outcome.problem
     if falls_back:

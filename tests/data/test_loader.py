@@ -135,7 +135,7 @@ def toy_rows(num_rows: int = 60, **fates: str) -> list[Row]:
 def open_loader(rows: list[Row], workers: tuple[int, int] = (0, 0), **options: Any) -> Iterator[ODBLoader]:
     """A loader that is closed at the end; `options` go to the loader, to the rule of its optimizer steps or to the
     config, wherever they belong."""
-    config = {"token_budget": 100, "buffer_size": 16, "collate_workers": workers[1], "global_batch_size": "fill"}
+    config = {"token_budget": 100, "buffer_size": 16, "global_batch_size": "fill"}
     config |= {key: options.pop(key) for key in ODBConfig.__dataclass_fields__ if key in options}
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
     parts = {"sampler": EpochOrder(len(rows)), "collate_fn": pad, "num_workers": workers[0]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from odb_factory.data.observe import (
     measure_batch,
 )
 from odb_factory.data.samples import Measured, Sample, SampleInfo
-from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
+from odb_factory.data.serialize import pack
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost, Media
 
@@ -192,5 +193,5 @@ def test_a_cost_may_be_counted_by_numpy_or_torch(number: Any) -> None:
     )
     features, cost = observer({"input_ids": [1] * 5})
     sample = Sample(0, cost, pack(features))
-    assert sample_from_bytes(sample_to_bytes(sample)) == sample
+    assert pickle.loads(pickle.dumps(sample)) == sample
     assert json.dumps(SampleInfo.of(sample)) == "[0, 5, 3, 0, 0, 0, 0, 0]"

@@ -152,7 +152,7 @@ WAYS = [
     {"world_size": 3, "balance": False},
     {"world_size": 1, "token_budget": 64, "buffer_size": 100},
     {"world_size": 5, "token_budget": 20, "overlong": "singleton"},
-    {"world_size": 1, "num_workers": 2, "collate_workers": 1},
+    {"world_size": 1, "num_workers": 2},
 ]
 
 

@@ -175,7 +175,7 @@ def toy_loader(
     if "stock_mean" in rule:  # JSON knows its name only
         rule["stock_mean"] = StockMean(rule["stock_mean"])
     config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
-    config_of = ODBConfig(**config | {"collate_workers": workers[1]} | options)
+    config_of = ODBConfig(**config | options)
     loader = ODBLoader(
         DataLoaderParts(
             dataset=[(k, 2 + k * 7 % 39) for k in range(num_rows)],

@@ -75,9 +75,7 @@ def toy(
             num_workers=workers[0],
             multiprocessing_context=start_method,
         ),
-        ODBConfig(
-            token_budget=10**6, buffer_size=1, collate_workers=workers[1], global_batch_size="fill", balance=False
-        ),
+        ODBConfig(token_budget=10**6, buffer_size=1, global_batch_size="fill", balance=False),
         observer=observer or Observer(),
         rule=OptimizerStepRule(),
     )
