@@ -98,20 +98,18 @@ def test_an_interval_restarts_and_the_run_continues() -> None:
     assert accounting.metrics()["odb/micro_batches"] == round(5 / 3, 2)
 
 
-def test_a_state_continues_figures_and_audit(tmp_path: Path) -> None:
+def test_a_resume_continues_the_audit(tmp_path: Path) -> None:
     rows = random_rows(random.Random(1), 8)
     steps = [optimizer_step(rows, [[[0, 1, 2], [3, 4, 5, 6, 7]]], index=index)[0] for index in range(4)]
     whole, before, after = (_accounting(folder=tmp_path / name) for name in ("whole", "parts", "parts"))
     _run(whole, [*chain.from_iterable(steps)])
     _run(before, [*chain.from_iterable(steps[:3])])
     before.close()
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    after.resume_at(before.optimizer_steps)
     _run(after, steps[3])
     for accounting in (whole, after):
         accounting.close()
-    timed = ("seconds", "data_wait_s")
-    assert all(after.summary()[key] == value for key, value in whole.summary().items() if key not in timed)
-    assert after.since_resume("samples") == 8
+    assert after.optimizer_steps == whole.optimizer_steps and after.total.samples == 8
     assert read_audit(tmp_path / "parts") == read_audit(tmp_path / "whole")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from distributed.launch import Run
 from distributed.test_engines import deepspeed_config
-from distributed.test_resume_runs import ENV, checkpoint_of, configuration, to_the_end, unbroken
+from distributed.test_resume_runs import ENV, checkpoint_of, configuration, remove_cut_off, to_the_end, unbroken
 from support import read_jsonl
 
 TOLERANCE = 2e-6
@@ -45,6 +45,7 @@ def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bo
             for said in ended.ranks:
                 assert "all ranks save optimizer step" in said, str(ended)
         assert not run.left_behind()
+    remove_cut_off(out)
     run.folder.rename(run.folder.with_name("first_logs"))
 
 

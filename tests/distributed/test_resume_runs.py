@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signal
             except ProcessLookupError:
                 pass
         run.end(60)
+    remove_cut_off(out)
     # The logs of a second run stand beside those of the first.
     run.folder.rename(run.folder.with_name("first_logs"))
     audits = []
@@ -73,6 +75,13 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signal
         whole, _, _ = (out / f"odb_audit_rank{rank}.jsonl").read_text().rpartition("\n")
         audits.append([without_clock(json.loads(line)) for line in whole.splitlines()])
     return checkpoint_of(out), audits
+
+
+def remove_cut_off(out: Path) -> None:
+    """Remove a checkpoint that a kill has cut off, as a person does: resumed, it would be refused in one line."""
+    for folder in out.glob("checkpoint-*"):
+        if not (folder / "trainer_state.json").exists():
+            shutil.rmtree(folder)
 
 
 def checkpoint_of(out: Path) -> int:
