@@ -37,9 +37,12 @@ def log_first_step(
     ranks = "one rank" if loader.world_size == 1 else f"each of {loader.world_size} ranks"
     source = "without odb" if in_loop else "in stock training"
     as_stock = f", as {source}" if config.global_batch_size == "keep" else ""
+    samples = f"as many samples as fill its micro-batches (the first: {first.samples})"
+    if size is not None:
+        samples = f"{min(size, loader.num_samples or size)} samples"
     logger.info(
         "one optimizer step: %s%s; the first is cut into %s on %s, of at most %d tokens%s each (%.0f %% full)",
-        f"as many samples as fill its micro-batches (first: {first.samples})" if size is None else f"{size} samples",
+        samples,
         as_stock,
         "1 micro-batch" if first.num_micro_batches == 1 else f"{first.num_micro_batches} micro-batches",
         ranks,

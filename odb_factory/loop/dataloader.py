@@ -34,7 +34,7 @@ from odb_factory.data.order import (
     unwrap,
 )
 from odb_factory.data.pool import why_not_observed
-from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of
+from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of, world_size_of
 from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, one_line
@@ -336,7 +336,7 @@ class ODBDataLoader(DataLoader[T_co]):
             )
         check_source(source.dataset, source.sampler)
         online = cls.__new__(cls)
-        vars(online).update(vars(source))
+        vars(online).update(vars(source))  # the attributes of a DataLoader: dataset, num_workers, ...
         online._set_up(source, stock_mean=stock_mean, **options)
         online._is_prepared = source is not dataloader
         online._moves_batches = getattr(dataloader, "device", None) is not None  # of accelerate's
@@ -356,10 +356,7 @@ class ODBDataLoader(DataLoader[T_co]):
         config: ODBConfig | None = None,
         **keys: Unpack[ODBKeys],
     ) -> None:
-        """source: whose parts are read. Its `ODBLoader` is made when it is first needed, for the ranks there are then.
-
-        is_checked: `unpad` has found that the loop's model takes flat rows.
-        """
+        """source: the DataLoader whose parts are read."""
         self.config = resolved = loop_config(config, keys)
         check_process_group(process_group)
         check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
@@ -397,10 +394,12 @@ class ODBDataLoader(DataLoader[T_co]):
         )
         ring_of(process_group, resolved.exchange_timeout_s)  # a rank that dies from here on ends the others
         self.collate_fn = refuse_fixed_batches
+        self.is_checked = False
+        """`unpad` has found that the loop's model takes flat rows."""
         self._pins_memory, self._audit_dir, self._process_group = parts.pin_memory, audit_dir, process_group
         self._loader: ODBLoader | None = None
         self._accounting: StepAccounting
-        self._is_prepared = self._moves_batches = self.is_checkpointed = self.is_checked = False
+        self._is_prepared = self._moves_batches = self.is_checkpointed = False
         self._is_closed = self._has_begun = self._has_logged = self._has_warned = False
         self._epoch = 0
         self._current: Pass | None = None
@@ -456,6 +455,12 @@ class ODBDataLoader(DataLoader[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
         loader = self.loader
+        ranks = world_size_of(find_process_group(self._process_group, is_prepared=self._is_prepared))
+        if loader.world_size != ranks:
+            raise ConfigError(
+                f"this loader has begun with {loader.world_size} ranks, there are {ranks} now; make another one after "
+                "torch.distributed has been initialised."
+            )
         _check_accumulation(is_prepared=self._is_prepared)
         if self._has_begun:
             self.set_epoch(loader.epoch + 1)
@@ -472,27 +477,19 @@ class ODBDataLoader(DataLoader[T_co]):
         end_row()
         try:
             for micro_batch, measured, collated in iter(partial(accounting.next, items), None):
-                accounting.begin(micro_batch, measured)
+                computing = accounting.begin(micro_batch, measured)
                 if not self._has_logged:
                     self._has_logged = True
                     log_first_step(loader, self.config, micro_batch.step, in_loop=True)
                 if self._moves_batches:  # as accelerate does
                     collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pins_memory)
-                info = ODBStepInfo.of(
-                    micro_batch,
-                    measured,
-                    loss_scaling=self.config.loss_scaling,
-                    world_size=loader.world_size,
-                    num_samples=loader.num_samples,
-                    optimizer_step=accounting.optimizer_steps + 1,
-                    taken=taken,
-                )
+                info = ODBStepInfo.of(computing, accounting, taken)
                 first = first or weakref.ref(info)
                 batch = put_step_info(collated, info)
                 boundary.set(is_last=micro_batch.ends_optimizer_step)
                 accounting.end()
                 self._current = current
-                del info, collated  # the batch alone holds the info
+                del info, collated, computing  # the batch alone holds the info
                 yield batch
                 del batch
                 if not (self._has_warned or taken.count or first()):

@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from odb_factory.accounting.losses import TokenLoss, in_float32, token_weights, weighted_token_loss
+from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.observe import count_supervised
-from odb_factory.data.samples import Measured, MicroBatch
+from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import DataError
 from odb_factory.model.flat_row import FlatRow, begin_row, row_in_progress
 
@@ -82,24 +84,15 @@ class ODBStepInfo:
     taken: Taken = field(default_factory=Taken, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls,
-        micro_batch: MicroBatch,
-        measured: Measured,
-        *,
-        loss_scaling: str,
-        world_size: int,
-        num_samples: int | None,
-        optimizer_step: int,
-        taken: Taken,
-    ) -> ODBStepInfo:
-        """measured: its tensors. num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""
-        step, progress = micro_batch.step, None
-        if num_samples is not None:
-            progress = 1.0 if step.last else min(step.done / max(num_samples, 1), 1.0)
+    def of(cls, computing: Computing, accounting: StepAccounting, taken: Taken) -> ODBStepInfo:
+        """computing: the micro-batch that `accounting` has begun."""
+        micro_batch, measured, loader = computing.micro_batch, computing.measured, accounting.loader
+        step, progress, scaling = micro_batch.step, None, accounting.config.loss_scaling
+        if loader.num_samples is not None:
+            progress = 1.0 if step.last else min(step.done / max(loader.num_samples, 1), 1.0)
         return cls(
-            loss_scaling=loss_scaling,
-            token_weight=_weight_of(micro_batch, loss_scaling, world_size),
+            loss_scaling=scaling,
+            token_weight=_weight_of(micro_batch, scaling, loader.world_size),
             is_idle=micro_batch.idle,
             ids=micro_batch.ids,
             segments=measured.segments,
@@ -107,7 +100,7 @@ class ODBStepInfo:
             tokens=micro_batch.tokens,
             units=micro_batch.num_units,
             samples_all_ranks=micro_batch.totals.samples,
-            optimizer_step=optimizer_step,
+            optimizer_step=accounting.optimizer_steps + 1,
             optimizer_step_samples=step.samples,
             micro_batch=micro_batch.index,
             micro_batches=step.num_micro_batches,
@@ -116,7 +109,7 @@ class ODBStepInfo:
             progress=progress,
             planned=micro_batch,
             num_supervised=measured.num_supervised,
-            world_size=world_size,
+            world_size=loader.world_size,
             taken=taken,
         )
 
