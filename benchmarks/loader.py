@@ -1,0 +1,345 @@
+"""The loader alone beside a plain torch DataLoader with the same number of workers.
+
+    python benchmarks/loader.py                              # about ten minutes on two idle cores
+    python benchmarks/loader.py --parts text pictures --workers 4
+    python benchmarks/loader.py --short                      # checks that everything runs
+
+Every figure comes from a process of its own, in turn with the others of its round; the table has medians of the rounds,
+and ratios are medians of the ratios within a round. Text: rows as lists of token ids. Pictures: image files that
+Qwen-VL's image processor decodes. Light rows: two tokens, so that the loader's own work is all there is.
+
+samples/s     of an epoch, for a consumer that takes no time
+CPU           milliseconds a sample, of the training process without its workers
+first batch   seconds from the making of the loader
+resume        seconds from the making of a loader to its first batch, with the state after 90 % of the epoch
+growth        memory of all processes (MiB, proportional set size) at the end minus that after a tenth of the epochs
+processes     of the loader, beside the training process
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from shared import show
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from odb_factory import ODBDataLoader, pop_step_info
+
+BATCH_SIZE, ACCUMULATION = 8, 8
+"""Rows of a plain batch, and batches of an optimizer step."""
+VOCABULARY = IMAGE_TOKEN = 32_000
+PATCH_SIZE, MERGE_SIZE = 16, 2
+"""Pixels of a patch's edge, patches of an image token's edge."""
+FILLERS = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+CONTESTANTS = ("plain", "keep", "fill")
+Item = dict[str, Any]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rows and their collator.
+
+
+class Text(Dataset):
+    """Rows as a tokenizer gives them: lognormal lengths, the first third not supervised."""
+
+    def __init__(self, num_rows: int, median: float = 200, longest: int = 2048):
+        rng = np.random.default_rng(0)
+        lengths = np.clip(rng.lognormal(np.log(median), 0.9, num_rows), 8, longest).astype(int)
+        self.ends = np.cumsum(lengths)
+        self.ids = rng.integers(0, VOCABULARY, self.ends[-1], dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> Item:
+        return self.row(index)
+
+    def row(self, index: int, image_tokens: int = 0) -> Item:
+        start = self.ends[index - 1] if index else 0
+        ids = [IMAGE_TOKEN] * image_tokens + self.ids[start : self.ends[index]].tolist()
+        prompt = image_tokens + (len(ids) - image_tokens) // 3
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100] * prompt + ids[prompt:]}
+
+
+class Pictures(Text):
+    """A picture and some text. The picture is its path: its pixels are made by the collator."""
+
+    def __init__(self, num_rows: int, folder: Path, num_files: int = 64):
+        super().__init__(num_rows, median=50, longest=512)
+        rng, self.files = (
+            np.random.default_rng(1),
+            [folder / f"{k}.{'jpg' if k % 2 else 'png'}" for k in range(num_files)],
+        )
+        for path in self.files:
+            size = tuple(int(edge) for edge in rng.integers(128, 448, 2))
+            Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize(size).save(path)
+        self.processor = image_processor()
+
+    def __getitem__(self, index: int) -> Item:
+        path = self.files[index % len(self.files)]
+        with Image.open(path) as picture:  # reads the header, no pixel
+            width, height = picture.size
+        patches = self.processor.get_number_of_image_patches(height, width, {})
+        return self.row(index, patches // MERGE_SIZE**2) | {"image": str(path), "odb_n_patches": patches}
+
+
+class LightRows(Dataset):
+    """Two tokens a row."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Item:
+        ids = [index % VOCABULARY, 1]
+        return {"input_ids": ids, "attention_mask": [1, 1], "labels": ids}
+
+
+def image_processor() -> Any:
+    from transformers import Qwen2VLImageProcessor
+
+    sizes = {"shortest_edge": 64 * 64, "longest_edge": 384 * 384}
+    return Qwen2VLImageProcessor(patch_size=PATCH_SIZE, merge_size=MERGE_SIZE, size=sizes)
+
+
+class Collator:
+    """Pads; makes the pixels of pictures."""
+
+    def __init__(self, rows: Dataset):
+        self.processor = getattr(rows, "processor", None)
+
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> Item:
+        batch = {
+            key: pad_sequence([torch.as_tensor(item[key]) for item in items], batch_first=True, padding_value=filler)
+            for key, filler in FILLERS.items()
+        }
+        if self.processor is not None:
+            pictures = [Image.open(item["image"]).convert("RGB") for item in items]
+            made = self.processor(images=pictures, return_tensors="pt")
+            batch |= {key: made[key] for key in ("pixel_values", "image_grid_thw")}
+        return batch
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is measured, each in a process of its own.
+
+
+@dataclass(frozen=True)
+class Work:
+    """rows: the dataset. name: of the loader. step_samples: of an optimizer step."""
+
+    rows: Any
+    name: str
+    workers: int
+    token_budget: int
+    layout: str = "padded"
+    step_samples: int = BATCH_SIZE * ACCUMULATION
+
+    def loader(self) -> Any:
+        common = {"num_workers": self.workers, "collate_fn": Collator(self.rows), "shuffle": True}
+        if self.name == "plain":
+            return DataLoader(self.rows, batch_size=BATCH_SIZE, **common)
+        global_batch_size = "fill" if self.name == "fill" else self.step_samples
+        options = {"layout": self.layout, "global_batch_size": global_batch_size}
+        return ODBDataLoader(self.rows, token_budget=self.token_budget, **options, **common)
+
+
+class Batches:
+    """The batches of one epoch after the other, and the number of samples in each."""
+
+    def __init__(self, work: Work):
+        self.loader = work.loader()
+
+    def epoch(self) -> Iterator[int]:
+        for batch in self.loader:
+            is_online = isinstance(self.loader, ODBDataLoader)
+            yield pop_step_info(batch).samples if is_online else len(batch["input_ids"])
+
+    def close(self) -> None:
+        if isinstance(self.loader, ODBDataLoader):
+            self.loader.close()
+
+
+def epoch(work: Work) -> dict[str, float]:
+    cpu, started, first, samples = cpu_s(), time.perf_counter(), 0.0, 0
+    with closing(Batches(work)) as batches:
+        for number in batches.epoch():
+            first = first or time.perf_counter() - started
+            samples += number
+            if samples == number:
+                processes = len(psutil.Process().children(recursive=True))
+        seconds = time.perf_counter() - started
+    if samples != len(work.rows):
+        raise RuntimeError(f"{work.name} gave {samples} samples of {len(work.rows)}")
+    spent = 1e3 * (cpu_s() - cpu) / samples
+    return {"samples_per_s": samples / seconds, "cpu_ms": spent, "first_batch_s": first, "processes": processes}
+
+
+def cpu_s() -> float:
+    """Of this process, without its workers."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def start(work: Work) -> dict[str, float]:
+    started = time.perf_counter()
+    with closing(Batches(work)) as batches:
+        next(batches.epoch())
+        return {"first_batch_s": time.perf_counter() - started}
+
+
+def resume(work: Work) -> dict[str, float]:
+    """The state after 90 % of the epoch comes from a loader that has yielded it."""
+    samples = 0
+    with closing(Batches(work)) as batches:
+        for number in batches.epoch():
+            samples += number
+            if samples >= 0.9 * len(work.rows):
+                break
+        state = batches.loader.state_dict()
+    started = time.perf_counter()
+    with closing(Batches(work)) as batches:
+        batches.loader.load_state_dict(state)
+        next(batches.epoch())
+        return {"resume_s": time.perf_counter() - started}
+
+
+def growth(work: Work, num_epochs: int) -> dict[str, float]:
+    micro_batches, before = 0, 0.0
+    with closing(Batches(work)) as batches:
+        for number in range(num_epochs):
+            micro_batches += sum(1 for _ in batches.epoch())
+            if number == max(num_epochs // 10 - 1, 0):
+                before = memory_mib()
+        return {"growth_mib": memory_mib() - before, "micro_batches": micro_batches}
+
+
+def memory_mib() -> float:
+    """Of this process and its workers: private pages, shared ones by their share."""
+    me, total = psutil.Process(), 0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            total += process.memory_full_info().pss
+        except psutil.Error:  # ended in the meantime
+            continue
+    return total / 2**20
+
+
+def alone(function: Any, *arguments: Any) -> dict[str, float]:
+    """In a process of its own, forked: it shares the rows."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def rounds(
+    function: Any, work: Work, names: Sequence[str], repeats: int, *more: Any
+) -> dict[str, list[dict[str, float]]]:
+    """The figures of each contestant, one entry a round."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for number in range(repeats):
+        for name in names:
+            runs[name].append(alone(function, replace(work, name=name), *more))
+            print(f"{function.__name__}, round {number + 1}, {name}: {runs[name][-1]}", file=sys.stderr, flush=True)
+    return runs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "samples_per_s": ("samples/s", "{:,.0f}"),
+    "cpu_ms": ("CPU of the training process, ms", "{:.3f}"),
+    "first_batch_s": ("first batch, s", "{:.2f}"),
+    "resume_s": ("resume at 90 %, s", "{:.2f}"),
+    "growth_mib": ("growth, MiB", "{:.1f}"),
+    "processes": ("processes", "{:.0f}"),
+}
+
+
+def rows_of_table(part: str, runs: dict[str, list[dict[str, float]]]) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Cells and figures: a row for each measure."""
+    cells, figures = [], []
+    for key, (label, form) in COLUMNS.items():
+        if key not in next(iter(runs["keep"])):
+            continue
+        row: dict[str, Any] = {"part": part, "measure": key}
+        for name, mine in runs.items():
+            row[name] = statistics.median(one[key] for one in mine)
+        if "plain" in runs and key != "growth_mib":
+            for name in ("keep", "fill"):
+                ratios = [own[key] / max(plain[key], 1e-9) for own, plain in zip(runs[name], runs["plain"])]
+                row[f"{name} / plain"] = statistics.median(ratios)
+        shown = [form.format(row[name]) if name in row else "-" for name in CONTESTANTS]
+        shown += [f"{row[name]:.2f}" if name in row else "-" for name in ("keep / plain", "fill / plain")]
+        cells.append([f"{part}: {label}", *shown])
+        figures.append(row)
+    return cells, figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("text", "pictures", "start", "resume", "memory")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--workers", type=int, default=2, help="num_workers of every loader (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--layout", choices=("padded", "flat"), default="padded")
+    parser.add_argument("--text-rows", type=int, default=12_000)
+    parser.add_argument("--picture-rows", type=int, default=1_500)
+    parser.add_argument("--light-rows", type=int, default=1_000_000, help="of start and resume (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=20, help="of memory, each of 300 optimizer steps (%(default)s)")
+    parser.add_argument("--short", action="store_true", help="one round of few rows: checks that everything runs")
+    parser.add_argument("--json", type=Path, help="write one line of JSON for each row of the table")
+    arguments = parser.parse_args()
+    if arguments.short:
+        few = {"repeats": 1, "text_rows": 400, "picture_rows": 60, "light_rows": 4_000, "epochs": 2}
+        vars(arguments).update(few)
+    torch.set_num_threads(1)
+    cells, figures = [], []
+
+    def measure(part: str, function: Any, work: Work, names: Sequence[str], repeats: int, *more: Any) -> None:
+        shown, found = rows_of_table(part, rounds(function, work, names, repeats, *more))
+        cells.extend(shown)
+        figures.extend(found)
+
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"name": "", "workers": arguments.workers, "layout": arguments.layout}
+        if "text" in arguments.parts:
+            text = Work(Text(arguments.text_rows), token_budget=BATCH_SIZE * 1024, **common)
+            measure("text", epoch, text, CONTESTANTS, arguments.repeats)
+        if "pictures" in arguments.parts:
+            pictures = Work(Pictures(arguments.picture_rows, Path(folder)), token_budget=BATCH_SIZE * 256, **common)
+            measure("pictures", epoch, pictures, CONTESTANTS, arguments.repeats)
+        light = Work(LightRows(arguments.light_rows), token_budget=8192, **common)
+        size = f"{arguments.light_rows:,} light rows"
+        if "start" in arguments.parts:
+            measure(size, start, light, CONTESTANTS, arguments.repeats)
+        if "resume" in arguments.parts:
+            measure(
+                size, resume, replace(light, step_samples=max(64, arguments.light_rows // 250)), ("keep", "fill"), 1
+            )
+        if "memory" in arguments.parts:
+            few = Work(LightRows(300 * 16), token_budget=32, step_samples=16, **common)
+            measure(f"{arguments.epochs} epochs", growth, few, ("plain", "keep", "fill"), 1, arguments.epochs)
+    heads = [f"{arguments.workers} workers", *CONTESTANTS, "keep / plain", "fill / plain"]
+    show(heads, cells, arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,641 @@
+"""How methods cut the samples of an epoch into micro-batches: quality of the cut, padding, optimizer steps kept, time.
+
+    python benchmarks/methods.py                                   # 8 ranks, 256 samples an optimizer step, MM-Mix
+    python benchmarks/methods.py --profile ultrachat --methods standard hfg odb --ranks 1 --batch-size 64
+    python benchmarks/methods.py --lengths lengths.txt             # one number of tokens a line
+    python benchmarks/methods.py --train --ranks 1 --batch-size 32 --token-budget 4096 --scale 6
+
+All methods get the same samples, in the same random order. Packages that are not installed are skipped with a line.
+`standard`, `sorted`, `hfg`, `gmt` and `bmt` are the baselines of "Online Dynamic Batching with Formal Guarantees for
+LLM Training" (arXiv 2606.19989); sorted, gmt and bmt are written here from their description. Methods of fixed rows run
+with every number of `--rows`, and the table has the best of them.
+
+efficiency   real tokens / (ranks x sum over micro-steps of (largest padded tokens of any rank + 500)): the share of the
+             time spent on real tokens, if time is linear in tokens and a micro-step costs 500 tokens more
+padding      share of the computed tokens that is padding
+balance      mean load of the ranks by that of the busiest
+micro-steps  of an optimizer step
+N            samples of an optimizer step, mean
+stock's      share of the optimizer steps that have exactly the samples of stock's
+peak         largest micro-batch, padded tokens
+ms           CPU time to cut one optimizer step (whole loaders: -)
+--train      also trains a tiny random Qwen2 on one rank: seconds of the epoch, and the loss of held-out samples
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import multiprocessing
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from shared import PROFILES, draw_lengths, show
+from torch.nn.utils.rnn import pad_sequence
+
+from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info, unpad
+
+FIXED_COST = 500
+"""Of a micro-step (tokens)."""
+MULTIPLE = 8
+"""LLaMA-Factory's collator pads rows to a multiple of this; gmt and bmt count with it."""
+MEGA_BUCKET = 4096
+"""Samples that bmt sorts together."""
+PREPROCESSED_TOGETHER = 1000
+"""Samples that LLaMA-Factory (`preprocessing_batch_size`) and TRL (`datasets.map`) pack together."""
+REBALANCE_STEPS = 4
+"""batch_rebalance computes the batches of all ranks on every rank, which is slow."""
+DYNABATCH_SAMPLES = 8192
+"""dynabatch asks a model for the size of each batch."""
+
+MicroStep = list[Sequence[int]]
+"""The samples of each rank."""
+Cut = list[list[MicroStep]]
+"""The micro-steps of each optimizer step."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """lengths (tokens [n]): in the order of stock's training. batch_size: samples of an optimizer step, all ranks.
+
+    token_budget: of a micro-batch. rows: of a fixed one. buffer_size: samples that online loaders group at once.
+    """
+
+    lengths: np.ndarray
+    ranks: int
+    batch_size: int
+    token_budget: int
+    rows: int
+    buffer_size: int
+    seed: int
+
+    def steps(self) -> Iterator[np.ndarray]:
+        """The samples of stock's optimizer steps."""
+        for start in range(0, len(self.lengths) - self.batch_size + 1, self.batch_size):
+            yield np.arange(start, start + self.batch_size)
+
+
+class Skipped(Exception):
+    """Why a method was not run."""
+
+
+def deal(batches: Sequence[Sequence[int]], ranks: int, micro_steps: int) -> Cut:
+    """Batches as accelerate deals them: one after the other to the ranks, `micro_steps` an optimizer step."""
+    steps = [list(batches[k : k + ranks]) for k in range(0, len(batches) - ranks + 1, ranks)]
+    return [steps[k : k + micro_steps] for k in range(0, len(steps) - micro_steps + 1, micro_steps)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fixed rows: an optimizer step has the global batch.
+
+
+def in_rows(work: Work, order: Sequence[int] | np.ndarray) -> Cut:
+    micro_steps, rest = divmod(work.batch_size, work.rows * work.ranks)
+    if rest:
+        raise Skipped(f"{work.batch_size} samples are not a multiple of {work.rows} rows on {work.ranks} ranks")
+    whole = len(order) // work.rows * work.rows
+    return deal(np.asarray(order)[:whole].reshape(-1, work.rows).tolist(), work.ranks, micro_steps)
+
+
+def standard(work: Work) -> Cut:
+    return in_rows(work, np.arange(len(work.lengths)))
+
+
+def sorted_(work: Work) -> Cut:
+    """From the shortest samples to the longest."""
+    return in_rows(work, np.argsort(work.lengths, kind="stable"))
+
+
+def hfg(work: Work) -> Cut:
+    """`group_by_length`, by the sampler of transformers."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    generator = torch.Generator().manual_seed(work.seed)
+    grouped = work.batch_size // work.ranks
+    return in_rows(work, list(LengthGroupedSampler(grouped, lengths=work.lengths.tolist(), generator=generator)))
+
+
+def batch_rebalance(work: Work) -> Cut:
+    """`train_sampling_strategy: batch_rebalance`, by the sampler of transformers."""
+    import transformers
+    from transformers import trainer_pt_utils
+
+    if not hasattr(trainer_pt_utils, "BatchRebalanceSampler"):
+        raise Skipped(f"transformers {transformers.__version__} has no BatchRebalanceSampler (5.23 and newer have it)")
+    micro_steps, rest = divmod(work.batch_size, work.rows * work.ranks)
+    if rest:
+        raise Skipped(f"{work.batch_size} samples are not a multiple of {work.rows} rows on {work.ranks} ranks")
+    lengths = work.lengths[: REBALANCE_STEPS * work.batch_size].tolist()
+    options = {"effective_batch_size": work.batch_size, "dp_size": work.ranks, "grad_accum": micro_steps}
+    ranks = [
+        list(trainer_pt_utils.BatchRebalanceSampler(lengths, **options, shuffle=False, rank=rank))
+        for rank in range(work.ranks)
+    ]
+    steps = [list(batches) for batches in zip(*ranks)]
+    return [steps[k : k + micro_steps] for k in range(0, len(steps), micro_steps)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sorted samples cut by a token budget: a batch of each rank is an optimizer step.
+
+
+def within_budget(order: np.ndarray, work: Work) -> list[list[int]]:
+    """Cut where the padded batch would exceed the budget."""
+    batches: list[list[int]] = []
+    longest = 0
+    for index in order.tolist():
+        longest = max(longest, -(-int(work.lengths[index]) // MULTIPLE) * MULTIPLE)
+        if not batches or longest * (len(batches[-1]) + 1) > work.token_budget:
+            batches.append([])
+            longest = -(-int(work.lengths[index]) // MULTIPLE) * MULTIPLE
+        batches[-1].append(index)
+    return batches
+
+
+def shuffled(batches: list[Any], work: Work) -> Cut:
+    order = np.random.default_rng(work.seed).permutation(len(batches)).tolist()
+    return deal([batches[k] for k in order], work.ranks, 1)
+
+
+def gmt(work: Work) -> Cut:
+    """All samples sorted, cut by the budget, batches shuffled (fairseq's `batch_by_size`)."""
+    return shuffled(within_budget(np.argsort(work.lengths, kind="stable"), work), work)
+
+
+def bmt(work: Work) -> Cut:
+    """The same in buckets of `MEGA_BUCKET` samples."""
+    batches: list[list[int]] = []
+    for start in range(0, len(work.lengths), MEGA_BUCKET):
+        order = np.argsort(work.lengths[start : start + MEGA_BUCKET], kind="stable")
+        batches += within_budget(start + order, work)
+    return shuffled(batches, work)
+
+
+def dynabatch(work: Work) -> Cut:
+    """All samples sorted, as many rows as a model of memory allows, batches shuffled."""
+    DynaBatchSampler = installed("dynabatch.sampler").DynaBatchSampler
+    tokens = work.lengths[:DYNABATCH_SAMPLES]
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        sampler = DynaBatchSampler(
+            token_lengths=tokens.tolist(),
+            word_lengths=(tokens * 0.75).astype(int).tolist(),
+            char_lengths=(tokens * 4.5).astype(int).tolist(),
+            min_batch_size=max(1, work.token_budget // int(tokens.max())),
+            threshold=0.9,
+            shuffle=True,
+        )
+    return deal(list(sampler), work.ranks, 1)
+
+
+def lhotse(work: Work) -> Cut:
+    """`DynamicBucketingSampler` with a `TokenConstraint`, 30 buckets, of text examples."""
+    sampling, text = installed("lhotse.dataset.sampling"), installed("lhotse.cut.text")
+    TokenConstraint = installed("lhotse.dataset.sampling.base").TokenConstraint
+    nothing = np.zeros(int(work.lengths.max()), np.int8)  # examples share their tokens: only their number counts
+    examples = [text.TextExample(str(k), nothing[:length]) for k, length in enumerate(work.lengths.tolist())]
+    ranks = []
+    for rank in range(work.ranks):
+        sampler = sampling.DynamicBucketingSampler(
+            examples,
+            constraint=TokenConstraint(max_tokens=work.token_budget),
+            num_buckets=30,
+            buffer_size=min(20_000, len(examples)),
+            shuffle=False,
+            drop_last=False,
+            world_size=work.ranks,
+            rank=rank,
+            seed=work.seed,
+        )
+        ranks.append([[int(example.text) for example in batch] for batch in sampler])
+    return [[list(batches)] for batches in zip(*ranks)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packing: a pack of each rank is an optimizer step.
+
+
+def neat_packing(work: Work) -> Cut:
+    """LLaMA-Factory's `packing` and `neat_packing`, whose packs are padded to `cutoff_len` + 1, here the budget."""
+    greedy_knapsack = installed("llamafactory.data.processor.processor_utils").greedy_knapsack
+    packs = []
+    for start in range(0, len(work.lengths), PREPROCESSED_TOGETHER):
+        lengths = work.lengths[start : start + PREPROCESSED_TOGETHER].tolist()
+        places: dict[int, list[int]] = {}
+        for place, length in enumerate(lengths):
+            places.setdefault(length, []).append(start + place)
+        for pack in greedy_knapsack(list(lengths), work.token_budget - 1):
+            packs.append([places[length].pop() for length in pack])
+    return shuffled(packs, work)
+
+
+def bfd(work: Work) -> Cut:
+    """TRL's `packing_strategy: bfd`, padding-free."""
+    pack_dataset = installed("trl").pack_dataset
+    import datasets
+    import pyarrow
+
+    datasets.disable_progress_bar()
+    numbers = np.repeat(np.arange(len(work.lengths), dtype=np.int32), work.lengths)  # each token has its row's
+    ids = pyarrow.ListArray.from_arrays(np.concatenate([[0], work.lengths.cumsum()]), numbers)
+    packed = pack_dataset(datasets.Dataset(pyarrow.table({"input_ids": ids})), work.token_budget, "bfd")
+    return shuffled([np.unique(pack).tolist() for pack in packed.with_format("numpy")["input_ids"]], work)
+
+
+def installed(name: str) -> Any:
+    """The module. Raises `Skipped` if it is not installed, or cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Skipped(f"{name} cannot be imported ({error})") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# odb, kept optimizer steps: the planner that the loader calls.
+
+
+def odb(work: Work, layout: str = "flat", balance: bool = True) -> Cut:
+    cut = []
+    for samples in work.steps():
+        options = {} if balance else {"owners": np.arange(len(samples)) % work.ranks}
+        plan = plan_micro_batches(
+            work.lengths[samples],
+            token_budget=work.token_budget,
+            ranks=work.ranks,
+            layout=layout,
+            overlong="singleton",
+            **options,
+        )
+        cut.append([[samples[batch].tolist() for batch in batches] for batches in zip(*plan.micro_batches)])
+    return cut
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole loaders, a process a rank and gloo between them: a batch of each rank is an optimizer step.
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of these lengths. Every token of a row is the number of the row."""
+
+    def __init__(self, lengths: np.ndarray, numbers: np.ndarray | None = None):
+        self.lengths, self.numbers = lengths, np.arange(len(lengths)) if numbers is None else numbers
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = [int(self.numbers[index])] * int(self.lengths[index])
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
+
+
+def collate(items: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    fillers = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        key: pad_sequence([torch.as_tensor(item[key]) for item in items], batch_first=True, padding_value=filler)
+        for key, filler in fillers.items()
+    }
+
+
+def odb_fill(work: Work, rank: int, layout: str = "flat") -> Iterator[list[int]]:
+    options = {"layout": layout, "global_batch_size": "fill", "buffer_size": work.buffer_size, "loss_scaling": "exact"}
+    with ODBDataLoader(
+        Rows(work.lengths), token_budget=work.token_budget, collate_fn=collate, num_workers=1, **options
+    ) as loader:
+        for batch in loader:
+            yield list(pop_step_info(batch).ids)
+
+
+def online_dynamic_batching(work: Work, rank: int, no_warmup: bool = False) -> Iterator[list[int]]:
+    """no_warmup: its windows do not grow slowly."""
+    package = installed("odb")
+    numbers = np.arange(rank, len(work.lengths), work.ranks)
+    for batch in package.ODBDataLoader(
+        Rows(work.lengths[numbers], numbers),
+        token_budget=work.token_budget,
+        buffer_size=work.buffer_size,
+        num_workers=1,
+        prefetch_factor=work.buffer_size,
+        collate_fn=collate,
+        loss_scaling="exact",
+        no_warmup=no_warmup,
+    ):
+        info = package.pop_step_info(batch, loss_scaling="exact")
+        yield batch["input_ids"][:, 0].tolist() if info.loss_scale else []
+
+
+def run_rank(work: Work, name: str, rank: int, port: int) -> list[list[int]]:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, work.ranks, is_master=not rank)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=work.ranks)
+    try:
+        batches = list(LOADERS[name](work, rank))
+        dist.barrier()
+        return batches
+    finally:
+        dist.destroy_process_group()
+
+
+def run_loader(work: Work, name: str) -> Cut:
+    """Raises `RuntimeError` if it loses samples, and what a rank raises."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(work.ranks, multiprocessing.get_context("fork")) as processes:
+        jobs = [processes.submit(run_rank, work, name, rank, port) for rank in range(work.ranks)]
+        ranks = [job.result() for job in jobs]
+    emitted = sum(len(batch) for batches in ranks for batch in batches)
+    if emitted != len(work.lengths):
+        raise RuntimeError(f"{name}: {emitted} samples came out of {len(work.lengths)}")
+    longest = max(map(len, ranks))
+    padded = [batches + [[]] * (longest - len(batches)) for batches in ranks]
+    return [[list(micro_step)] for micro_step in zip(*padded)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """layout: `padded`, `flat` (no padding), or `full` (each micro-batch is padded to the budget)."""
+
+    cut: Callable[[Work], Cut]
+    layout: str = "padded"
+    has_rows: bool = False
+    is_loader: bool = False
+
+
+LOADERS: dict[str, Callable[[Work, int], Iterator[list[int]]]] = {
+    "online-dynamic-batching": online_dynamic_batching,
+    "online-dynamic-batching, no_warmup": lambda work, rank: online_dynamic_batching(work, rank, no_warmup=True),
+    "odb, fill": odb_fill,
+    "odb, fill, padded": lambda work, rank: odb_fill(work, rank, "padded"),
+}
+METHODS: dict[str, Method] = {
+    "standard": Method(standard, has_rows=True),
+    "sorted": Method(sorted_, has_rows=True),
+    "hfg": Method(hfg, has_rows=True),
+    "batch_rebalance": Method(batch_rebalance, has_rows=True),
+    "gmt": Method(gmt),
+    "bmt": Method(bmt),
+    "dynabatch": Method(dynabatch),
+    "lhotse": Method(lhotse),
+    "neat_packing": Method(neat_packing, "full"),
+    "trl bfd packing": Method(bfd, "flat"),
+    **{
+        name: Method(lambda work, name=name: run_loader(work, name), "padded", is_loader=True)
+        for name in list(LOADERS)[:2]
+    },
+    "odb": Method(odb, "flat"),
+    "odb, padded": Method(lambda work: odb(work, "padded")),
+    "odb, balance: false": Method(lambda work: odb(work, balance=False), "flat"),
+    "odb, fill": Method(lambda work: run_loader(work, "odb, fill"), "flat", is_loader=True),
+    "odb, fill, padded": Method(lambda work: run_loader(work, "odb, fill, padded"), is_loader=True),
+}
+
+
+def figures(work: Work, cut: Cut, layout: str) -> dict[str, float]:
+    """The columns of the table."""
+    micro_steps = [micro_step for step in cut for micro_step in step]
+    sizes = np.array([[padded_tokens(work, batch, layout) for batch in micro_step] for micro_step in micro_steps])
+    chosen = [index for micro_step in micro_steps for batch in micro_step for index in batch]
+    tokens, busiest = int(work.lengths[chosen].sum()), sizes.max(axis=1)
+    stock = {samples.tobytes() for samples in work.steps()}
+    kept = [np.sort([index for step in steps for batch in step for index in batch]).tobytes() in stock for steps in cut]
+    return {
+        "efficiency": tokens / (work.ranks * float((busiest + FIXED_COST).sum())),
+        "padding": 1 - tokens / float(sizes.sum()),
+        "balance": float(sizes.sum() / (work.ranks * busiest.sum())),
+        "micro_steps": len(micro_steps) / len(cut),
+        "samples_a_step": len(chosen) / len(cut),
+        "stock_steps": sum(kept) / len(cut),
+        "peak": float(busiest.max()),
+    }
+
+
+def padded_tokens(work: Work, batch: Sequence[int], layout: str) -> int:
+    lengths = work.lengths[list(batch)]
+    if not len(lengths):
+        return 0
+    if layout == "full":
+        return max(work.token_budget, int(lengths.sum()))
+    return int(lengths.sum()) if layout == "flat" else int(lengths.max()) * len(lengths)
+
+
+def bound(work: Work) -> float:
+    """No cut of stock's optimizer steps has a larger efficiency: a rank has the mean load of all, or the longest
+    sample, and a micro-step at most the budget."""
+    tokens = seconds = 0.0
+    for samples in work.steps():
+        lengths = work.lengths[samples]
+        load = max(lengths.sum() / work.ranks, lengths.max())
+        tokens += lengths.sum() / work.ranks
+        seconds += load + FIXED_COST * np.ceil(load / max(work.token_budget, lengths.max()))
+    return float(tokens / seconds)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --train: a tiny model on one rank.
+
+VOCABULARY = 256
+LEARNING_RATE = 3e-3
+
+
+def made_up_rows(lengths: np.ndarray, seed: int) -> list[list[int]]:
+    """Token ids, 80 % of which follow from the one before by a rule."""
+    rng, rows = np.random.default_rng(seed), []
+    for length in lengths.tolist():
+        row, follows = rng.integers(VOCABULARY, size=length).tolist(), rng.random(length) < 0.8
+        for k in np.flatnonzero(follows[1:]).tolist():
+            row[k + 1] = (5 * row[k] + 3) % VOCABULARY
+        rows.append(row)
+    return rows
+
+
+def train(work: Work, name: str, cut: Cut, layout: str) -> dict[str, float]:
+    """One epoch. Flat micro-batches of odb come from its loader; packs are rows whose positions start anew."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
+
+    set_seed(work.seed)
+    torch.set_num_threads(1)  # so small a model gains nothing from more
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    rows = made_up_rows(work.lengths, work.seed)
+    with contextlib.ExitStack() as ends:
+        if layout == "flat" and name.startswith("odb"):
+            options: dict[str, Any] = {"global_batch_size": "fill"} if "fill" in name else {}
+            items = [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows]
+            loader = ODBDataLoader(
+                items, work.batch_size, token_budget=work.token_budget, layout="flat", collate_fn=collate, **options
+            )
+            unpad(model, ends.enter_context(loader))
+            batches = online(loader)
+        else:
+            batches = offline(rows, cut, is_flat=layout != "padded")
+        started = time.perf_counter()
+        for batch, weight, ends_step in batches:
+            (model(**batch).loss * weight).backward()
+            if ends_step:
+                optimizer.step()
+                optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+    return {"seconds": seconds, "loss": held_out_loss(model, work)}
+
+
+def online(loader: Any) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
+    for batch in loader:
+        info = pop_step_info(batch)
+        yield batch, info.loss_scale, info.ends_optimizer_step
+
+
+def offline(rows: list[list[int]], cut: Cut, *, is_flat: bool) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
+    """Micro-batches, the weight of the mean loss of each, and whether it ends its optimizer step."""
+    for step in cut:
+        batches = [batch for micro_step in step for batch in micro_step if batch]
+        units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
+        for k, batch in enumerate(batches):
+            chosen = [rows[index] for index in batch]
+            yield flat_row(chosen) if is_flat else padded(chosen), units[k] / sum(units), k + 1 == len(batches)
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    return collate([{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows])
+
+
+def flat_row(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """transformers keeps the samples of a row apart where positions start anew."""
+    ids, labels = ([index for row in rows for index in part(row)] for part in (list, lambda row: [-100, *row[1:]]))
+    positions = [k for row in rows for k in range(len(row))]
+    return {
+        key: torch.tensor([values])
+        for key, values in (("input_ids", ids), ("labels", labels), ("position_ids", positions))
+    }
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, work: Work) -> float:
+    """Mean over the tokens of 64 other samples."""
+    rows = made_up_rows(work.lengths[:64], work.seed + 1)
+    model.eval()
+    sums = [(float(model(**padded([row])).loss) * (len(row) - 1), len(row) - 1) for row in rows]
+    return sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def measure(work: Work, name: str, is_trained: bool) -> dict[str, Any]:
+    method = METHODS[name]
+    started = time.process_time()
+    cut = method.cut(work)
+    spent = time.process_time() - started
+    if not cut:
+        raise Skipped(f"{len(work.lengths)} samples are too few")
+    row = {"method": name, "rows": work.rows if method.has_rows else None, **figures(work, cut, method.layout)}
+    row["cut_ms"] = None if method.is_loader else 1e3 * spent / len(cut)
+    return row | (train(work, name, cut, method.layout) if is_trained else {})
+
+
+def best_of_rows(arguments: argparse.Namespace, lengths: np.ndarray, name: str) -> list[dict[str, Any]]:
+    """The figures for each number of rows, the best first. Raises `Skipped`."""
+    found, reason = [], ""
+    for rows in arguments.rows if METHODS[name].has_rows else [1]:
+        work = Work(
+            lengths,
+            arguments.ranks,
+            arguments.batch_size,
+            arguments.token_budget,
+            rows,
+            arguments.buffer_size,
+            arguments.seed,
+        )
+        try:
+            found.append(measure(work, name, arguments.train))
+        except Skipped as why:
+            reason = str(why)
+        except Exception as error:
+            if name.startswith("odb"):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+    if not found:
+        raise Skipped(reason)
+    return sorted(found, key=lambda row: -row["efficiency"])
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "efficiency": ("efficiency", "{:.3f}".format),
+    "padding": ("padding", "{:.1%}".format),
+    "balance": ("balance", "{:.3f}".format),
+    "micro_steps": ("micro-steps", "{:.1f}".format),
+    "samples_a_step": ("N", "{:,.0f}".format),
+    "stock_steps": ("stock's", "{:.0%}".format),
+    "peak": ("peak", "{:,.0f}".format),
+    "cut_ms": ("ms", "{:.1f}".format),
+    "seconds": ("seconds", "{:.1f}".format),
+    "loss": ("loss", "{:.4f}".format),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
+    parser.add_argument("--profile", choices=PROFILES, default="mm_mix")
+    parser.add_argument("--lengths", type=Path, help="a file with the number of tokens of a sample on each line")
+    parser.add_argument("--scale", type=float, default=1.0, help="lengths are divided by this")
+    parser.add_argument("--samples", type=int, default=16_384, help="of the epoch (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=256, help="samples of an optimizer step, all ranks")
+    parser.add_argument("--token-budget", type=int, default=16_384)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="of a fixed micro-batch")
+    parser.add_argument("--buffer-size", type=int, default=1024, help="samples that online loaders group at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", action="store_true", help="train a tiny model, too (--ranks 1)")
+    parser.add_argument("--json", type=Path, help="write one line of JSON for each method")
+    arguments = parser.parse_args()
+    if arguments.train and arguments.ranks != 1:
+        parser.error("--train: needs --ranks 1")
+    lengths = draw_lengths(arguments.profile, arguments.samples, arguments.seed)
+    if arguments.lengths is not None:
+        real = np.array(arguments.lengths.read_text(encoding="utf-8").split(), np.int64)
+        lengths = np.random.default_rng(arguments.seed).choice(real, arguments.samples)
+    lengths = np.maximum(lengths / arguments.scale, 2).astype(np.int64)
+
+    rows: list[dict[str, Any]] = []
+    cells = []
+    for name in arguments.methods:
+        try:
+            found = best_of_rows(arguments, lengths, name)
+        except Skipped as why:
+            print(f"{name}: skipped: {why}", file=sys.stderr, flush=True)
+            continue
+        rows += found
+        best, label = found[0], name
+        if best["rows"] is not None:
+            label += f", {best['rows']} row{'s' * (best['rows'] > 1)}"
+        shown = [COLUMNS[key][1](best[key]) if best.get(key) is not None else "-" for key in columns(arguments)]
+        cells.append([label, *shown])
+        print(f"{label}: {best['efficiency']:.3f}", file=sys.stderr, flush=True)
+    limit = bound(Work(lengths, arguments.ranks, arguments.batch_size, arguments.token_budget, 1, 1, 0))
+    rows.append({"method": "bound", "efficiency": limit})
+    cells.append(["bound of stock's steps", f"{limit:.3f}", *["-"] * (len(columns(arguments)) - 1)])
+    title = f"{arguments.profile}, {arguments.ranks} ranks, N = {arguments.batch_size}"
+    show([title, *(COLUMNS[key][0] for key in columns(arguments))], cells, arguments.json, rows)
+
+
+def columns(arguments: argparse.Namespace) -> list[str]:
+    return [key for key in COLUMNS if arguments.train or key not in ("seconds", "loss")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What an optimizer step of many ranks costs beside the training: planning, gather, exchange.
+
+    python benchmarks/scale.py                            # about two minutes
+    python benchmarks/scale.py --latency-us 15 --gb-s 10  # costs of a message of your network
+    python benchmarks/scale.py --check 2 4 8              # also gathers between real local processes
+
+Planning, and reading what was gathered, are CPU time of this machine, measured. Gather and exchange are computed from
+the cost of a message over gloo, latency + bytes / bandwidth, that two local processes measure (a network adds its own):
+
+gather     each rank sends P - 1 messages to its neighbour (gloo's ring all-gather), twice: first the lengths, then the
+           tables, which the longest pads
+exchange   each rank sends one message to every rank that computes samples it holds, as the plan says, and receives as
+           many; the slowest rank counts. Samples are pickled lists of token ids and labels
+sockets    of each rank: gloo connects every pair
+
+All of it runs ahead of the training, in a background thread: it costs time only if the sum is longer than the optimizer
+step. Trainings on more than 2,000 ranks have not been run anywhere: those rows are an extrapolation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import pickle
+import socket
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from shared import PROFILES, draw_lengths, show
+
+from odb_factory import plan_micro_batches
+
+ROW = np.dtype([(f"column {k}", "<i4") for k in range(6)] + [(f"flag {k}", "u1") for k in range(5)])
+"""A sample in the gathered table: tokens, patches, units, bytes and so on."""
+UNMEASURED = 2000
+"""Ranks."""
+SMALL, LARGE = 8, 1 << 22
+"""Bytes of the messages whose cost is measured."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """latency_s: of a message. bytes_per_s: beyond it."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size: float, count: float = 1) -> float:
+        return count * self.latency_s + size / self.bytes_per_s
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Local processes over gloo.
+
+
+def in_processes(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What the function returns in each of these processes, which are connected."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as processes:
+        jobs = [processes.submit(connected, rank, ranks, port, function, *arguments) for rank in range(ranks)]
+        return [job.result() for job in jobs]
+
+
+def connected(rank: int, ranks: int, port: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, ranks, is_master=not rank)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        return function(rank, *arguments)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def ping_pong(rank: int, size: int, count: int) -> float:
+    """Seconds of a message, the median."""
+    tensor, seconds = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(count):
+        started = time.perf_counter()
+        for turn in range(2):
+            dist.send(tensor, 1 - rank) if turn == rank else dist.recv(tensor, 1 - rank)
+        seconds.append((time.perf_counter() - started) / 2)
+    return statistics.median(seconds)
+
+
+def measure_message() -> Message:
+    small, large = (in_processes(2, ping_pong, size, count)[0] for size, count in ((SMALL, 2000), (LARGE, 50)))
+    return Message(small, (LARGE - SMALL) / max(large - small, 1e-9))
+
+
+def gather_once(rank: int, size: int, count: int) -> float:
+    """Seconds of a gather as the product makes it, the median."""
+    seconds = []
+    for _ in range(count):
+        dist.barrier()
+        started = time.perf_counter()
+        for length in (SMALL, size):
+            own = torch.zeros(length, dtype=torch.uint8)
+            dist.all_gather([torch.empty_like(own) for _ in range(dist.get_world_size())], own)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model.
+
+
+def table_of_a_rank(samples: int) -> bytes:
+    """A message as large as what a rank gathers."""
+    return pickle.dumps((np.zeros(samples, ROW), {"rejected": 0, "overlong": 0, "order": 0, "plan": 0}), 5)
+
+
+def gather_s(ranks: int, samples: int, message: Message) -> float:
+    return sum((ranks - 1) * message.seconds(size) for size in (SMALL, len(table_of_a_rank(samples))))
+
+
+def reading_s(ranks: int, samples: int) -> float:
+    """CPU time to unpickle the tables of all ranks."""
+    text = table_of_a_rank(samples)
+    started = time.process_time()
+    for _ in range(ranks):
+        pickle.loads(text)
+    return time.process_time() - started
+
+
+def bytes_of_samples(lengths: np.ndarray) -> np.ndarray:
+    """Of each sample when it travels."""
+    ids = np.random.default_rng(0).integers(0, 150_000, 1000).tolist()
+    a_token = len(pickle.dumps({"input_ids": ids, "labels": ids[:]}, 5)) / len(ids)
+    return (lengths * a_token).astype(np.int64)
+
+
+def exchange(rank_of: np.ndarray, samples: int, sizes: np.ndarray, ranks: int, message: Message) -> dict[str, float]:
+    """rank_of [n]: the rank that computes each sample; rank r holds those of the r-th block of `samples`."""
+    holder = np.arange(len(rank_of)) // samples
+    moved = np.flatnonzero(holder != rank_of)
+    peers: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+    for source, taker in zip(holder[moved].tolist(), rank_of[moved].tolist()):
+        peers[source].add((source, taker))
+        peers[taker].add((source, taker))
+    traffic = np.bincount(holder[moved], sizes[moved], ranks) + np.bincount(rank_of[moved], sizes[moved], ranks)
+    seconds = [message.seconds(traffic[rank], len(peers[rank])) for rank in range(ranks)]
+    most = max((len(pairs) for pairs in peers.values()), default=0)
+    return {"exchange_s": max(seconds), "messages": most, "moved": len(moved) / len(rank_of)}
+
+
+def cpu_s(function: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    """The result, and the median of CPU seconds."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.process_time()
+        result = function()
+        seconds.append(time.process_time() - started)
+    return result, statistics.median(seconds)
+
+
+def optimizer_step(ranks: int, samples: int, arguments: argparse.Namespace, message: Message) -> dict[str, Any]:
+    lengths = draw_lengths(arguments.profile, ranks * samples)
+    options = {"token_budget": arguments.token_budget, "ranks": ranks, "layout": arguments.layout}
+    plan, plan_s = cpu_s(lambda: plan_micro_batches(lengths, **options, overlong="singleton"), arguments.repeats)
+    row = {"ranks": ranks, "samples": samples, "micro_steps": plan.num_micro_steps, "plan_s": plan_s}
+    row |= {"gather_s": gather_s(ranks, samples, message), "reading_s": reading_s(ranks, samples)}
+    row |= exchange(plan.rank, samples, bytes_of_samples(lengths), ranks, message)
+    return row | {"sockets": ranks - 1, "is_measured": ranks <= UNMEASURED}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    planned, modelled = ["8x256", "64x32", "1024x32"], [f"{ranks}x32" for ranks in (16, 64, 256, 1024, 2048, 4096)]
+    sizes = sorted({*planned, *modelled}, key=lambda size: int(size.split("x")[0]))
+    parser.add_argument("--sizes", nargs="+", default=sizes, help="RANKSxSAMPLES of a rank (%(default)s)")
+    parser.add_argument("--profile", choices=PROFILES, default="mm_mix")
+    parser.add_argument("--token-budget", type=int, default=16_384)
+    parser.add_argument("--layout", choices=("flat", "padded"), default="flat")
+    parser.add_argument("--repeats", type=int, default=3, help="of a plan; the table has the median")
+    parser.add_argument("--latency-us", type=float, help="of a message; measured if not given")
+    parser.add_argument("--gb-s", type=float, help="bandwidth of a rank; measured if not given")
+    parser.add_argument("--check", type=int, nargs="+", default=[], metavar="RANKS", help="real local processes")
+    parser.add_argument("--json", type=Path, help="write one line of JSON for each row of the table")
+    arguments = parser.parse_args()
+    message = measure_message()
+    if arguments.latency_us is not None:
+        message = Message(arguments.latency_us / 1e6, message.bytes_per_s)
+    if arguments.gb_s is not None:
+        message = Message(message.latency_s, arguments.gb_s * 1e9)
+    print(f"a message: {1e6 * message.latency_s:.0f} us, {message.bytes_per_s / 1e9:.2f} GB/s", file=sys.stderr)
+    figures: list[dict[str, Any]] = [{"message": asdict(message)}]
+    cells = []
+    for ranks, samples in (map(int, size.split("x")) for size in arguments.sizes):
+        row = optimizer_step(ranks, samples, arguments, message)
+        figures.append(row)
+        times = (f"{1e3 * row[key]:,.1f}" for key in ("plan_s", "gather_s", "reading_s", "exchange_s"))
+        mark = "" if row["is_measured"] else " (unmeasured)"
+        cells.append([f"{ranks:,} x {samples}{mark}", f"{row['micro_steps']}", *times, f"{row['messages']:,}"])
+        cells[-1] += [f"{row['moved']:.0%}", f"{row['sockets']:,}"]
+    for ranks in arguments.check:
+        seconds = statistics.median(in_processes(ranks, gather_once, len(table_of_a_rank(32)), 20))
+        figures.append({"ranks": ranks, "real_gather_s": seconds, "gather_s": gather_s(ranks, 32, message)})
+        cells.append([f"{ranks:,} x 32, real processes", "-", "-", f"{1e3 * seconds:,.1f}", *["-"] * 5])
+    heads = ["ranks x samples", "micro-steps", "plan, ms", "gather, ms", "reading, ms", "exchange, ms", "messages"]
+    show([*heads, "moved", "sockets"], cells, arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What the scripts of this folder share: lengths of samples, a table on the terminal, a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHORTEST, LONGEST = 16, 8192
+"""Lengths are clipped to this range (tokens)."""
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def lognormal(mean: float, cv: float) -> Draw:
+    """Lengths with this mean (tokens) and coefficient of variation."""
+    sigma = np.sqrt(np.log(1 + cv**2))
+    return lambda rng, count: rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+
+
+def mm_mix(rng: np.random.Generator, count: int) -> np.ndarray:
+    """80 % short answers, 20 % pages."""
+    is_page = rng.random(count) < 0.2
+    return np.where(is_page, rng.lognormal(np.log(2500), 0.5, count), rng.lognormal(np.log(150), 0.35, count))
+
+
+PROFILES: dict[str, Draw] = {
+    "ultrachat": lognormal(1100, 0.48),
+    "llava": lognormal(700, 0.29),
+    "sharegpt4o": lognormal(900, 1.00),
+    "mm_mix": mm_mix,
+}
+"""Lengths like those of four data sets: mean and coefficient of variation 1100/0.48, 700/0.29, 900/1.00; and a mix."""
+
+
+def draw_lengths(profile: str, count: int, seed: int = 0) -> np.ndarray:
+    """int64 [count], tokens, in random order."""
+    drawn = PROFILES[profile](np.random.default_rng(seed), count)
+    return np.clip(drawn, SHORTEST, LONGEST).astype(np.int64)
+
+
+def machine() -> str:
+    """The processor, the number of cores, and the load average of the last minute."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
+
+
+def show(heads: Sequence[str], rows: Sequence[Sequence[str]], path: Path | None, figures: Sequence[Mapping[str, Any]]):
+    """Print a table in Markdown; write one line of JSON for each of `figures` to `path`, if it is given."""
+    widths = [max(len(row[k]) for row in (heads, *rows)) for k in range(len(heads))]
+    line = "|".join(["", *("-" * (width + 1) + (":" if k else "-") for k, width in enumerate(widths)), ""])
+    print(machine(), end="\n\n")
+    for number, row in enumerate((heads, *rows)):
+        cells = (text.rjust(width) if k else text.ljust(width) for k, (text, width) in enumerate(zip(row, widths)))
+        print(f"| {' | '.join(cells)} |")
+        if not number:
+            print(line)
+    if path is not None:
+        path.write_text("".join(json.dumps(one) + "\n" for one in figures), encoding="utf-8")
