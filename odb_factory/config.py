@@ -145,7 +145,6 @@ class ODBConfig:
         return self.global_batch_size != "fill"
 
     @property
-    @property
     def auto_keys(self) -> list[str]:
         """The budgets that are still to be chosen."""
         return [key for key in BUDGETS if getattr(self, key) == AUTO]
