@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,10 +29,6 @@ class Rejection:
     reason: str
     message: str
     fatal: bool = False
-
-
-ReadRows = Callable[[Iterable[int]], Iterator[Sample | Rejection]]
-"""Observes rows of the dataset by their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
