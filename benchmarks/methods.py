@@ -3,7 +3,6 @@
     python benchmarks/methods.py                                   # 8 ranks, 256 samples an optimizer step, MM-Mix
     python benchmarks/methods.py --profile ultrachat --methods standard hfg odb --ranks 1 --batch-size 64
     python benchmarks/methods.py --lengths lengths.txt             # one number of tokens a line
-    python benchmarks/methods.py --train --ranks 1 --batch-size 32 --token-budget 4096 --scale 6
 
 All methods get the same samples, in the same random order. Packages that are not installed are skipped with a line.
 `standard`, `sorted`, `hfg`, `gmt` and `bmt` are the baselines of "Online Dynamic Batching with Formal Guarantees for
@@ -19,7 +18,8 @@ N            samples of an optimizer step, mean
 stock's      share of the optimizer steps that have exactly the samples of stock's
 peak         largest micro-batch, padded tokens
 ms           CPU time to cut one optimizer step (whole loaders: -)
---train      also trains a tiny random Qwen2 on one rank: seconds of the epoch, and the loss of held-out samples
+
+Time of a whole training: `odb-factory demo` (CPU) and benchmarks/gpu.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ import torch.distributed as dist
 from shared import PROFILES, draw_lengths, show
 from torch.nn.utils.rnn import pad_sequence
 
-from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info, unpad
+from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info
 
 FIXED_COST = 500
 """Of a micro-step (tokens)."""
@@ -56,7 +57,7 @@ PREPROCESSED_TOGETHER = 1000
 """Samples that LLaMA-Factory (`preprocessing_batch_size`) and TRL (`datasets.map`) pack together."""
 REBALANCE_STEPS = 4
 """batch_rebalance computes the batches of all ranks on every rank, which is slow."""
-DYNABATCH_SAMPLES = 8192
+DYNABATCH_SAMPLES = 2048
 """dynabatch asks a model for the size of each batch."""
 
 MicroStep = list[Sequence[int]]
@@ -100,10 +101,16 @@ def deal(batches: Sequence[Sequence[int]], ranks: int, micro_steps: int) -> Cut:
 # Fixed rows: an optimizer step has the global batch.
 
 
-def in_rows(work: Work, order: Sequence[int] | np.ndarray) -> Cut:
+def micro_steps_of(work: Work) -> int:
+    """Of an optimizer step. Raises `Skipped` if rows and ranks do not divide it."""
     micro_steps, rest = divmod(work.batch_size, work.rows * work.ranks)
     if rest:
         raise Skipped(f"{work.batch_size} samples are not a multiple of {work.rows} rows on {work.ranks} ranks")
+    return micro_steps
+
+
+def in_rows(work: Work, order: Sequence[int] | np.ndarray) -> Cut:
+    micro_steps = micro_steps_of(work)
     whole = len(order) // work.rows * work.rows
     return deal(np.asarray(order)[:whole].reshape(-1, work.rows).tolist(), work.ranks, micro_steps)
 
@@ -133,9 +140,7 @@ def batch_rebalance(work: Work) -> Cut:
 
     if not hasattr(trainer_pt_utils, "BatchRebalanceSampler"):
         raise Skipped(f"transformers {transformers.__version__} has no BatchRebalanceSampler (5.23 and newer have it)")
-    micro_steps, rest = divmod(work.batch_size, work.rows * work.ranks)
-    if rest:
-        raise Skipped(f"{work.batch_size} samples are not a multiple of {work.rows} rows on {work.ranks} ranks")
+    micro_steps = micro_steps_of(work)
     lengths = work.lengths[: REBALANCE_STEPS * work.batch_size].tolist()
     options = {"effective_batch_size": work.batch_size, "dp_size": work.ranks, "grad_accum": micro_steps}
     ranks = [
@@ -155,10 +160,11 @@ def within_budget(order: np.ndarray, work: Work) -> list[list[int]]:
     batches: list[list[int]] = []
     longest = 0
     for index in order.tolist():
-        longest = max(longest, -(-int(work.lengths[index]) // MULTIPLE) * MULTIPLE)
+        row = -(-int(work.lengths[index]) // MULTIPLE) * MULTIPLE
+        longest = max(longest, row)
         if not batches or longest * (len(batches[-1]) + 1) > work.token_budget:
             batches.append([])
-            longest = -(-int(work.lengths[index]) // MULTIPLE) * MULTIPLE
+            longest = row
         batches[-1].append(index)
     return batches
 
@@ -372,14 +378,13 @@ class Method:
     cut: Callable[[Work], Cut]
     layout: str = "padded"
     has_rows: bool = False
-    is_loader: bool = False
 
 
 LOADERS: dict[str, Callable[[Work, int], Iterator[list[int]]]] = {
     "online-dynamic-batching": online_dynamic_batching,
-    "online-dynamic-batching, no_warmup": lambda work, rank: online_dynamic_batching(work, rank, no_warmup=True),
+    "online-dynamic-batching, no_warmup": partial(online_dynamic_batching, no_warmup=True),
     "odb, fill": odb_fill,
-    "odb, fill, padded": lambda work, rank: odb_fill(work, rank, "padded"),
+    "odb, fill, padded": partial(odb_fill, layout="padded"),
 }
 METHODS: dict[str, Method] = {
     "standard": Method(standard, has_rows=True),
@@ -392,15 +397,10 @@ METHODS: dict[str, Method] = {
     "lhotse": Method(lhotse),
     "neat_packing": Method(neat_packing, "full"),
     "trl bfd packing": Method(bfd, "flat"),
-    **{
-        name: Method(lambda work, name=name: run_loader(work, name), "padded", is_loader=True)
-        for name in list(LOADERS)[:2]
-    },
     "odb": Method(odb, "flat"),
-    "odb, padded": Method(lambda work: odb(work, "padded")),
-    "odb, balance: false": Method(lambda work: odb(work, balance=False), "flat"),
-    "odb, fill": Method(lambda work: run_loader(work, "odb, fill"), "flat", is_loader=True),
-    "odb, fill, padded": Method(lambda work: run_loader(work, "odb, fill, padded"), is_loader=True),
+    "odb, padded": Method(partial(odb, layout="padded")),
+    "odb, balance: false": Method(partial(odb, balance=False), "flat"),
+    **{name: Method(partial(run_loader, name=name), "flat" if name == "odb, fill" else "padded") for name in LOADERS},
 }
 
 
@@ -445,97 +445,9 @@ def bound(work: Work) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# --train: a tiny model on one rank.
-
-VOCABULARY = 256
-LEARNING_RATE = 3e-3
 
 
-def made_up_rows(lengths: np.ndarray, seed: int) -> list[list[int]]:
-    """Token ids, 80 % of which follow from the one before by a rule."""
-    rng, rows = np.random.default_rng(seed), []
-    for length in lengths.tolist():
-        row, follows = rng.integers(VOCABULARY, size=length).tolist(), rng.random(length) < 0.8
-        for k in np.flatnonzero(follows[1:]).tolist():
-            row[k + 1] = (5 * row[k] + 3) % VOCABULARY
-        rows.append(row)
-    return rows
-
-
-def train(work: Work, name: str, cut: Cut, layout: str) -> dict[str, float]:
-    """One epoch. Flat micro-batches of odb come from its loader; packs are rows whose positions start anew."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
-
-    set_seed(work.seed)
-    torch.set_num_threads(1)  # so small a model gains nothing from more
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-    rows = made_up_rows(work.lengths, work.seed)
-    with contextlib.ExitStack() as ends:
-        if layout == "flat" and name.startswith("odb"):
-            options: dict[str, Any] = {"global_batch_size": "fill"} if "fill" in name else {}
-            items = [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows]
-            loader = ODBDataLoader(
-                items, work.batch_size, token_budget=work.token_budget, layout="flat", collate_fn=collate, **options
-            )
-            unpad(model, ends.enter_context(loader))
-            batches = online(loader)
-        else:
-            batches = offline(rows, cut, is_flat=layout != "padded")
-        started = time.perf_counter()
-        for batch, weight, ends_step in batches:
-            (model(**batch).loss * weight).backward()
-            if ends_step:
-                optimizer.step()
-                optimizer.zero_grad()
-        seconds = time.perf_counter() - started
-    return {"seconds": seconds, "loss": held_out_loss(model, work)}
-
-
-def online(loader: Any) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
-    for batch in loader:
-        info = pop_step_info(batch)
-        yield batch, info.loss_scale, info.ends_optimizer_step
-
-
-def offline(rows: list[list[int]], cut: Cut, *, is_flat: bool) -> Iterator[tuple[dict[str, torch.Tensor], float, bool]]:
-    """Micro-batches, the weight of the mean loss of each, and whether it ends its optimizer step."""
-    for step in cut:
-        batches = [batch for micro_step in step for batch in micro_step if batch]
-        units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
-        for k, batch in enumerate(batches):
-            chosen = [rows[index] for index in batch]
-            yield flat_row(chosen) if is_flat else padded(chosen), units[k] / sum(units), k + 1 == len(batches)
-
-
-def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    return collate([{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in rows])
-
-
-def flat_row(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """transformers keeps the samples of a row apart where positions start anew."""
-    ids, labels = ([index for row in rows for index in part(row)] for part in (list, lambda row: [-100, *row[1:]]))
-    positions = [k for row in rows for k in range(len(row))]
-    return {
-        key: torch.tensor([values])
-        for key, values in (("input_ids", ids), ("labels", labels), ("position_ids", positions))
-    }
-
-
-@torch.no_grad()
-def held_out_loss(model: Any, work: Work) -> float:
-    """Mean over the tokens of 64 other samples."""
-    rows = made_up_rows(work.lengths[:64], work.seed + 1)
-    model.eval()
-    sums = [(float(model(**padded([row])).loss) * (len(row) - 1), len(row) - 1) for row in rows]
-    return sum(total for total, _ in sums) / sum(count for _, count in sums)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def measure(work: Work, name: str, is_trained: bool) -> dict[str, Any]:
+def measure(work: Work, name: str) -> dict[str, Any]:
     method = METHODS[name]
     started = time.process_time()
     cut = method.cut(work)
@@ -543,34 +455,24 @@ def measure(work: Work, name: str, is_trained: bool) -> dict[str, Any]:
     if not cut:
         raise Skipped(f"{len(work.lengths)} samples are too few")
     row = {"method": name, "rows": work.rows if method.has_rows else None, **figures(work, cut, method.layout)}
-    row["cut_ms"] = None if method.is_loader else 1e3 * spent / len(cut)
-    return row | (train(work, name, cut, method.layout) if is_trained else {})
+    return row | {"cut_ms": None if name in LOADERS else 1e3 * spent / len(cut)}
 
 
-def best_of_rows(arguments: argparse.Namespace, lengths: np.ndarray, name: str) -> list[dict[str, Any]]:
+def best_of_rows(work: Work, name: str, rows: Sequence[int]) -> list[dict[str, Any]]:
     """The figures for each number of rows, the best first. Raises `Skipped`."""
-    found, reason = [], ""
-    for rows in arguments.rows if METHODS[name].has_rows else [1]:
-        work = Work(
-            lengths,
-            arguments.ranks,
-            arguments.batch_size,
-            arguments.token_budget,
-            rows,
-            arguments.buffer_size,
-            arguments.seed,
-        )
+    measured, reason = [], ""
+    for count in rows if METHODS[name].has_rows else [1]:
         try:
-            found.append(measure(work, name, arguments.train))
+            measured.append(measure(replace(work, rows=count), name))
         except Skipped as why:
             reason = str(why)
         except Exception as error:
             if name.startswith("odb"):
                 raise
             reason = f"{type(error).__name__}: {error}"
-    if not found:
+    if not measured:
         raise Skipped(reason)
-    return sorted(found, key=lambda row: -row["efficiency"])
+    return sorted(measured, key=lambda row: -row["efficiency"])
 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -582,8 +484,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "stock_steps": ("stock's", "{:.0%}".format),
     "peak": ("peak", "{:,.0f}".format),
     "cut_ms": ("ms", "{:.1f}".format),
-    "seconds": ("seconds", "{:.1f}".format),
-    "loss": ("loss", "{:.4f}".format),
 }
 
 
@@ -592,7 +492,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--profile", choices=PROFILES, default="mm_mix")
     parser.add_argument("--lengths", type=Path, help="a file with the number of tokens of a sample on each line")
-    parser.add_argument("--scale", type=float, default=1.0, help="lengths are divided by this")
     parser.add_argument("--samples", type=int, default=16_384, help="of the epoch (%(default)s)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=256, help="samples of an optimizer step, all ranks")
@@ -600,41 +499,31 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="of a fixed micro-batch")
     parser.add_argument("--buffer-size", type=int, default=1024, help="samples that online loaders group at once")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", action="store_true", help="train a tiny model, too (--ranks 1)")
     parser.add_argument("--json", type=Path, help="write one line of JSON for each method")
     arguments = parser.parse_args()
-    if arguments.train and arguments.ranks != 1:
-        parser.error("--train: needs --ranks 1")
     lengths = draw_lengths(arguments.profile, arguments.samples, arguments.seed)
     if arguments.lengths is not None:
         real = np.array(arguments.lengths.read_text(encoding="utf-8").split(), np.int64)
         lengths = np.random.default_rng(arguments.seed).choice(real, arguments.samples)
-    lengths = np.maximum(lengths / arguments.scale, 2).astype(np.int64)
 
+    options = (arguments.ranks, arguments.batch_size, arguments.token_budget, 1, arguments.buffer_size, arguments.seed)
+    work = Work(lengths, *options)
     rows: list[dict[str, Any]] = []
     cells = []
     for name in arguments.methods:
         try:
-            found = best_of_rows(arguments, lengths, name)
+            rows += (measured := best_of_rows(work, name, arguments.rows))
         except Skipped as why:
             print(f"{name}: skipped: {why}", file=sys.stderr, flush=True)
             continue
-        rows += found
-        best, label = found[0], name
-        if best["rows"] is not None:
-            label += f", {best['rows']} row{'s' * (best['rows'] > 1)}"
-        shown = [COLUMNS[key][1](best[key]) if best.get(key) is not None else "-" for key in columns(arguments)]
-        cells.append([label, *shown])
+        best = measured[0]
+        label = name if best["rows"] is None else f"{name}, {best['rows']} row{'s' * (best['rows'] > 1)}"
+        cells.append([label, *("-" if best[key] is None else form(best[key]) for key, (_, form) in COLUMNS.items())])
         print(f"{label}: {best['efficiency']:.3f}", file=sys.stderr, flush=True)
-    limit = bound(Work(lengths, arguments.ranks, arguments.batch_size, arguments.token_budget, 1, 1, 0))
-    rows.append({"method": "bound", "efficiency": limit})
-    cells.append(["bound of stock's steps", f"{limit:.3f}", *["-"] * (len(columns(arguments)) - 1)])
+    rows.append({"method": "bound", "efficiency": bound(work)})
+    cells.append(["bound of stock's steps", f"{bound(work):.3f}", *["-"] * (len(COLUMNS) - 1)])
     title = f"{arguments.profile}, {arguments.ranks} ranks, N = {arguments.batch_size}"
-    show([title, *(COLUMNS[key][0] for key in columns(arguments))], cells, arguments.json, rows)
-
-
-def columns(arguments: argparse.Namespace) -> list[str]:
-    return [key for key in COLUMNS if arguments.train or key not in ("seconds", "loss")]
+    show([title, *(head for head, _ in COLUMNS.values())], cells, arguments.json, rows)
 
 
 if __name__ == "__main__":
