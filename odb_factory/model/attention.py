@@ -66,12 +66,12 @@ def attend(
     """
     row = None if attention_mask is not None else _row_of(module, query, key)
     if row is None:
-        return _sdpa(module, query, key, value, attention_mask, **kwargs)
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
     longest = _longest(row)
     window = _window(longest, kwargs)
     need = Need(
         device=query.device,
-        dtype=_dtype_of_sdpa(query),
+        dtype=dtype_of_sdpa(query),
         size=query.shape[-1],
         value_size=value.shape[-1],
         scale=kwargs.get("scaling"),
@@ -81,7 +81,7 @@ def attend(
     if need.kernel == FLASH:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        return _flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
+        return flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
     return _sdpa_by_runs(row, window, module, (query, key, value), kwargs), None
 
 
@@ -126,12 +126,12 @@ def _window(longest: int, kwargs: dict[str, Any]) -> int | None:
     return None if window is not None and window >= longest else window
 
 
-def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     result: tuple[Tensor, None] = _FUNCTIONS["sdpa"](*args, **kwargs)
     return result
 
 
-def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
+def dtype_of_sdpa(query: Tensor) -> torch.dtype:
     """The dtype that sdpa computes in, which autocast may choose."""
     device = query.device.type
     # "meta" has no autocast. torch.compile before 2.12 cannot trace torch.amp.is_autocast_available.
@@ -242,9 +242,7 @@ FLASH_FORWARD = find_flash_forward()
 """Found once, outside of what torch.compile traces."""
 
 
-def _flash(
-    ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], need: Need, causal: bool
-) -> Tensor:
+def flash(ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], need: Need, causal: bool) -> Tensor:
     """ends: of the samples, none of which is longer than `longest`. states: query, key, value as of `attend`."""
     assert FLASH_FORWARD is not None, "`why_no_flash` has asked"
     packed = (  # [tokens, heads, kernel_size]
@@ -273,8 +271,8 @@ def _sdpa_by_runs(
 ) -> Tensor:
     def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if window is None or q.shape[2] <= window:
-            return _sdpa(module, q, k, v, None, **kwargs)[0]
-        return _sdpa(module, q, k, v, _visible(q, window), **kwargs | {"is_causal": False})[0]
+            return sdpa(module, q, k, v, None, **kwargs)[0]
+        return sdpa(module, q, k, v, _visible(q, window), **kwargs | {"is_causal": False})[0]
 
     return _run_by_run(row, by_sdpa, states)
 

@@ -1,10 +1,14 @@
-"""The vision tower: images and videos of a micro-batch together, and its patch embedding as a matrix product.
+"""The vision tower: images and videos of a micro-batch together, all images in one call of attention, and its patch
+embedding as a matrix product.
 
 A model of transformers runs its tower once for the images of a batch and once for its videos. ZeRO-3 and FSDP gather
 parameters in each run of a module, with all ranks, so that all must run it equally often: a rank that holds a row with
 both would wait for the others for ever. DDP does not take two runs of a module whose activations are computed again by
 reentrant checkpoints, which are LLaMA-Factory's. Here the tower runs once for both, as it does on every other rank. In
 the families of `FAMILIES` both go through the same weights, each frame by itself, so nothing else changes.
+
+Attention of a tower in transformers is one call for each image, or window of an image, in each layer, unless the name
+of the attention function has "flash" in it: then it gets all images at once and the places where they end.
 
 A patch embedding is a convolution whose kernel is its stride, so its windows do not overlap, and it is one product of
 the pixels of the windows with the same weights. Kernels of convolutions take many times as long: 21 times those of the
@@ -15,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,11 +29,14 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import AttentionInterface
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
+from odb_factory.model.attention import FLASH, Need, dtype_of_sdpa, flash, sdpa
 from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import call_all, replace_forward
+from odb_factory.model.known import Known, ordinary
 
 FAMILIES: tuple[str, ...] = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
@@ -180,6 +189,96 @@ class _Parts:
 
 def _shape(found: Any) -> str:
     return str(tuple(found.shape)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+
+
+IMAGES = "odb_flash_images"
+"""The attention function of towers, in the place of sdpa."""
+
+
+def attend_images(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention within each image or window of a tower: query, key, value [1, heads, patches, size] -> [1, patches,
+    heads, size]. cu_seq_lens_q among kwargs: int[images + 1], where they end. Without it: sdpa.
+
+    One call of torch's variable-length flash kernel where it serves; elsewhere sdpa image by image, as in transformers.
+    """
+    ends: Tensor | None = kwargs.pop("cu_seq_lens_q", None)
+    longest, *_ = (kwargs.pop(name, None) for name in ("max_length_q", "max_length_k", "cu_seq_lens_k"))
+    if ends is None:
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
+    states = query, key, value
+    need = Need(
+        device=query.device,
+        dtype=dtype_of_sdpa(query),
+        size=query.shape[-1],
+        value_size=value.shape[-1],
+        scale=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout") or 0.0,
+    )
+    if need.kernel == FLASH:
+        most = longest if isinstance(longest, int) else max(_lengths(ends))  # newer releases have read it
+        return flash(ordinary(ends).to(torch.int32), most, None, states, need, causal=False), None
+    images = zip(*(heads.split(_lengths(ends), dim=2) for heads in states))
+    return torch.cat([sdpa(module, *image, attention_mask, **kwargs)[0] for image in images], dim=1), None
+
+
+def _lengths(ends: Tensor) -> list[int]:
+    """Patches of each image, read once for all layers."""
+    lengths: list[int] | None = getattr(ends, "odb_lengths", None)
+    if lengths is None:
+        ends.odb_lengths = lengths = (ends[1:] - ends[:-1]).tolist()  # type: ignore[attr-defined]
+    return lengths
+
+
+# At import: a model that is unpickled in another process asks for it, too.
+AttentionInterface.register(IMAGES, attend_images)
+
+
+@contextlib.contextmanager
+def images_at_once(*models: Any) -> Iterator[None]:
+    """Within it the towers of these models that attend image by image, by sdpa, do it in one call a layer, and the
+    windows of a tower that has them are known to the host, where transformers lets them be handed in (from 5.24 on).
+
+    with images_at_once(model):
+        model(**batch).loss.backward()
+    """
+    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
+    configs: dict[int, Any] = {
+        id(module.config): module.config
+        for module in modules
+        if hasattr(module, "config") and "cu_seqlens" in inspect.signature(module.forward).parameters
+    }
+    changed = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
+    windows = [
+        tower.register_forward_pre_hook(_hand_in_windows, with_kwargs=True)
+        for tower in modules
+        if hasattr(tower, "window_size") and _window_function(tower) is not None
+    ]
+    try:
+        for config in changed:
+            config._attn_implementation = IMAGES
+        yield
+    finally:
+        for hook in windows:
+            hook.remove()
+        for config in changed:
+            config._attn_implementation = "sdpa"
+
+
+def _window_function(tower: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What the file of a tower computes windows by, if they can be handed in."""
+    return getattr(sys.modules[type(tower).__module__], "get_vision_window_index", None)
+
+
+def _hand_in_windows(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
+    get = _window_function(tower)
+    if get is None or not isinstance(grid, Known):
+        return args, kwargs
+    sizes = {name: getattr(tower, name) for name in ("spatial_merge_size", "window_size", "patch_size")}
+    windows = (Known(one, grid.device) for one in get(grid.host, **sizes))
+    return args, kwargs | dict(zip(("window_index", "cu_window_seqlens"), windows))
 
 
 @contextlib.contextmanager

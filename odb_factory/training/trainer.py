@@ -30,7 +30,7 @@ from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
-from odb_factory.model.tower import check_batch, one_pass, patch_products
+from odb_factory.model.tower import check_batch, images_at_once, one_pass, patch_products
 from odb_factory.planning import Collation
 from odb_factory.training.arguments import RunArguments, replaced
 from odb_factory.training.checkpoint import (
@@ -221,6 +221,7 @@ class ODBTrainerMixin(Base):
             self._odb_callbacks(training),
             training.arguments.changed(),
             patch_products(*models),
+            images_at_once(*models if not self.args.torch_compile else ()),
             one_pass(*models if self.args.world_size > 1 else ()),
         ):
             try:

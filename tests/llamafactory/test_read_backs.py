@@ -16,9 +16,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3_vl": ("vl", 4, {}),
     "qwen3_vl, LoRA": ("vl", 4, {"finetuning_type": "lora", "bf16": True}),
     "qwen3_5": ("vl_delta", 4, {}),
-    "qwen2_5_vl": ("qwen2_5_vl", 18, {}),
+    "qwen2_5_vl": ("qwen2_5_vl", 4, {}),
 }
-"""Model, read-backs a micro-batch at most, and what else the YAML says. Qwen2.5-VL reads the windows of its tower.
+"""Model, read-backs a micro-batch at most, and what else the YAML says.
 Without checkpoints: those of LLaMA-Factory do not know transformers 5.24."""
 
 

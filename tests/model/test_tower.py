@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model.flash_on_cpu import flash_on_cpu
 from support import Convolutions, need
 
 from odb_factory.errors import DataError
 from odb_factory.model import tower as module
-from odb_factory.model.tower import FAMILIES, check_batch, one_pass, patch_products
+from odb_factory.model.tower import FAMILIES, check_batch, images_at_once, one_pass, patch_products
 
 Grid = tuple[int, int, int]
 KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
@@ -190,6 +191,27 @@ def test_features_of_an_unknown_form_are_refused() -> None:
 def test_every_family_is_tested() -> None:
     """Omni models have their tower in a part of their own, which is what is trained."""
     assert set(FAMILIES) <= {*CLASSES, "qwen2_5_omni", "qwen3_omni_moe"}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_all_images_are_one_call_of_the_kernel_a_layer(family: str) -> None:
+    """In bfloat16, no further from float32 than sdpa image by image; images do not see each other."""
+    model, batch = make_model(family), make_batch(IMAGES, [])
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    blocks = model.model.visual.blocks
+    states: list[torch.Tensor] = []
+    blocks[-1].register_forward_hook(lambda block, inputs, output: states.append(output.detach().float()))
+    model(**batch, use_cache=False)
+    model.bfloat16()
+    model(**batch, use_cache=False)
+    with flash_on_cpu() as kernel, images_at_once(model):
+        model(**batch, use_cache=False).loss.backward()
+        assert kernel.count("forward") == kernel.count("backward") == len(blocks)
+    exact, stock, at_once = states
+    error = (stock - exact).norm() / exact.norm()
+    assert 0 < (at_once - exact).norm() / exact.norm() <= 1.5 * error < 0.05
+    assert blocks[0].attn.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava_next_video"])

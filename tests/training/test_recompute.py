@@ -267,8 +267,6 @@ def on_two_ranks(rank: int, path: str, output_dir: str, engine: str) -> dict[str
     os.environ["LOCAL_RANK"] = str(rank)
     done: dict[str, Any] = {}
     for name, case in {"full": TEXT, "lora": LORA}.items():
-        if name == "lora" and engine == "fsdp2":
-            continue
         for mode in ("auto", "always"):
             by_hand = ByHand([(BOUND, 0)] if mode == "auto" else None, by_plan=engine != "ddp")
             folder = Path(output_dir, f"{name}_{mode}")
