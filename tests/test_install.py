@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from odb_factory.cli.main import EXTRAS, NEEDS, main
+from odb_factory.cli.main import COMMANDS, EXTRAS, main
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -32,13 +32,16 @@ def test_the_packages_of_commands_are_those_of_the_extras() -> None:
         assert set(packages) <= named, extra
 
 
-@pytest.mark.parametrize(("command", "extra"), [(command, extra) for command in NEEDS for extra in NEEDS[command]])
+NEEDS = [(name, extra) for name, command in COMMANDS.items() for extra in command.extras]
+
+
+@pytest.mark.parametrize(("command", "extra"), NEEDS)
 def test_a_command_without_its_extra_ends_in_one_line(
     command: str, extra: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in EXTRAS[extra]:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            assert main([command, "none.yaml"]) == 1
+            assert main([command, *["none.yaml"] * (command != "demo")]) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and package in error and f'"odb_factory[{extra}]"' in error

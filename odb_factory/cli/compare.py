@@ -7,6 +7,7 @@ import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Any
 from odb_factory.errors import ODBError, one_line, printable
 
 STATE_FILE, SUMMARY_FILE, PAGE_FILE = "trainer_state.json", "odb_summary.json", "odb_compare.html"
-CURVES = ("loss", "eval_loss", "grad_norm", "learning_rate", "odb/tokens_per_second", "odb/padding_ratio")
-"""Log entries that the page draws over the optimizer steps, where a run has them."""
-COLOURS, GREY = ("#3584e4", "#e66100"), "#888888"
-"""Of the runs, and of axes and lines: readable on white and on black."""
+CURVES = ("loss", "loss difference", "eval_loss", "tokens/s", "memory, GiB", "grad_norm", "learning_rate")
+"""What the page draws over the optimizer steps, if a run has logged it."""
+RENAMED = {"odb/tokens_per_second": "tokens/s", "throughput": "tokens/s", "vram_reserved": "memory, GiB"}
+"""Names in the log of odb, and in LLaMA-Factory's with `include_num_input_tokens_seen` and RECORD_VRAM."""
+COLOURS, STYLES, WIDTHS, GREY = ("#e66100", "#3584e4"), ("-", "--"), (2.6, 1.4), "#888888"
+"""Of the two runs: readable on white and on black; the first is broad, to be seen under one that equals it."""
 PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -27,49 +30,65 @@ PAGE = Template("""<!doctype html>
 <title>odb-factory compare</title>
 <style>
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
-body { max-width: 46rem; margin: auto; padding: 1rem; }
-div { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-td { padding: .2rem .4rem; border-bottom: 1px solid $grey; text-align: right; white-space: nowrap; }
+body { max-width: 60rem; margin: auto; padding: 1rem; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
+figure { margin: 0; } figcaption { font-weight: 600; }
+.a { color: $a; } .b { color: $b; }
+table { border-collapse: collapse; width: 100%; font-size: .85rem; margin: 1rem 0; }
+td { padding: .2rem .4rem; border-bottom: 1px solid #8884; text-align: right; overflow-wrap: anywhere; }
 td:first-child { text-align: left; }
-tr:first-child td, td:first-child { white-space: normal; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; }
+table:first-of-type tr + tr td + td { white-space: nowrap; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
+svg { width: 100%; height: auto; color: inherit; }
+svg text { fill: currentColor !important; }
 </style>
-<h1>odb-factory compare</h1>
-<div><table>
-$rows</table></div>
-$drawing
+<h1>$title</h1>
+$tables
+<h2>Curves over optimizer steps</h2>
+<div class="curves">
+$curves</div>
 </html>
 """)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and write the page. Raises `ODBError` if a folder holds no training, or a file is broken."""
-    runs = [Run(folder) for folder in (arguments.a, arguments.b) if folder is not None]
+    runs = [Run(path) for path in (arguments.a, arguments.b) if path is not None]
     figures, differences = figures_of(runs), differences_of(runs)
-    folders = [str(run.folder) for run in runs]
-    rows = [("", folders), *figures.items(), *([("settings that differ", [""] * 2)] if differences else [])]
-    table = [
-        [printable(cell) for cell in (name, *map(_text, values))] for name, values in [*rows, *differences.items()]
-    ]
+    labels = [run.folder.name for run in runs]
+    labels = labels if len({*labels}) == len(labels) else [str(run.folder) for run in runs]
     if arguments.json:
-        content = {"folders": folders, "figures": figures, "differences": differences}
+        content = {"folders": [str(run.folder) for run in runs], "figures": figures, "differences": differences}
         strict = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)  # null for NaN
         print(json.dumps(strict, indent=2))
-        if arguments.html is None:
-            return 0
-    else:
-        print_table(table)
+    table = [_cells("", labels, "ratio"), *(_cells(name, values, _ratio(values)) for name, values in figures.items())]
+    settings = [_cells("settings that differ", labels), *(_cells(name, values) for name, values in differences.items())]
+    tables = [table, settings] if differences else [table]
+    for lines in () if arguments.json else tables:
+        print_table(lines)
+        print()
+    if arguments.json and arguments.html is None:
+        return 0
     if find_spec("matplotlib") is None:
         print('no page: matplotlib is not installed; pip install "odb_factory[tools]"', file=sys.stderr)
         return 0
-    path = arguments.html or arguments.a / PAGE_FILE
+    path = arguments.html or runs[0].folder / PAGE_FILE
     try:
-        path.write_text(page_of(runs, table), encoding="utf-8")
+        path.write_text(page_of(runs, labels, tables), encoding="utf-8")
     except OSError as error:
         raise ODBError(f"{path}: cannot be written ({error.strerror}); name another file with --html.") from None
     print(f"page: {path}", file=sys.stderr)
     return 0
+
+
+def _cells(name: str, values: Sequence[Any], ratio: str = "") -> list[str]:
+    """A line of a table; the last column is there for two runs."""
+    return [printable(cell) for cell in (name, *map(_text, values), *([ratio] if len(values) == 2 else []))]
+
+
+def _ratio(values: Sequence[Any]) -> str:
+    a, b = values[0], values[-1]
+    return f"{a / b:.3g}" if _is_number(a) and _is_number(b) and a > 0 and b > 0 else ""
 
 
 def print_table(table: Sequence[Sequence[str]]) -> None:
@@ -82,52 +101,71 @@ def print_table(table: Sequence[Sequence[str]]) -> None:
 class Run:
     """A training as its folder shows it: the state of the Trainer, or of its newest checkpoint, and its settings.
 
-    log: the entries of the Trainer's log. steps, max_steps: optimizer steps, taken and planned. settings: those of the
-    state, those of YAML files in the folder, and the `odb:` block.
+    path: output_dir of the training, or its YAML, which names that folder. log: the entries of the Trainer's log, with
+    those of LLaMA-Factory's. steps, max_steps: optimizer steps, taken and planned. settings: those of the state, of the
+    YAML or of YAML files in the folder, and the `odb:` block.
     Raises `ODBError` if there is none, or if a file is not what its name says.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        saved = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}"), key=lambda path: path.stat().st_mtime)
-        path = folder / STATE_FILE
-        if not path.is_file() and not saved:
+    def __init__(self, path: Path):
+        yaml = _read(path) if path.suffix in (".yaml", ".yml") else {}
+        self.folder = folder = Path(str(yaml.get("output_dir"))) if yaml else path
+        saved = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}"), key=lambda file: file.stat().st_mtime)
+        file = folder / STATE_FILE
+        if not file.is_file() and not saved:
             raise ODBError(f"{folder}: no {STATE_FILE} in it; give the output_dir of a training that has saved.")
-        path = path if path.is_file() else saved[-1]
-        state = _read(path)
+        file = file if file.is_file() else saved[-1]
+        state = _read(file)
         try:
             self.log = [{**entry, "step": int(entry["step"])} for entry in state["log_history"]]
             self.steps, self.max_steps = int(state["global_step"]), int(state["max_steps"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ODBError(f"{path}: not the state of a Trainer ({one_line(error)}); give another folder.") from None
-        given = {key: state.get(key) for key in ("max_steps", "num_train_epochs", "train_batch_size")}
-        of_files = {key: value for file in sorted(folder.glob("*.yaml")) for key, value in _read(file).items()}
+            raise ODBError(f"{file}: not the state of a Trainer ({one_line(error)}); give another folder.") from None
+        of_llamafactory = folder / "trainer_log.jsonl"
+        for line in of_llamafactory.read_text("utf-8").splitlines() if of_llamafactory.is_file() else ():
+            with suppress(ValueError, KeyError):  # the last line of a training under way may be half written
+                entry = json.loads(line)
+                shown = {key: entry[key] for key in RENAMED if key in entry}
+                self.log.insert(0, {"step": entry["current_steps"], **shown})
+        kept = {key: state.get(key) for key in ("max_steps", "num_train_epochs", "train_batch_size")}
+        of_files = {key: value for found in sorted(folder.glob("*.yaml")) for key, value in _read(found).items()}
         summary = folder / SUMMARY_FILE
         block = {"odb": _read(summary).get("config")} if summary.is_file() else {}
-        self.settings = [_flat(given), _flat(of_files), _flat(block)]
+        self.settings = [_flat(kept), _flat(yaml or of_files), _flat(block)]
 
     def curve(self, name: str) -> dict[int, float]:
         """An entry of the log by optimizer step."""
-        return {entry["step"]: entry[name] for entry in self.log if _is_number(entry.get(name))}
+        names = [name, *(key for key, renamed in RENAMED.items() if renamed == name)]
+        points = {entry["step"]: entry[key] for entry in self.log for key in names if _is_number(entry.get(key))}
+        return dict(sorted(points.items()))
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """For each row of the table its value for each run; None where the run has none."""
-    losses = [run.curve("loss") for run in runs]
+    """For each row of the table its value for each run; None if the run has none."""
+    losses, memory = [run.curve("loss") for run in runs], [run.curve("memory, GiB") for run in runs]
     rows: dict[str, list[Any]] = {
         "optimizer steps": [run.steps for run in runs],
         "of planned": [run.max_steps for run in runs],
         "last loss": [next(reversed(by_step.values()), None) for by_step in losses],
     }
-    a, b = losses[0], losses[-1]
-    if len(runs) == 2 and a and a.keys() == b.keys():
-        rows["mean loss difference"] = [None, sum(abs(a[step] - b[step]) for step in a) / len(a)]
+    if difference := loss_difference(runs):
+        rows["mean loss difference"] = [None, sum(map(abs, difference.values())) / len(difference)]
+    if any(memory):
+        rows["memory, GiB"] = [max(by_step.values(), default=None) for by_step in memory]
+    if any(speeds := [run.curve("tokens/s") for run in runs]):
+        rows["tokens/s"] = [sum(by_step.values()) / len(by_step) if by_step else None for by_step in speeds]
     # The entry of the end is of the whole run; while that is under way, the last one.
     ends = [[dict[str, Any](), *sorted(run.log, key=lambda entry: "train_runtime" in entry)][-1] for run in runs]
-    names = {name for end in ends for name in end if _is_number(end[name])} - {"step", "total_flos"}
+    names = {name for end in ends for name in end if _is_number(end[name])} - {"step", "total_flos", *RENAMED.values()}
     for name in sorted(names, key=lambda name: (name.startswith("odb/"), name)):
         rows[name] = [end.get(name) for end in ends]
     return rows
+
+
+def loss_difference(runs: Sequence[Run]) -> dict[int, float]:
+    """Loss of the first run less that of the second, by optimizer step; {} unless both have logged the same steps."""
+    a, b = runs[0].curve("loss"), runs[-1].curve("loss")
+    return {step: a[step] - b[step] for step in a} if len(runs) == 2 and a.keys() == b.keys() else {}
 
 
 def differences_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -142,26 +180,42 @@ def differences_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return found if len(set(blocks)) == 1 else found | {"odb": ["on" if block else None for block in blocks]}
 
 
-def page_of(runs: Sequence[Run], table: Sequence[Sequence[str]]) -> str:
-    """One HTML page: the table, and the curves as an inline SVG. It has no scripts and fetches nothing."""
+def page_of(runs: Sequence[Run], labels: Sequence[str], tables: Sequence[Sequence[Sequence[str]]]) -> str:
+    """One HTML page: the tables, and each curve as an inline SVG. It has no scripts and fetches nothing."""
+    curves = []
+    for name in CURVES:
+        lines = [run.curve(name) for run in runs] if name != "loss difference" else [loss_difference(runs)]
+        if any(len(line) > 1 for line in lines):
+            curves.append(f"<figure><figcaption>{name}</figcaption>\n{_drawn(lines)}</figure>\n")
+    titles = (f'<span class="{kind}">{html.escape(printable(label))}</span>' for kind, label in zip("ab", labels))
+    rows = [
+        [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table] for table in tables
+    ]
+    text = "\n".join("<table>\n" + "\n".join(lines) + "\n</table>" for lines in rows)
+    title, (a, b) = " and ".join(titles), COLOURS
+    return PAGE.substitute(title=title, a=a, b=b, tables=text, curves="".join(curves) or "no step has been logged")
+
+
+def _drawn(lines: Sequence[Mapping[int, float]]) -> str:
+    """An SVG that takes the colour of its text from the page."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    names = [name for name in CURVES if any(run.curve(name) for run in runs)]
     drawing = StringIO()
-    greys: Any = dict.fromkeys(("axes.edgecolor", "text.color", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
-    with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False, **greys}):
-        figure = Figure(figsize=(4.5, 2.2 * max(len(names), 1)), layout="constrained")
-        for number, name in enumerate(names, start=1):
-            axes = figure.add_subplot(len(names), 1, number, title=name, xlabel="optimizer step")
-            for run, label, colour, style in zip(runs, table[0][1:], COLOURS, (".-", ".--")):
-                curve = run.curve(name)
-                axes.plot([*curve], [*curve.values()], style, color=colour, label=label[-30:])
-            axes.legend(frameon=False)
+    greys: Any = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY)
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "font.size": 12, "axes.grid": True, "grid.alpha": 0.3, **greys}
+    ):
+        figure = Figure(figsize=(4.5, 2.8), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.locator_params(nbins=5)
+        for line, colour, style, width in zip(lines, COLOURS, STYLES, WIDTHS):
+            marker = "o" if len(line) < 20 else ""
+            axes.plot([*line], [*line.values()], style, color=colour, linewidth=width, marker=marker, markersize=4)
         figure.savefig(drawing, format="svg", transparent=True)
-    rows = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in table)
     svg = drawing.getvalue()
-    return PAGE.substitute(grey=GREY, rows="".join(rows), drawing=svg[svg.index("<svg") :])
+    return svg[svg.index("<svg") :]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -187,7 +241,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -43,7 +43,7 @@ COMMANDS = {
         "show one training, or two side by side: a table, and one HTML page with the curves",
         "odb-factory compare saves/my_run saves/stock_run",
         arguments=(
-            ("a", {"metavar": "OUTPUT_DIR", "type": Path, "help": "output_dir of a training"}),
+            ("a", {"metavar": "OUTPUT_DIR", "type": Path, "help": "output_dir of a training, or its YAML"}),
             ("b", {"metavar": "OTHER_DIR", "type": Path, "nargs": "?", "help": "output_dir of another one"}),
             ("--html", {"metavar": "FILE", "type": Path, "help": "the page (default: OUTPUT_DIR/odb_compare.html)"}),
             *JSON,
