@@ -50,8 +50,8 @@ class Table:
 class TableChannel:
     """As `Channel`."""
 
-    def __init__(self, table: Any, rank: int):
-        self.table, self.rank, self.world_size = table, rank, table.world_size
+    def __init__(self, table: Any, rank: int, name: str = "all"):
+        self.table, self.rank, self.world_size, self.name = table, rank, table.world_size, name
         self.counts: Counter[Any] = Counter()
 
     def _next(self, *place: Any) -> tuple[Any, ...]:
@@ -60,7 +60,7 @@ class TableChannel:
         return *place, self.counts[place]
 
     def gather(self, own: bytes, about: str = "") -> list[bytes]:
-        answers: list[bytes] = self.table.meet(self._next("all"), range(self.world_size), self.rank, own)
+        answers: list[bytes] = self.table.meet(self._next(self.name), range(self.world_size), self.rank, own)
         return answers
 
     def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str = "") -> dict[int, bytes]:
@@ -83,13 +83,14 @@ class Seat(Ranks):
         self.table, self.silence_s = table, table.timeout_s
         self._ring: Any = SimpleNamespace(cause=lambda wait_s: None, failure=None)
         self._channel: Any = TableChannel(table, rank)
+        self._compared = TableChannel(table, rank, "compare")
         self.rank, self.world_size = rank, table.world_size
         self._has_failed = self._is_closed = False
 
     def check(self) -> None: ...
 
     def compare(self, message: bytes) -> list[bytes]:
-        return [message] * self.world_size
+        return self._compared.gather(message)
 
     def abort(self, message: str) -> None:
         self.table.abort()

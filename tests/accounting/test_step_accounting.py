@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from accounting.steps import Row, cut, measured, optimizer_step, random_rows
-from odb_factory.data.step_agreement import Reports
 from support import read_audit
 
 from odb_factory.accounting.statistics import summary_line
@@ -35,7 +34,7 @@ class Loader:
         self.world_size = world_size
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
-        self.reports = Reports()
+        self.failed: dict[str, float] = {}
 
     def consume(self, step: OptimizerStep) -> None:
         self.consumed.append(step)

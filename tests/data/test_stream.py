@@ -72,7 +72,7 @@ def test_an_item_that_cannot_be_sent_to_a_worker_is_named() -> None:
     assert "row 4 " in message and "cannot be sent to another process" in message and "\n" not in message
     with ODBDataLoader(Unsendable(), 3, on_error="skip", **options) as loader:
         list(loader)
-        assert loader.stats()["odb/left_out"] == 1
+        assert loader.stats()["odb/skipped"] == 1
 
 
 class Lines(IterableDataset):

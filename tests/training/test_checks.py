@@ -366,7 +366,7 @@ def test_the_start_line_names_the_optimizer_step_and_its_cut(tiny_text, tmp_path
 
 
 def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
-    """The figures of the run that the checkpoint ended."""
+    """Of what this process has trained on: nothing, after all optimizer steps of the checkpoint."""
     first = train(tiny_text, tmp_path, save_strategy="epoch", block=BLOCK)
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     summary = json.loads((tmp_path / "odb_summary.json").read_text())
@@ -374,10 +374,8 @@ def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
     again = train(tiny_text, tmp_path, block=BLOCK, resume=str(checkpoint))
     assert again.state.global_step == first.state.global_step
     found = json.loads((tmp_path / "odb_summary.json").read_text())
-    for changing in ("seconds", "data_wait_s"):
-        del summary[changing], found[changing]
-    assert found == summary
-    assert found["samples"] == NUM_ROWS
+    assert summary["samples"] == NUM_ROWS and found["samples"] == 0
+    assert (found["optimizer_steps"], found["epochs"]) == (summary["optimizer_steps"], summary["epochs"])
 
 
 # Methods and logs
