@@ -165,7 +165,7 @@ MAX_LOOKS = 64
 """Number of bins tried for a sample."""
 
 
-def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) -> Filled:
+def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int = 0) -> Filled:
     """Bins in no particular micro-steps; in `least_steps` at least, and no slot is empty as far as there are samples.
 
     So the last samples of a pool, the smallest, go alone where it has no more of them than slots to fill (I7).

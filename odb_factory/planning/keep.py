@@ -26,15 +26,15 @@ micro-steps merged into one cost no more; it is needed where bins would have to 
 """
 
 
-def _best_bins(samples: Samples, model: CostModel, least_steps: int) -> Filled:
-    """All samples in bins of `least_steps` micro-steps at least, as far as there are samples, within the budgets."""
+def _best_bins(samples: Samples, model: CostModel) -> Filled:
+    """All samples in bins, within the budgets."""
     budget = samples.budget
     needed = bins_needed(samples, (budget.token_budget, budget.max_patches), samples.num_pools)
-    least = max(-(-int(needed.max()) // samples.slots), least_steps)
+    least = -(-int(needed.max()) // samples.slots)
     found = _polished(samples, least, model)
     if found.within:
         return found
-    found = match_by_cost(best_fit_decreasing(samples, model, least_steps))
+    found = match_by_cost(best_fit_decreasing(samples, model))
     first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
     if len(samples) > FEW_SAMPLES:
         first = last = found.num_steps
@@ -113,14 +113,12 @@ def plan_optimizer_step(
     *,
     balance: bool,
     model: CostModel = CostModel(),
-    least_steps: int = 0,
 ) -> Plan:
     """Cut the samples of one optimizer step into K micro-steps, the same K on all ranks.
 
     buffers: one a rank, the samples of this optimizer step that it holds.
     balance: a sample may go to another rank than the one that holds it, unless they are too heavy to travel.
     model: K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least.
-    least_steps: the least K, as far as there are samples.
 
     Every sample is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank
     idles, in the last micro-steps, only where there are too few samples of a modality. The costliest micro-step comes
@@ -132,7 +130,7 @@ def plan_optimizer_step(
     """
     table, starts, owner_rank = pool(buffers)
     pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
-    groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model, least_steps)
+    groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model)
     steps = [place(step, owner_rank, len(buffers), slots) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return _costliest_first(to_plan(steps, table, starts, owner_rank, budget, final), model)
@@ -166,24 +164,23 @@ def cut(
     slots: int,
     budget: Budget,
     model: CostModel,
-    least_steps: int = 0,
 ) -> list[list[PoolGroup]]:
     """The groups of each micro-step, in the layout of the budget. Each modality is cut by itself.
 
     index: the samples to cut, as positions in the table [n]. pool_of: the pool of each of them [n]. slots: ranks that
-    share a pool. least_steps: the fewest micro-steps, as far as there are samples.
+    share a pool.
     """
     steps: list[list[PoolGroup]] = []
-    modalities, modality, sizes = np.unique(table["modality"][index], return_inverse=True, return_counts=True)
-    by_size = np.argsort(sizes, kind="stable").tolist()
-    for number in by_size:
-        own, least = modality == number, least_steps - len(steps) if number == by_size[-1] else 0
+    modality = table["modality"][index]
+    modalities = np.unique(modality)
+    for number in modalities.tolist():
+        own = modality == number
         if budget.layout == "flat":
             samples = Samples(table, index[own], pool_of[own], slots, budget)
-            steps += _groups_of_bins(_best_bins(samples, samples.weigh(model), least))
+            steps += _groups_of_bins(_best_bins(samples, samples.weigh(model)))
         else:
             pools = Pools(table, index[own], pool_of[own], slots, budget, model)
-            steps += groups_of_cut(pools, cut_by_one_cap(pools, least) if least > 0 else best_cut(pools))
+            steps += groups_of_cut(pools, best_cut(pools))
     return steps if len(modalities) < 2 else _join_partial(steps, slots, len(np.unique(pool_of)))
 
 
