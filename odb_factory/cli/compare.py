@@ -128,7 +128,9 @@ class Run:
                 shown = {key: entry[key] for key in RENAMED if key in entry}
                 self.log.insert(0, {"step": entry["current_steps"], **shown})
         kept = {key: state.get(key) for key in ("max_steps", "num_train_epochs", "train_batch_size")}
-        of_files = {key: value for found in sorted(folder.glob("*.yaml")) for key, value in _read(found).items()}
+        of_files = {
+            key: value for yaml_file in sorted(folder.glob("*.yaml")) for key, value in _read(yaml_file).items()
+        }
         summary = folder / SUMMARY_FILE
         block = {"odb": _read(summary).get("config")} if summary.is_file() else {}
         self.settings = [_flat(kept), _flat(yaml or of_files), _flat(block)]
@@ -172,12 +174,12 @@ def differences_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """The settings whose values differ, from the files that both runs have, and whether one alone has a block."""
     if len(runs) < 2:
         return {}
-    found: dict[str, list[Any]] = {}
+    differing: dict[str, list[Any]] = {}
     for a, b in zip(runs[0].settings, runs[1].settings):
         if a and b:
-            found |= {key: [a.get(key), b.get(key)] for key in sorted(a | b) if a.get(key) != b.get(key)}
+            differing |= {key: [a.get(key), b.get(key)] for key in sorted(a | b) if a.get(key) != b.get(key)}
     blocks = [bool(run.settings[-1]) for run in runs]
-    return found if len(set(blocks)) == 1 else found | {"odb": ["on" if block else None for block in blocks]}
+    return differing if len(set(blocks)) == 1 else differing | {"odb": ["on" if block else None for block in blocks]}
 
 
 def page_of(runs: Sequence[Run], labels: Sequence[str], tables: Sequence[Sequence[Sequence[str]]]) -> str:
@@ -234,10 +236,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested keys with dots between them."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _text(value: Any) -> str:

@@ -100,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.meaning, add_help=False)  # the parser below answers --help
-    name, rest = (found := parser.parse_known_args(argv))[0].command, found[1]
-    command = COMMANDS[name]
+    known, rest = parser.parse_known_args(argv)
+    name, command = known.command, COMMANDS[known.command]
     of_command = argparse.ArgumentParser(
         prog=f"odb-factory {name}", description=f"{command.meaning}.", epilog=f"example: {command.example}"
     )

@@ -110,7 +110,7 @@ def test_disabled_refuses_in_one_line(odb_factory, workplace: Path) -> None:
     assert ended.returncode == 2
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
-    assert "ODB_FACTORY_DISABLE=1" in line and "unset it" in line
+    assert "ODB_FACTORY_DISABLE" in line
 
 
 def test_a_wrong_block_ends_in_one_line(trainings: dict[str, subprocess.CompletedProcess]) -> None:
