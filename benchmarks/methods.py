@@ -274,7 +274,7 @@ def odb(work: Work, layout: str = "flat", balance: bool = True) -> Cut:
     cut = []
     for samples in work.steps():
         options = {} if balance else {"owners": np.arange(len(samples)) % work.ranks}
-        plan = plan_micro_batches(
+        ranks = plan_micro_batches(
             work.lengths[samples],
             token_budget=work.token_budget,
             ranks=work.ranks,
@@ -282,7 +282,7 @@ def odb(work: Work, layout: str = "flat", balance: bool = True) -> Cut:
             overlong="singleton",
             **options,
         )
-        cut.append([[samples[batch].tolist() for batch in batches] for batches in zip(*plan.micro_batches)])
+        cut.append([[samples[batch].tolist() for batch in micro_step] for micro_step in zip(*ranks)])
     return cut
 
 
@@ -313,7 +313,7 @@ def collate(items: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def odb_fill(work: Work, rank: int, layout: str = "flat") -> Iterator[list[int]]:
-    options = {"layout": layout, "global_batch_size": "fill", "buffer_size": work.buffer_size, "loss_scaling": "exact"}
+    options = {"layout": layout, "global_batch_size": "fill", "buffer_size": work.buffer_size}
     with ODBDataLoader(
         Rows(work.lengths), token_budget=work.token_budget, collate_fn=collate, num_workers=1, **options
     ) as loader:

@@ -85,7 +85,7 @@ def test_guarantees_name_tests_that_are_there() -> None:
 
 
 def test_readme_shows_what_was_measured() -> None:
-    """Its first tables and those of its results are the ones that `all.py --publish` and a GPU wrote."""
+    """Its first tables and those of its results stand in the benchmarks, too, with their commands."""
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
     shown = readme.split("\n## Install\n")[0] + readme.split("\n## Result\n")[1].split("\n## ")[0]
     on_gpu = (ROOT / "docs/benchmarks/gpu.md").read_text(encoding="utf-8")
