@@ -70,7 +70,6 @@ def check_totals(plan: Plan, world: World, budget: Budget) -> None:
             max_rank_patches=max(patches for *_, patches in shapes),
             max_rank_attention=max(attention_of(group, budget) for group in groups),
             moved=sum(owner[i] != rank for rank, group in enumerate(step) for i in group),
-            squares=sum(length**2 for length in lengths),
         )
 
 

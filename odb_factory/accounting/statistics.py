@@ -33,8 +33,8 @@ SUMMARY = (
 class StepStatistics(dict[str, float]):
     """Sums by name, all ranks together; a sum that was never added to is 0.
 
-    The names of `SUMMARY` and: awaited_tokens, patches, awaited_patches: the sum if every rank had as many as the
-    fullest one in each micro-step; skipped: rows left out. Tokens are real, padded_tokens and patches as collated.
+    The names of `SUMMARY`, skipped (rows left out) and awaited_tokens: the sum of padded_tokens if every rank had as
+    many as the fullest one in each micro-step. tokens are real, padded_tokens as collated.
     oom_cuts: how often a micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the
     loss of late rows, as a share of the loss of an optimizer step.
     """
@@ -44,12 +44,11 @@ class StepStatistics(dict[str, float]):
 
     def add(self, totals: MicroStepTotals, world_size: int) -> None:
         """Count a micro-step over all ranks."""
-        for name in (*FROM_TOTALS, "patches"):
+        for name in FROM_TOTALS:
             self[name] += getattr(totals, name)
         self["micro_steps"] += 1
         self["idle_micro_batches"] += world_size - totals.active_ranks
         self["awaited_tokens"] += world_size * totals.max_rank_tokens
-        self["awaited_patches"] += world_size * totals.max_rank_patches
 
     def since(self, before: StepStatistics) -> StepStatistics:
         """What was added to these sums after a copy of them was made."""
@@ -64,11 +63,6 @@ class StepStatistics(dict[str, float]):
     def balance(self) -> float:
         """Padded tokens of all ranks as a share of awaited_tokens, 0 to 1: 1 if no rank waits for another."""
         return self["padded_tokens"] / self["awaited_tokens"] if self["awaited_tokens"] else 1.0
-
-    @property
-    def patch_balance(self) -> float:
-        """The same of vision patches."""
-        return self["patches"] / self["awaited_patches"] if self["awaited_patches"] else 1.0
 
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public.

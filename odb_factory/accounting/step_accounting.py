@@ -269,7 +269,7 @@ class StepAccounting:
             "optimizer_steps": self.optimizer_steps,
             "encoder_patches": self.encoder_patches,
             "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
-            "left_out": dict(self.left_out),
+            "left_out": dict(+self.left_out),  # without reasons that no row had
             "remainder": self._remainder,
             "overlong": self._overlong + (0 if self._uncounted is None else self._uncounted.overlong),
             "over_budget": self.num_over_budget,

@@ -88,7 +88,7 @@ class HostCallback(TrainerCallback):
         training, logs = self.trainer.odb.training, kwargs["logs"]
         if self._counts_tokens and training is not None and "train_runtime" in logs:
             run = training.run
-            tokens = run.accounting.total.tokens / run.loader.world_size
+            tokens = run.accounting.total["tokens"] / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
 

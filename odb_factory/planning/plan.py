@@ -92,7 +92,7 @@ class MicroStepTotals:
     padded_tokens: rows x padded row length, or, where the layout is flat, tokens, dummy media and what the total is
     rounded up by. attention: rows x padded row length squared, or, where it is flat, the sum of squared lengths of all
     segments. max_rank_tokens, max_rank_patches, max_rank_attention: the most of any rank, for which all wait.
-    moved, moved_bytes: samples that travel to another rank for this step. squares: of the tokens of each sample.
+    moved: samples that travel to another rank for this step.
     """
 
     samples: int = 0
@@ -105,8 +105,6 @@ class MicroStepTotals:
     max_rank_patches: int = 0
     max_rank_attention: int = 0
     moved: int = 0
-    moved_bytes: int = 0
-    squares: int = 0
 
 
 MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
@@ -213,6 +211,4 @@ def _totals(
         max_rank_patches=int(patches.max()),
         max_rank_attention=int(attention.max()),
         moved=int(moved.sum()),
-        moved_bytes=int(rows["bytes"][moved].sum(dtype=np.int64)),
-        squares=int((tokens**2).sum()),
     )

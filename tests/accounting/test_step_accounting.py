@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Loader:
         self.world_size = world_size
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
-        self.failed: dict[str, float] = {}
+        self.failed: defaultdict[str, float] = defaultdict(float)
 
     def consume(self, step: OptimizerStep) -> None:
         self.consumed.append(step)
@@ -108,7 +108,7 @@ def test_a_resume_continues_the_audit(tmp_path: Path) -> None:
     _run(after, steps[3])
     for accounting in (whole, after):
         accounting.close()
-    assert after.optimizer_steps == whole.optimizer_steps and after.total.samples == 8
+    assert after.optimizer_steps == whole.optimizer_steps and after.total["samples"] == 8
     assert read_audit(tmp_path / "parts") == read_audit(tmp_path / "whole")
 
 

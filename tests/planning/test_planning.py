@@ -251,8 +251,6 @@ def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
         assert exceeds_limit(windows) is exceeds
         moved = sum(totals.moved for totals in plan.totals)
         assert (moved == 0) is exceeds
-        moved_bytes = sum(totals.moved_bytes for totals in plan.totals)
-        assert moved_bytes == (0 if exceeds else moved * MAX_REDISTRIBUTED_BYTES // 4)
 
 
 # Any cost model
