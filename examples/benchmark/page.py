@@ -124,7 +124,7 @@ def _head(ends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "Everything on this page is made by `python examples/benchmark/all.py --rivals --publish`. All contestants"
     yield "of a table get the same samples. Where another method is ahead, the tables say so. The figures behind the"
     yield f"tables are in [{FOLDER}/{FIGURES}]({FOLDER}/{FIGURES}). No GPU has been measured:"
-    yield "`examples/benchmark/gpu.py` is the run for one, tried at tiny scale on a CPU."
+    yield "`benchmarks/gpu.py` is the run for one, tried at tiny scale on a CPU."
     if ends:
         begins = sorted(one["began"] for one in ends)
         yield ""
