@@ -420,7 +420,7 @@ def run_all(jobs: Sequence[Job], folder: Path, limit_s: float, tiny: bool) -> li
             worker.kill()
             worker.wait()
             failed = f"not done within {left_s:.0f} s"
-        if failed:
+        if failed and not Path(job["saved"]).exists():
             Path(job["saved"]).write_text(json.dumps({"name": job["name"], "failed": failed}), encoding="utf-8")
         longest = max(longest, time.time() - started)
         print(f"{job['model']}, {job['name']}: {time.time() - started:.0f} s {failed}", flush=True)
@@ -513,7 +513,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.worker:
         work()
-        return
+        sys.stdout.flush()
+        os._exit(0)  # the figures are written: nobody waits for the end of threads and data workers
     folder, scale = given.output_dir.resolve(), TINY if given.tiny else REAL
     models = given.model or (["qwen3_vl_2b"] if given.quick else list(MODELS))
     only = given.only or (("parts", *QUICK) if given.quick else None)
