@@ -121,9 +121,10 @@ def find_recompute(trainer: Any) -> Recompute | None:
     checkpointing stays as configured. Collective: all ranks run the same trials and get the same. Leaves nothing
     behind."""
     training, model = trainer.odb.training, trainer.model_wrapped
+    loader, config = training.run.loader, training.run.config
     if not can_be_measured(trainer) or not checkpointing_modules(model):
         return None
-    samples = list(training.run.loader.first_samples())
+    samples = list(loader.first_samples())
     if trainer.odb.before_step is not None or not samples:
         why = "its rows are a stream" if not samples else "this stage prepares its optimizer steps as a whole"
         logger.info("recompute: auto: no micro-batch can be tried (%s), so all are recomputed", why)
@@ -132,8 +133,8 @@ def find_recompute(trainer: Any) -> Recompute | None:
     try:
         with untouched(trainer):
             trials = trials_beside_state(trainer, "odb.recompute: 'auto'", ", or `recompute: always`")
-            search = Search(trials, training.run.loader, training.run.config, samples)
-            held, share = _held_without(tried, trials, search, training.run.loader.budget)
+            search = Search(trials, loader, config, samples)
+            held, share = _held_without(tried, trials, search, loader.budget.within(loader.lowered))
     except DataError as error:
         logger.warning("recompute: auto: %s; all micro-batches are recomputed", one_line(error))
         return None
@@ -198,4 +199,5 @@ def _growing(search: Search, budget: Budget) -> Iterator[list[Sample]]:
 def _expected(used: Sequence[tuple[int, float]], size: int) -> float:
     """The share of the limit of a trial of this size, along the line through the last two."""
     (small, before), (large, after) = used[-2:]
-    return after + (size - large) * max(after - before, 0.0) / max(large - small, 1)
+    growth = (after - before) / (large - small) if large != small else 0.0
+    return after + (size - large) * max(growth, 0.0)

@@ -67,3 +67,33 @@ def test_scale(tmp_path: Path) -> None:
     assert all(0 < row["messages"] <= 2 * row["sockets"] and row["exchange_s"] > 0 for row in planned)
     assert [row["is_measured"] for row in planned] == [True, True, True, False]
     assert real["real_gather_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--quick"], id="quick", marks=pytest.mark.nightly),
+        *(
+            pytest.param(["--model", model], id=model, marks=pytest.mark.nightly)
+            for model in ("qwen3_1_7b", "qwen2_5_vl_7b")
+        ),
+    ],
+)
+def test_the_gpu_run_at_tiny_scale(options: list[str], tmp_path: Path) -> None:
+    """One table of what has run; what has its figures is not run again."""
+    script = FOLDER / "gpu.py"
+    command = [sys.executable, str(script), "--tiny", *options, "--output-dir", str(tmp_path)]
+    said = run_command([*command, "--limit", str(LIMIT_S)], LIMIT_S + 20)
+    assert "all is done" in said
+    found = {
+        one["name"]: one for one in map(json.loads, (path.read_text("utf-8") for path in tmp_path.glob("*/*.json")))
+    }
+    assert not [one for one in found.values() if "failed" in one and "batch_rebalance" not in one["name"]]
+    stock, ours = found["mix/stock, 4 rows"], found["mix/odb"]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2)  # bf16; a mean over other micro-batches
+    assert ours["micro_batches"] < stock["micro_batches"]
+    assert ours["forward_tokens"] == 2 * ours["computed_tokens"], "a CPU recomputes all"
+    assert all(f"| {name.partition('/')[2]} |" in said for name in found if "/" in name)
+    parts = json.loads((tmp_path / "parts.json").read_text("utf-8"))
+    assert all("ms" in parts[name]["odb"] for name in ("patch_embedding", "attention", "head, 64 x 32"))
+    assert "all is done" in run_command(command, LIMIT_S)
