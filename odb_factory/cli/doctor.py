@@ -29,7 +29,7 @@ SUPPORTED = {
     "python": ">=3.11",
     "odb_factory": "",
     "llamafactory": activation.SUPPORTED,
-    "transformers": ">=4.55",
+    "transformers": ">=4.57.1",
     "torch": ">=2.6",
     "accelerate": "",
     "datasets": "",
