@@ -36,7 +36,7 @@ from same_training import (
     run_cells,
     train,
 )
-from support import once, read_jsonl, shimmed, training_config, write_dataset
+from support import CHECKPOINTS, once, read_jsonl, shimmed, training_config, write_dataset
 from transformers import TrainerCallback
 
 LIMIT_S, GRID_LIMIT_S = 540, 1500
@@ -120,7 +120,7 @@ CELLS: dict[str, Cell] = {
     "dpo": Cell("dpo"),
     "dpo, images": Cell("dpo", PICTURES | ONCE | {"per_device_train_batch_size": 2}, "tied_vl", OF_IMAGES),
     "dpo, images, lora": Cell(
-        "dpo", PICTURES | LORA | {"disable_gradient_checkpointing": False}, "tied_vl", OF_IMAGES | REHEARSED
+        "dpo", PICTURES | LORA | {"disable_gradient_checkpointing": not CHECKPOINTS}, "tied_vl", OF_IMAGES | REHEARSED
     ),
     "kto": Cell("kto", WEIGHED, block=REHEARSED),
     "kto, exact": Cell("kto", WEIGHED, block={"loss_scaling": "exact", "token_budget": 256}, stock=AT_ONCE),
@@ -145,7 +145,10 @@ ENCODER: dict[str, dict[str, Any]] = {
 }
 CELLS |= {f"encoder{name}": Cell("sft", UNEVEN | more, "tied_vl", SHARED) for name, more in ENCODER.items()}
 CELLS["encoder, dpo, lora"] = Cell(
-    "dpo", PICTURES | ONCE | LORA | {"disable_gradient_checkpointing": False}, "tied_vl", SHARED | {"balance": True}
+    "dpo",
+    PICTURES | ONCE | LORA | {"disable_gradient_checkpointing": not CHECKPOINTS},
+    "tied_vl",
+    SHARED | {"balance": True},
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": LORA,
