@@ -194,4 +194,4 @@ def test_a_cost_may_be_counted_by_numpy_or_torch(number: Any) -> None:
     features, cost = observer({"input_ids": [1] * 5})
     sample = Sample(0, cost, pack(features))
     assert pickle.loads(pickle.dumps(sample)) == sample
-    assert json.dumps(SampleInfo.of(sample)) == "[0, 5, 3, 0, 0, 0, 0, 0]"
+    assert json.dumps(SampleInfo.of(sample)) == "[0, 5, 3, 0, 0, 0, 0]"
