@@ -227,7 +227,7 @@ from odb_factory import ODBDataLoader, pop_step_info
 
 class Slow(Rows):
     def __getitem__(self, k):
-        if k > 40:
+        if k >= 64:
             time.sleep(3600)
         return super().__getitem__(k)
 
@@ -245,7 +245,7 @@ for number, batch in enumerate(loader):
 """
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("end", ["return", "raise", "SIGINT", "SIGTERM", "SIGTERM handled", "SIGKILL"])
 def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, tmp_path: Path) -> None:
     """Its workers are at rows that never end; the signal reaches all processes, as from a terminal or a scheduler."""
