@@ -88,8 +88,9 @@ def count_supervised(labels: Any) -> int:
 
 def has_leading_label(labels: Any) -> bool:
     """Whether the first of the labels ([length] or [1, length]) is one, though nothing predicts it."""
-    first = labels[0] if is_ints(labels) else np.asarray(labels).reshape(-1)[:1]
-    return bool(np.any(np.asarray(first) != IGNORE_INDEX)) and np.size(first) > 0
+    if is_ints(labels):
+        return bool(labels[0] != IGNORE_INDEX)
+    return bool(np.any(np.asarray(labels).reshape(-1)[:1] != IGNORE_INDEX))
 
 
 def is_ints(values: Any) -> bool:

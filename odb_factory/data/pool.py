@@ -310,7 +310,7 @@ class Pool:
     """Computes methods of `work` in `num_workers` processes, or in place if there are none.
 
     work: `work.dataset`, if there is such, is what `worker_init_fn` finds in `get_worker_info()`. timeout: seconds
-    that a result is waited for (0: no limit). seed: of the workers, for `worker_init_fn`. pin_memory: results are
+    that a result is waited for (0: no limit). pin_memory: results are
     copied to pinned memory. The other options are those of a DataLoader.
 
         with closing(Pool(work, 2)) as pool:
@@ -359,6 +359,7 @@ class Pool:
     def start(self, seed: int = 0) -> None:
         """Start the workers, unless they run. Call it in the main thread: no thread of ours may run when they fork.
 
+        seed: of what `worker_init_fn` draws.
         Raises `ConfigError` if what they need cannot be sent to them.
         """
         if not self.num_workers or self._executor is not None:
@@ -670,6 +671,7 @@ class LoaderPool:
             yield from itertools.chain.from_iterable(observed)
 
     def _find_stand_in(self) -> Sample:
+        self.start()
         reasons: dict[int, str] = {}  # a row may be looked at twice
         for rows in self._rows_to_try():
             calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, STAND_IN_CHUNK))

@@ -100,7 +100,7 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
         return forward(model, *args, **kwargs)
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        made.extend([args[3].reason] if "plans_here" in kwargs else ())
+        made.extend([args[3].reason] if "is_evaluated" in kwargs else ())
         return make_loader(*args, **kwargs)
 
     made, make_loader = list[str](), Session.make_loader

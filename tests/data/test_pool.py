@@ -1,0 +1,295 @@
+"""The worker processes of a rank, from outside: the same micro-batches whatever they are; nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toy import Rows, item, pad
+
+from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info
+from odb_factory.random_numbers import random_states
+
+TESTS = Path(__file__).parents[1]
+OPTIONS: dict[str, Any] = {"token_budget": 100, "batch_size": 8}
+
+
+class Drawing(Rows):
+    """Each row brings random numbers of all three kinds."""
+
+    def __getitem__(self, k: int) -> Any:
+        return super().__getitem__(k) | {"drawn": _drawn()}
+
+
+def _drawn() -> list[float]:
+    return [random.random(), float(np.random.rand()), torch.rand(1).item()]
+
+
+def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return pad(items) | {"of_rows": [one.get("drawn") for one in items], "drawn": _drawn()}
+
+
+def epochs(count: int = 2, **options: Any) -> list[list[Any]]:
+    """Of each epoch: ids, random numbers of the rows and of the collator."""
+    with ODBDataLoader(Drawing(), shuffle=True, collate_fn=drawing, **OPTIONS | options) as loader:
+        return [
+            [
+                (pop_step_info(batch).samples, batch["input_ids"].tolist(), batch["of_rows"], batch["drawn"])
+                for batch in loader
+            ]
+            for _ in range(count)
+        ]
+
+
+def test_micro_batches_and_random_numbers_do_not_depend_on_workers() -> None:
+    """I6, in both epochs; the random numbers of the training process stay as they were."""
+    torch.manual_seed(5)
+    before = random_states()
+    expected = epochs(num_workers=0)
+    assert str(random_states()) == str(before)
+    assert epochs(num_workers=1) == epochs(num_workers=2, persistent_workers=True) == expected
+    assert expected[0] != expected[1]
+    numbers = [number for _, _, of_rows, own in expected[0] + expected[1] for one in (*of_rows, own) for number in one]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_random_numbers_are_the_same_after_a_resume() -> None:
+    """Stock's workers begin anew; ours follow the sample."""
+    torch.manual_seed(5)
+    options = {"shuffle": True, "collate_fn": drawing, "num_workers": 2, **OPTIONS}
+    (expected,) = epochs(1, num_workers=2)
+    taken, rest = [], []
+    with ODBDataLoader(Drawing(), **options) as loader:
+        for batch in loader:
+            taken.append(batch["drawn"])
+            if pop_step_info(batch).ends_optimizer_step and len(taken) > 3:
+                break
+        state = loader.state_dict()
+    with ODBDataLoader(Drawing(), **options) as loader:
+        loader.load_state_dict(state)
+        for batch in loader:
+            pop_step_info(batch)
+            rest.append(batch["drawn"])
+    assert taken and rest and taken + rest == [own for *_, own in expected]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_start_methods_give_the_same(method: str) -> None:
+    torch.manual_seed(5)
+    assert epochs(1, num_workers=1, multiprocessing_context=method) == epochs(1, num_workers=0)
+
+
+# Tensors that come back
+
+
+def tensors(items: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = torch.arange(12).reshape(3, 4)
+    return pad(items) | {
+        "view": rows[:, 1:3],
+        "transposed": rows.t(),
+        "expanded": torch.ones(1).expand(2, 3),
+        "bfloat16": torch.full((2, 3), 0.5, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "sparse": torch.eye(3).to_sparse(),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "nested": [{"x": (torch.ones(2), "text")}],
+    }
+
+
+def test_a_batch_comes_back_as_it_was_made_and_may_be_changed() -> None:
+    expected = tensors([item(0)])
+    with ODBDataLoader(Rows(), collate_fn=tensors, num_workers=2, **OPTIONS) as loader:
+        for batch in loader:
+            pop_step_info(batch)
+            for key, value in expected.items():
+                if key in ("input_ids", "labels"):
+                    continue
+                own = batch[key]
+                assert type(own) is type(value), key
+                if isinstance(value, torch.Tensor):
+                    assert own.dtype == value.dtype and own.shape == value.shape
+                    assert torch.equal(own.to_dense(), value.to_dense()), key
+            assert batch["array"].tolist() == expected["array"].tolist()
+            assert batch["nested"][0]["x"][0].tolist() == [1, 1] and batch["nested"][0]["x"][1] == "text"
+            batch["bfloat16"].zero_(), batch["input_ids"].fill_(7)
+
+
+# What goes wrong
+
+
+class Failing(Rows):
+    def __init__(self, how: str):
+        super().__init__(num_rows=200)
+        self.how = how
+
+    def __getitem__(self, k: int) -> Any:
+        if k == 100:
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "sys.exit":
+                sys.exit(3)
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "odd error":
+                raise Odd(lambda: None)
+        return item(k)
+
+
+class Odd(Exception):
+    """Cannot be pickled."""
+
+
+def odd(items: list[dict[str, Any]]) -> Any:
+    raise Odd(lambda: None)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("killed", "row 100 .*was killed.*out-of-memory killer"),
+        ("exit", r"row 100 .*exit code 3"),
+        ("sys.exit", "SystemExit: 3"),
+        ("odd error", "row 100 .*Odd"),
+    ],
+)
+def test_a_worker_that_fails_is_one_line_with_row_and_cause(how: str, words: str) -> None:
+    with ODBDataLoader(Failing(how), num_workers=2, collate_fn=pad, **OPTIONS) as loader:
+        with pytest.raises(DataError) as caught:
+            list(map(pop_step_info, loader))
+    message = str(caught.value)
+    assert re.search(words, message) and "\n" not in message, message
+    assert_no_child()
+
+
+@pytest.mark.timeout(120)
+def test_an_error_of_the_collator_that_cannot_be_pickled_names_its_rows() -> None:
+    with ODBDataLoader(Rows(), num_workers=1, collate_fn=odd, cost_fn=lambda item: 5, **OPTIONS) as loader:
+        with pytest.raises(DataError, match=r"row.* \d+.*Odd") as caught:
+            list(loader)
+    assert "\n" not in str(caught.value)
+
+
+def fails_to_begin(worker_id: int) -> None:
+    raise ValueError("no such disk")
+
+
+def test_a_worker_init_fn_that_fails_is_one_line() -> None:
+    with pytest.raises(DataError, match="no such disk") as caught:
+        with ODBDataLoader(Rows(), num_workers=1, collate_fn=pad, worker_init_fn=fails_to_begin, **OPTIONS) as loader:
+            list(loader)
+    assert "\n" not in str(caught.value)
+
+
+def assert_no_child() -> None:
+    end = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
+# What is left behind
+
+
+def test_memory_and_descriptors_stay_the_same_over_epochs() -> None:
+    held = []
+    with ODBDataLoader(Rows(num_rows=400), num_workers=2, collate_fn=pad, persistent_workers=True, **OPTIONS) as loader:
+        for _ in range(8):
+            for batch in loader:
+                pop_step_info(batch)
+            del batch
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024
+            held.append((len(os.listdir("/proc/self/fd")), resident))
+    assert held[-1][0] <= held[1][0] + 2, held
+    assert held[-1][1] <= held[1][1] + 20, f"MiB: {held}"
+
+
+PROGRAM = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+from toy import Rows, pad
+from odb_factory import ODBDataLoader, pop_step_info
+
+class Slow(Rows):
+    def __getitem__(self, k):
+        if k >= 64:
+            time.sleep(3600)
+        return super().__getitem__(k)
+
+if {handles!r}:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+loader = ODBDataLoader(Slow(), num_workers=2, collate_fn=pad, token_budget=100, batch_size=8)
+for number, batch in enumerate(loader):
+    pop_step_info(batch)
+    if number == 0:
+        print("ready", flush=True)
+        if {end!r} == "return":
+            break
+        if {end!r} == "raise":
+            raise ValueError("of the user")
+"""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("end", ["return", "raise", "SIGINT", "SIGTERM", "SIGTERM handled", "SIGKILL"])
+def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, tmp_path: Path) -> None:
+    """Its workers are at rows that never end; the signal reaches all processes, as from a terminal or a scheduler."""
+    handles = end == "SIGTERM handled"
+    code = PROGRAM.format(tests=str(TESTS), handles=handles, end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        name = end.split()[0]
+        if name == "SIGKILL":
+            process.kill()
+        elif name.startswith("SIG"):
+            os.killpg(process.pid, getattr(signal, name))
+        process.wait(60)
+        deadline = time.monotonic() + 20
+        while (left := _group(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+        assert (process.returncode == 7) is handles
+    finally:
+        for pid in _group(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+
+
+def _group(group: int) -> list[int]:
+    """Living processes of a process group."""
+
+    def of(pid: str) -> list[str]:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return []
+
+    fields: Iterator[tuple[str, list[str]]] = ((pid, of(pid)) for pid in os.listdir("/proc") if pid.isdigit())
+    return [int(pid) for pid, one in fields if one and int(one[2]) == group and one[0] != "Z"]
+
+
+def test_a_closed_loader_says_so() -> None:
+    loader = ODBDataLoader(Rows(), num_workers=1, collate_fn=pad, **OPTIONS)
+    next(iter(loader))
+    loader.close()
+    assert_no_child()
+    with pytest.raises(ConfigError, match="has been closed"):
+        iter(loader)
