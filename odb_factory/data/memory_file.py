@@ -77,7 +77,8 @@ class _Pickler(ForkingPickler):
         is_plain = obj.device.type == "cpu" and obj.layout is torch.strided and obj.is_contiguous()
         if not is_plain or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented
-        data = pickle.PickleBuffer(obj.flatten().view(torch.uint8).numpy())
+        content: Any = obj.flatten().view(torch.uint8).numpy()
+        data = pickle.PickleBuffer(content)
         return _tensor, (data, obj.dtype, tuple(obj.shape))
 
 

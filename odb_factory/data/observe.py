@@ -225,6 +225,7 @@ class _SentItem(RawItem):
     """content: pickled. problem: why it cannot be."""
 
     __slots__ = ("problem",)
+    problem: str
 
     def __init__(self, id: int, content: bytes, problem: str):
         super().__init__(id, content)

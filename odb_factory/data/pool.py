@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
@@ -408,7 +408,9 @@ class Pool:
         except BrokenProcessPool:
             raise DataError(self.why_broken()) from None
 
-    def map(self, name: str, calls: Iterable[tuple[tuple[Any, ...], Sequence[int]]], ahead: int) -> Iterator[Any]:
+    def map(
+        self, name: str, calls: Iterable[tuple[tuple[Any, ...], Sequence[int]]], ahead: int
+    ) -> Generator[Any, None, None]:
         """The results of these calls (arguments, rows), in order; `ahead` of them are submitted before their turn."""
         pending: deque[Pending] = deque()
         try:
