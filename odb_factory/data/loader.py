@@ -142,7 +142,7 @@ class Pass:
     def stop(self) -> None:
         """Let the thread end when it can."""
         with self._changed:
-            self._is_stopped = True
+            self._is_stopped = self.planner.is_left = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:

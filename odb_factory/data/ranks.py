@@ -274,6 +274,8 @@ class Ring:
             store = dist.PrefixStore(f"channel {self._count}", self._store)
             self._meet(store)
             gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.silence_s))
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise CollectiveError(self.why_lost("connecting the ranks", error)) from None
         self._channels.append(channel := Channel(self, gloo))

@@ -22,7 +22,7 @@ import numpy as np
 from odb_factory.data.agreement import ranks_alike
 from odb_factory.data.cursor import Place, Remaining
 from odb_factory.data.order import StockSteps, split_by_weight
-from odb_factory.data.ranks import RankMetadata, Ranks
+from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
@@ -125,13 +125,15 @@ class EpochPlanner(ABC):
     """Iterates over lists of tasks, each of whole optimizer steps; deterministic for its arguments (I6).
 
     observed: what this rank draws of the epoch from `place` on.
-    first_index: of the first plan. final: the last plan of the epoch has been made.
+    first_index: of the first plan. is_left: nobody takes what is planned from now on, and workers may have ended.
+    final: the last plan of the epoch has been made.
     num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
     `place`.
     remaining: with `fill`, what is left of the order after an optimizer step, by the index of the step.
     """
 
     first_index = 0
+    is_left = False
     _next: object | None
     """The row that is drawn ahead, None at the end."""
 
@@ -266,7 +268,7 @@ class EpochPlanner(ABC):
         except CollectiveError:
             raise
         except Exception as error:
-            message = _reason(error, "planning")
+            message = LEFT_EPOCH if self.is_left else _reason(error, "planning")
         finally:
             self.observed = iter(())  # lets its worker processes go
         if has_ended:
@@ -282,6 +284,8 @@ class EpochPlanner(ABC):
         except CollectiveError:
             raise
         except Exception as error:
+            if self.is_left:
+                raise
             message = _reason(error, task)
             self.context.ranks.abort(f"{task}: {message}")
         else:

@@ -157,8 +157,6 @@ def test_trainers_without_llamafactory_compare_what_they_have(tiny_text: Path, t
         assert one[name].startswith("the ranks differ in ") and said in one[name], one[name]
         assert one[name].endswith("(after 0 optimizer steps)")
     assert one["workers"] == "trained"
-    warnings = [line for line in ranks[0].said.splitlines() if "the ranks differ in dataloader_num_workers" in line]
-    assert len([line for line in warnings if "does not change what is trained" in line]) == 1
 
 
 def test_what_changes_the_model_is_compared_before_it_is_loaded(
@@ -174,8 +172,4 @@ def test_what_changes_the_model_is_compared_before_it_is_loaded(
     assert one["build"] == one["paths"] == "went on"
     assert one["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
     assert one["both refused"].startswith("accelerator_config.dispatch_batches: True")
-    warnings = [line for line in ranks[0].said.splitlines() if "the ranks differ in" in line]
-    assert (
-        len(warnings) == 1 and "model_name_or_path" in warnings[0] and "does not change what is trained" in warnings[0]
-    )
-    assert "the ranks differ in" not in ranks[1].said
+    assert not any("the ranks differ in" in outcome.said for outcome in ranks), "paths and builds may differ"

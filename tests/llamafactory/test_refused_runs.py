@@ -25,7 +25,6 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"odb": {"token_budget": "many"}}, ("odb.token_budget: 'many'",)),
     ({"odb": None}, ("odb: None is not a block", "token_budget")),
     ({"odb": FILL | {"loss_scaling": "stock"}}, ("odb.loss_scaling: 'stock'",)),
-    ({"odb": {"token_budget": 256, "row_multiple": 2}, "stage": "kto"}, ("odb.row_multiple: 2",)),
     ({"packing": True}, ("packing: True does not go", "remove")),
     ({"stage": "pt", "packing": True}, ("packing: True does not go", "layout: flat")),
     ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, ("neat_packing: True", "remove one")),
