@@ -265,7 +265,7 @@ def _cell(found: list[str]) -> str:
 
 
 def check_table(families: Sequence[Family]) -> None:
-    """The lines of these families, and what cannot be built, are in docs/families.md; or the lines are written there."""
+    """The lines of these families, and what cannot be built, are in docs/families.md, or are written there."""
     here = {name: version(name) for name in TABLE_OF}
     if here != TABLE_OF:
         pytest.skip(f"the table is about {TABLE_OF}, here is {here}")
