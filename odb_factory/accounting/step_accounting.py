@@ -21,6 +21,9 @@ from odb_factory.planning import Budget
 
 logger = get_logger(__name__)
 
+EMPTIED = "emptied"
+"""Micro-batches of which every row has been left out after the plan."""
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: what one optimizer step is, and how it is cut.
 
@@ -169,7 +172,7 @@ class StepAccounting:
     def __init__(self, loader: ODBLoader, config: ResolvedConfig, audit_dir: str | Path | None = None):
         self.loader, self.config = loader, config
         self.total = StepStatistics()
-        self.optimizer_steps = self.num_over_budget = 0
+        self.optimizer_steps = self.num_over_budget = self._emptied = 0
         self.computing: Computing | None = None
         self.encoder_patches: list[int] = []
         self._checks = BatchChecks(config, loader.budget)
@@ -231,6 +234,7 @@ class StepAccounting:
                 self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))
                 self._waited = 0.0
         self.total.add(micro_batch.totals, self.loader.world_size)
+        self._emptied += micro_batch.idle and micro_batch.whole is not None and not micro_batch.whole.idle
         for plan in (plan for done in parts for plan in done.encoded):
             self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
         if micro_batch.ends_optimizer_step:
@@ -253,6 +257,7 @@ class StepAccounting:
     def lose(self, shares: Sequence[float], reason: str) -> None:
         """Count rows that were left out after their optimizer step had begun. shares: of the loss of that step."""
         self._left_out[reason] += len(shares)
+        self.total["samples"] -= len(shares)
         self.total["lost_weight"] += sum(shares)
 
     @property
@@ -285,9 +290,13 @@ class StepAccounting:
 
     def sum_over_ranks(self) -> None:
         """Add up what each rank has counted for itself. Collective; at the end of a run."""
-        counts = Counter({COLLATION: self._left_out[COLLATION], OVER_BUDGET: self.num_over_budget})
-        counts = self.loader.over_all_ranks(counts)
+        mine = Counter(
+            {COLLATION: self._left_out[COLLATION], OVER_BUDGET: self.num_over_budget, EMPTIED: self._emptied}
+        )
+        counts = self.loader.over_all_ranks(mine)
         self._left_out[COLLATION], self.num_over_budget = counts[COLLATION], counts[OVER_BUDGET]
+        self.total["samples"] -= counts[COLLATION]
+        self.total["idle_micro_batches"] += counts[EMPTIED]
 
     def close(self) -> None:
         """Close the audit; safe to call twice."""

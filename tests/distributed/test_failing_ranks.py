@@ -117,7 +117,7 @@ def test_one_of_five_fails(tmp_path, how: dict[str, Any]) -> None:
 def test_one_fails_while_its_planner_waits(tmp_path) -> None:
     """The collective that its planner is in never ends, for rank 1 hangs in its own data; the process ends all the
     same, and so frees rank 1 from a collective of the training."""
-    first, second = run(tmp_path, failing=[0], fails_at=1, hangs=(41, 0), pause_s=3)
+    first, second = run(tmp_path, failing=[0], fails_at=1, hangs=(161, 0), pause_s=3)
     assert first.value == "rank 0 cannot go on"
     assert "rank 0 left the training: ValueError: rank 0 cannot go on" in second.said + second.value
 

@@ -87,7 +87,7 @@ def be_killed(start_method: str, folder: str) -> None:
     # A chunk of rows has a megabyte, and one chunk is asked for.
     full = toy(start_method, [50_000] * 100, (1, 0))
     full.begin()
-    slow = iter(toy(start_method, [5] * 20, (0, 1), collate_fn=SlowCollator(begun[0])))
+    slow = iter(toy(start_method, [5] * 20, (1, 0), collate_fn=SlowCollator(begun[0])))
     threading.Thread(target=next, args=(slow,), daemon=True).start()
     if start_method == "fork":
         begun.pop()

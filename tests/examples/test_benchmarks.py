@@ -64,7 +64,8 @@ def test_scale(tmp_path: Path) -> None:
     *planned, real = rows
     two, sixteen, *_ = planned
     assert sixteen["gather_s"] == pytest.approx(15 * two["gather_s"])
-    assert all(0 < row["messages"] <= 2 * row["sockets"] and row["exchange_s"] > 0 for row in planned)
+    moving = [row for row in planned if row["samples"] > 1]
+    assert all(0 < row["messages"] <= 2 * row["sockets"] and row["exchange_s"] > 0 for row in moving)
     assert [row["is_measured"] for row in planned] == [True, True, True, False]
     assert real["real_gather_s"] > 0
 

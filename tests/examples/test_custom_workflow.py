@@ -93,7 +93,7 @@ def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
     assert logged[0] == pytest.approx(logged[1], abs=1e-4)
 
     saved = torch.load(tmp_path / "two" / "checkpoint.pt")
-    assert saved["step"] == 5 and all(state["optimizer_steps"] for state in saved["loader"]), "amid an epoch"
+    assert saved["step"] == 5 and saved["loader"]["optimizer_steps"], "amid an epoch"
     rest = losses(run(TWO_RANKS, tmp_path / "two", *options, "--batch_size", "29", "--resume"))
     assert rest == logged[1][5:]
 
