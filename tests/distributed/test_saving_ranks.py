@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, t
         model=str(tiny_text),
         out_dir=str(tmp_path / "out"),
     )
-    one, other = (outcome.value for outcome in outcomes)
-    assert one == other and "samples was 60, is 50" in one and "\n" not in one, (one, other)
+    reasons = {re.sub(r"^rank \d left the training: ", "", outcome.value) for outcome in outcomes}
+    (reason,) = reasons  # one of the ranks may learn it from the other
+    assert "samples was 60, is 50" in reason and "\n" not in reason
     assert not any("sign of life" in outcome.said for outcome in outcomes)

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+import transformers
 from huggingface_hub.utils import filter_repo_objects
 from toy import Rows
 from training import toy_training
@@ -161,8 +163,12 @@ def test_what_goes_to_the_hub_is_complete(tiny_text: Path, tmp_path: Path, monke
         done.set_result(None)
         return done
 
-    monkeypatch.setattr("transformers.trainer.upload_folder", upload_folder)
-    monkeypatch.setattr("transformers.trainer.create_repo", lambda name, **_: SimpleNamespace(repo_id=name))
+    stand_ins = {"upload_folder": upload_folder, "create_repo": lambda name, **_: SimpleNamespace(repo_id=name)}
+    for name, function in stand_ins.items():
+        if hasattr(transformers.trainer, name):
+            monkeypatch.setattr(transformers.trainer, name, function)
+        else:  # newer releases call the methods of an `HfApi`
+            monkeypatch.setattr(huggingface_hub.HfApi, name, staticmethod(function))
     options = {"push_to_hub": True, "hub_model_id": "me/mine", "hub_strategy": strategy, "max_steps": 2}
     train(tiny_text, tmp_path, block=KEEP, gradient_accumulation_steps=2, **options)
     folders = {"every_save": [], "checkpoint": ["last-checkpoint"]}.get(strategy, ["checkpoint-1", "checkpoint-2"])
