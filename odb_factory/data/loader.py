@@ -593,7 +593,9 @@ class ODBLoader:
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""
-        if not isinstance(error, CollectiveError):
+        if isinstance(error, CollectiveError):
+            self._ranks.is_told()
+        else:
             self._ranks.abort(one_line(error))
         self.leave(ABORT_S)
 

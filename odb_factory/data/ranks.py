@@ -230,7 +230,7 @@ class Ring:
 
     silence_s: how long a rank may give no sign of life. end_process: ends this process, whatever its main thread is
     doing, `END_S` after a failure that the main thread has not been told of; None: nobody does.
-    main: the channel of the main thread.
+    main: the channel of the main thread. failure: why a rank has failed; is_known: the main thread has been told.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, silence_s: float):
@@ -238,7 +238,7 @@ class Ring:
         self.patience = YEAR
         self.end_process: Callable[[str], None] | None = None
         self.failure: str | None = None
-        self._is_known = self._is_closing = self._before_has_ended = False
+        self.is_known = self._is_closing = self._before_has_ended = False
         self._changed = threading.Condition()
         self._channels: list[Channel] = []
         self._idle: list[Channel] = []
@@ -289,12 +289,12 @@ class Ring:
     def check(self) -> None:
         """Raise `CollectiveError` if a rank has failed."""
         if self.failure is not None:
-            self._is_known |= threading.current_thread() is threading.main_thread()
+            self.is_known |= threading.current_thread() is threading.main_thread()
             raise CollectiveError(self.failure)
 
     def fail(self, reason: str) -> None:
         """Let all ranks know why this one ends. The first reason that a rank learns of stands."""
-        self._is_known |= threading.current_thread() is threading.main_thread()
+        self.is_known |= threading.current_thread() is threading.main_thread()
         if self.world_size > 1:
             self._note(f"rank {self.rank} left the training: {reason}")
 
@@ -302,7 +302,7 @@ class Ring:
         """Why a rank has failed; a collective may notice first, so its reason is waited for."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, wait_s)
-            self._is_known |= self.failure is not None
+            self.is_known |= self.failure is not None
         return self.failure
 
     def why_lost(self, about: str, error: Exception, waited_s: float = 0.0) -> str:
@@ -382,8 +382,10 @@ class Ring:
 
     def _send(self, message: bytes, limit: timedelta = timedelta(seconds=SEND_S)) -> None:
         """gloo holds a message until its receiver asks for it, which a frozen one never does."""
+        if not self._channels:
+            return  # the ranks are not connected yet
         padded = message[:MESSAGE].ljust(MESSAGE, b"\0")
-        self.main._gloo.send([_tensor(padded)], self.after, RING_TAG).wait(limit)
+        self._channels[0]._gloo.send([_tensor(padded)], self.after, RING_TAG).wait(limit)
 
     def _note(self, reason: str) -> None:
         """Keep the first failure, pass it on, and end all waits."""
@@ -394,7 +396,6 @@ class Ring:
             self._changed.notify_all()
         with contextlib.suppress(RuntimeError):
             self._send(FAILED + reason.encode())
-        _forget(self)
         for channel in self._channels:
             channel.cancel()
         threading.Thread(target=self._end_if_unknown, name="odb-end", daemon=True).start()
@@ -402,7 +403,7 @@ class Ring:
     def _end_if_unknown(self) -> None:
         """The main thread may be in a collective of the training that never returns."""
         time.sleep(END_S)
-        if self._is_known or self._is_closing or self.failure is None:
+        if self.is_known or self._is_closing or self.failure is None:
             return
         logger.error("%s", self.failure)
         if self.end_process is not None:
@@ -411,26 +412,34 @@ class Ring:
 
 _rings: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
 _open: list[Ring] = []
+_kept: list[Ring] = []
+"""Rings of the past: destructors of gloo's objects wait for threads, which a forked process does not have."""
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Rings that a process group has had: after a failure the next training has another one."""
+"""Rings that a process group has had."""
 
 
 def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
     """The ring of the ranks of `process_group` (None: the default group). From the first call on, which all ranks make,
-    a rank that dies ends the others. Raises `CollectiveError` if a rank does not come within `silence_s` seconds."""
+    a rank that dies ends the others. After a failure that this process has been told of, another ring begins.
+
+    Raises `CollectiveError` if a rank has failed, or does not come within `silence_s` seconds.
+    """
     if world_size_of(process_group) == 1:
         return Ring(process_group, silence_s)
     group = process_group or dist.group.WORLD
-    if group not in _rings:
+    ring = _rings.get(group)
+    if ring is not None and ring.failure is not None:
+        if not ring.is_known:
+            ring.check()
+        ring.close()
+        _open.remove(ring)
+        _kept.append(ring)
+        ring = None
+    if ring is None:
         _rings[group] = ring = Ring(process_group, silence_s)
         _open.append(ring)
-    _rings[group].silence_s = silence_s
-    return _rings[group]
-
-
-def _forget(ring: Ring) -> None:
-    for group in [group for group, one in _rings.items() if one is ring]:
-        del _rings[group]
+    ring.silence_s = silence_s
+    return ring
 
 
 def known_failure(wait_s: float = CAUSE_S) -> str | None:
@@ -459,8 +468,6 @@ def _forget_all() -> None:
     _rings.clear()
 
 
-_kept: list[Ring] = []
-"""The destructors of gloo's objects wait for threads that a forked process does not have."""
 os.register_at_fork(after_in_child=_forget_all)
 
 
@@ -566,6 +573,10 @@ class Ranks:
         if not self._has_failed:
             self._has_failed = True
             self._ring.fail(message)
+
+    def is_told(self) -> None:
+        """The caller, in the main thread, has been told why a rank has failed, if one has."""
+        self._ring.cause(0.0)
 
     def close(self) -> None:
         """Give the channel back; nothing is called after it."""

@@ -132,13 +132,14 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     """
     model, budget, num_rows = pools.model, pools.budget, len(pools)
     starts, unlimited = np.arange(num_rows), np.int64(num_rows)
-    variable, multiple = caps - model.fixed, budget.row_multiple
+    variable, multiple, available = caps - model.fixed, budget.row_multiple, pools.max_end - starts
 
     def most_rows(lengths: np.ndarray) -> np.ndarray:
         unit = model.token * lengths + model.square * lengths * lengths
         by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
         most = np.minimum(by_cost, budget.token_budget // lengths)
-        friendly: np.ndarray = np.where(most > multiple, most // multiple * multiple, most)
+        is_cut = (most > multiple) & (most < available)  # the last samples go together, whatever their number
+        friendly: np.ndarray = np.where(is_cut, most // multiple * multiple, most)
         return friendly
 
     ends = np.minimum(starts + np.maximum(most_rows(pools.length), 1), pools.max_end)

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import Row, check_kept, check_promises, rejection, run_kept, run_shards, sample, stock_steps
 
-from odb_factory.data import epoch as epoch_module
+from odb_factory.data import steps as steps_module
 from odb_factory.data.order import StockSteps
 from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, plan_buffers, plan_optimizer_step
 
@@ -100,7 +100,7 @@ def explore(
         "budget": budget,
     }
     count = 0
-    with mock.patch.object(epoch_module, "plan_buffers", remembered(plan_buffers)):
+    with mock.patch.object(steps_module, "plan_buffers", remembered(plan_buffers)):
         for world in worlds(num_ranks, buffer_size, max_samples):
             rows, epochs = run(world, **options)
             try:
@@ -169,7 +169,7 @@ def explore_kept(
 ) -> int:
     """Check every kept world of a kind; how many there are. again: a second time, its ranks run in reverse order."""
     count = 0
-    with mock.patch.object(epoch_module, "plan_optimizer_step", remembered(plan_optimizer_step)):
+    with mock.patch.object(steps_module, "plan_optimizer_step", remembered(plan_optimizer_step)):
         for rows, stock, balance in kept_worlds(num_ranks, max_samples, max_size, rejected):
             options: dict[str, Any] = {"budget": budget, "balance": balance}
             epochs = run_kept(rows, stock, **options)

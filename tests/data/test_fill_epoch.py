@@ -83,6 +83,11 @@ SPLIT_FOR_A_RANK_THAT_WOULD_IDLE: Case = (
         "balance": True,
     },
 )
+FEWER_ROWS_THAN_THE_MULTIPLE_ALLOWS: Case = (
+    [[sample(id, 1) for id in ids] for ids in (range(3), range(3, 8))],
+    # One micro-step: the three rows, no multiple of two, are not cut apart (I7).
+    {"budget": Budget(4, row_multiple=2), "buffer_size": 4},
+)
 A_BUFFER_OF_ONE_STEP: Case = (
     [[sample(i, 1) for i in range(3)]],
     {"budget": Budget(1), "buffer_size": 2, "accumulation": 2, "join": False},
@@ -98,6 +103,7 @@ MANY_MORE_GROUPS: Case = (
 @given(cases())
 @example(SPLIT_FOR_A_RANK_THAT_WOULD_IDLE)
 @example(A_BUFFER_OF_ONE_STEP)
+@example(FEWER_ROWS_THAN_THE_MULTIPLE_ALLOWS)
 @example(MANY_MORE_GROUPS)
 def test_an_epoch_of_any_world_keeps_its_promises(case: Case) -> None:
     """I1 to I5, I7; without join quota closure: the rows that are not trained on are counted."""

@@ -165,6 +165,6 @@ def train_with_a_gathering_loss(rank: int, path: str, output_dir: str, methods: 
     trainer.__class__ = Gathers
     try:
         switch_on(trainer, case, oom="split").train()
-    except ConfigError as error:
+    except ODBError as error:
         errors.append(str(error))
     return errors
