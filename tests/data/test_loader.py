@@ -434,7 +434,8 @@ def test_nothing_is_left_after_close(before: dict[str, int], leave: bool) -> Non
                     break
             del one, _
             descriptors.append(holding()["file descriptors"])
-        assert descriptors[-1] <= descriptors[0] + 4, "they do not grow with the epochs"
+        # They do not grow with the epochs; pipes of workers that have ended are closed by a thread.
+        assert_soon(lambda: holding()["file descriptors"] <= descriptors[0] + 4)
     assert_soon(lambda: holding() == before)
 
 

@@ -71,7 +71,7 @@ class _Widened(TorchFunctionMode):
     """Every cast to float32 in the model's Python code is one to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is torch.Tensor.view:  # of bytes as numbers, when features are unpacked
+        if function in (torch.Tensor.view, torch.empty):  # of bytes as numbers; a tensor is copied or unpickled
             return function(*args, **(kwargs or {}))
         if function is torch.Tensor.float:
             function = torch.Tensor.double
