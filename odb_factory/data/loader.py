@@ -594,7 +594,7 @@ class ODBLoader:
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""
         if isinstance(error, CollectiveError):
-            self._ranks.is_told()
+            self._ranks.mark_told()
         else:
             self._ranks.abort(one_line(error))
         self.leave(ABORT_S)

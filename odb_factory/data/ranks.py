@@ -574,7 +574,7 @@ class Ranks:
             self._has_failed = True
             self._ring.fail(message)
 
-    def is_told(self) -> None:
+    def mark_told(self) -> None:
         """The caller, in the main thread, has been told why a rank has failed, if one has."""
         self._ring.cause(0.0)
 
