@@ -15,7 +15,7 @@ from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.serialize import Picklable
+from odb_factory.data.serialize import Picklable, checksum
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
@@ -26,7 +26,6 @@ from odb_factory.llamafactory.dataset import (
     RowObserver,
     TokenizedDataset,
     is_stream,
-    settings_of,
     training_rows,
 )
 from odb_factory.llamafactory.media import MediaObserver
@@ -163,7 +162,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
-        agree_on=settings_of(sample, observer),
+        agree_on=rows.stage.settings | {"checksum of row 0": _checksum(sample, observer)},
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
     )
@@ -173,3 +172,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )
+
+
+def _checksum(dataset: Any, observer: RowObserver) -> object:
+    """Of the first row after template and tokenizer, which ranks compare (I11). For a row that cannot be read the kind
+    of error stands: the loader reports it."""
+    try:
+        return checksum(*observer.observe(dataset[0]))
+    except Exception as error:
+        return type(error).__name__

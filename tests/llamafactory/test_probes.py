@@ -113,7 +113,7 @@ def test_another_conversion_is_found(config: dict[str, Any], monkeypatch: pytest
         return rows.map(lambda row: {"_system": "be brief"})
 
     monkeypatch.setattr(dataset, "align_dataset", changed(dataset.align_dataset, with_system))
-    with pytest.raises(ConfigError, match="conversion of its format gives another _system by row"):
+    with pytest.raises(ConfigError, match="gives another input_ids by row"):
         load(config)
 
 
@@ -130,7 +130,7 @@ def test_another_preprocessing_is_found(
 ) -> None:
     stock = stock_loader._get_preprocessed_dataset
     monkeypatch.setattr(dataset, "_get_preprocessed_dataset", changed(stock, lambda rows: rows.map(change)))
-    with pytest.raises(ConfigError, match=f"preprocessing gives another {column} by row"):
+    with pytest.raises(ConfigError, match=f"gives another {column} by row"):
         load(config)
 
 
