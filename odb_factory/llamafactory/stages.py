@@ -34,6 +34,7 @@ class Stage(ABC):
     evaluates_by_budget: `eval_token_budget` gives stock's figures.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
     rows: that its collator makes of a sample. batches: of `Collation`.
+    settings: what ranks must have in common for their rows to be the same, beside the arguments that they compare.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Stage(ABC):
     prepares_steps: bool = False
     rows: int = 1
     batches: tuple[str, ...] = ()
+    settings: Mapping[str, object] = {}
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
         """The stage with the arguments of a training that `cost` and `measure` need."""
@@ -54,11 +56,6 @@ class Stage(ABC):
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
         """The stage for a training dataset of `num_rows` rows, which `together` and `settings` need."""
         return self
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
-        return {}
 
     def together(self, index: int) -> Sequence[int]:
         """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
@@ -337,19 +334,14 @@ class Kto(Stage):
     equal_weights = True
     prepares_steps = True
     batches = ("", "kl_")
-    num_shards = 1
     partners = np.arange(0)
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
         stage = copy.copy(self)
-        stage.num_shards = min(data_args.preprocessing_num_workers or 1, max(num_rows, 1))
-        stage.partners = partners_of(num_rows, data_args.preprocessing_batch_size, stage.num_shards)
+        num_shards = min(data_args.preprocessing_num_workers or 1, max(num_rows, 1))
+        stage.partners = partners_of(num_rows, data_args.preprocessing_batch_size, num_shards)
+        stage.settings = {"shards of preprocessing (preprocessing_num_workers)": num_shards}
         return stage
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """The number of processes decides which rows are pairs."""
-        return {"shards of preprocessing (preprocessing_num_workers)": self.num_shards}
 
     def together(self, index: int) -> Sequence[int]:
         partner = int(self.partners[index])
