@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from odb_factory.llamafactory import activation, hooks
-from odb_factory.llamafactory.activation import DISABLE, NEWEST_TESTED, SEAMS, SUPPORTED
+from odb_factory.llamafactory.activation import DISABLE, HOOKS, NEWEST_TESTED, SUPPORTED
 from odb_factory.version import __version__, installed_version
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -97,7 +97,8 @@ def _checks_of_imports() -> Iterator[Check]:
         if error := _error_of_import(name):
             yield "note", f"{name} does not fit this torch: {error}", f'pip install -U "torch<2.13" {name}'
     if installed_version("llamafactory"):
-        if failed := [f"{name}: {error}" for name in SEAMS if (error := _error_of_import(name))]:
+        modules = dict.fromkeys(hook.module for hook in HOOKS if not hook.without)
+        if failed := [f"{name}: {error}" for name in modules if (error := _error_of_import(name))]:
             yield "problem", f"cannot be imported: {failed[0]}", "`llamafactory-cli version` shows all of it"
         elif unhooked := [seam for seam in hooks.seams() if not _is_hooked(seam, hooks.__file__)]:
             what = f"missing in this LLaMA-Factory, or not hooked: {', '.join(unhooked)}"

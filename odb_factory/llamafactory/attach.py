@@ -15,7 +15,7 @@ from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.serialize import Picklable
+from odb_factory.data.serialize import Picklable, checksum
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
@@ -26,7 +26,6 @@ from odb_factory.llamafactory.dataset import (
     RowObserver,
     TokenizedDataset,
     is_stream,
-    settings_of,
     training_rows,
 )
 from odb_factory.llamafactory.media import MediaObserver
@@ -42,33 +41,31 @@ logger = get_logger(__name__)
 # Callbacks between LLaMA-Factory's Trainer and a run.
 
 
-class BeginLog(TrainerCallback):
-    """Comes before LLaMA-Factory's log callback, and lets it delete the log of the run before when the first optimizer
-    step is done or the first entry is written: by then nothing of this training is refused any more."""
-
-    def __init__(self, begin: Callable[[], None]):
-        self._begin: Callable[[], None] | None = begin
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._begin is not None:
-            begin, self._begin = self._begin, None
-            begin()
-
-    on_log = on_train_end = on_step_end
-
-
 class HostCallback(TrainerCallback):
-    """Keeps what LLaMA-Factory shows of a training up to date."""
+    """Keeps what LLaMA-Factory shows of a training up to date; comes before its log callback.
 
-    def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
-        self.trainer, self._watches_dropped = trainer, keeps
+    begin_log: deletes the log of the run before. It is called when the first optimizer step is done or the first entry
+    is written: by then nothing of this training is refused any more.
+    """
+
+    def __init__(self, trainer: Any, stage: Stage, *, keeps: bool, begin_log: Callable[[], None] | None):
+        self.trainer, self._watches_dropped, self._begin_log = trainer, keeps, begin_log
         # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
         arguments = trainer.finetuning_args
         self._counts_tokens = stage.name in ("sft", "dpo") and arguments.include_effective_tokens_per_second
         if self._counts_tokens:
             arguments.include_effective_tokens_per_second = False
 
+    def _clear_log(self) -> None:
+        if self._begin_log is not None:
+            begin_log, self._begin_log = self._begin_log, None
+            begin_log()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clear_log()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._clear_log()
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, LogCallback):  # it reads the number of steps once
                 callback.max_steps = state.max_steps
@@ -85,6 +82,7 @@ class HostCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """effective_tokens_per_sec: tokens trained on, without padding, a second and rank."""
+        self._clear_log()
         training, logs = self.trainer.odb.training, kwargs["logs"]
         if self._counts_tokens and training is not None and "train_runtime" in logs:
             run = training.run
@@ -122,8 +120,11 @@ def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
     logger.info("online dynamic batching is on; called by the patched workflow of this LLaMA-Factory")
 
 
-def attach(trainer: Any, config: ODBConfig) -> None:
-    """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset."""
+def attach(trainer: Any, config: ODBConfig, begin_log: Callable[[], None] | None = None) -> None:
+    """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset.
+
+    begin_log: of `HostCallback`.
+    """
     collator = trainer.data_collator
     tokenizer = getattr(collator, "tokenizer", trainer.processing_class)
     stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, tokenizer)
@@ -141,7 +142,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
             "odb.max_patches: %d has no effect: template and stage take no images, videos or audio", config.max_patches
         )
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
-    sample = rows.head if isinstance(rows, OnlineStream) else rows
+    head = rows.head if isinstance(rows, OnlineStream) else None
     observe = functools.partial(
         RowObserver,
         rows.media,
@@ -150,7 +151,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         model_type=trainer.model.config.model_type,
         shards_parameters=shards_parameters(trainer) or (bool(config.balance_encoder) and trainer.args.world_size > 1),
     )
-    observer = observe(head=rows.head if isinstance(rows, OnlineStream) else None)
+    observer = observe(head=head)
 
     def eval_rows(stored: Any) -> tuple[TokenizedDataset, RowObserver]:
         return TokenizedDataset(stored, rows.media, stage), observe(decode=False)
@@ -163,13 +164,23 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
-        agree_on=settings_of(sample, observer),
+        agree_on={**rows.stage.settings, "checksum of row 0": _checksum(rows if head is None else head, observer)},
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
     )
     trainer.odb.parts = stage.parts(trainer)
-    trainer.add_callback(HostCallback(trainer, stage, keeps=config.keeps))
+    callback = HostCallback(trainer, stage, keeps=config.keeps, begin_log=begin_log)
+    trainer.callback_handler.callbacks.insert(0, callback)
     if not config.keeps and config.lr_scale == "none" and trainer.args.per_device_train_batch_size > 1:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )
+
+
+def _checksum(dataset: Any, observer: RowObserver) -> object:
+    """Of the first row after template and tokenizer, which ranks compare (I11). For a row that cannot be read the kind
+    of error stands: the loader reports it."""
+    try:
+        return checksum(*observer.observe(dataset[0]))
+    except Exception as error:
+        return type(error).__name__

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import io
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -21,7 +20,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.data.serialize import checksum
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
 from odb_factory.llamafactory.row_faults import wrong_column
@@ -97,6 +95,12 @@ class Source:
         """What in a row its converter does not take; None if that cannot be known."""
         return None if self.converter is None else wrong_column(self.attr, self._stored[row], stage.name)
 
+    def aligned(self, row: int, data_args: Any, training_args: Any) -> datasets.Dataset:
+        """A row alone, by LLaMA-Factory's pass; in memory, so that no file is written for it."""
+        table = self.rows.with_format("arrow")[row : row + 1]
+        rows = datasets.Dataset(table, info=datasets.DatasetInfo(features=self.rows.features))
+        return rows if self.converter is None else align_dataset(rows, self.attr, data_args, training_args)
+
 
 class _Columns(dict):
     def __init__(self, row: dict[str, Any], source: Source):
@@ -113,8 +117,6 @@ class _Columns(dict):
 
 _sources: list[Source] = []
 """The datasets of the training that this process loads; an index names them by number."""
-
-
 _head: list[dict[str, Any]] = []
 """A few rows of the first of its streams, converted, before it is mixed and shuffled."""
 
@@ -128,12 +130,10 @@ def forget() -> None:
 def is_convertible(rows: datasets.Dataset, attr: Any) -> bool:
     """Whether rows can be converted one at a time: no media that the pass would decode and encode again, except images
     in a plain column of images."""
-    feature = rows.features.get(attr.images)
-    image = _image(feature)
-    if _holds(feature, (datasets.Image, *_DECODED_IN_TIME)) and (image is None or image.mode is not None):
-        return False
-    others = [rows.features.get(column) for column in (attr.videos, attr.audios)]
-    return not any(_holds(feature, (datasets.Image, *_DECODED_IN_TIME)) for feature in others)
+    image = _image(rows.features.get(attr.images))
+    plain = attr.images if image is not None and image.mode is None else None
+    used = {attr.images, attr.videos, attr.audios} & rows.features.keys() - {plain}
+    return not any(_holds(rows.features[column], (datasets.Image, *_DECODED_IN_TIME)) for column in used)
 
 
 def index_of(source: Source) -> datasets.Dataset:
@@ -159,24 +159,18 @@ class IndexedRows:
         return len(self._row)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._sources[self._source[index]][int(self._row[index])]
+        source, row = self.find(index)
+        return source[row]
 
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return tuple(self._sources.values())
-
-    def wrong_column(self, index: int, stage: Stage) -> str | None:
-        return self._sources[self._source[index]].wrong_column(int(self._row[index]), stage)
-
-    def origin(self, index: int) -> str:
-        return f"row {self._row[index]} of {self.dataset_name(index)}"
+    def find(self, index: int) -> tuple[Source, int]:
+        """The source of line `index`, and the row there."""
+        return self._sources[self._source[index]], int(self._row[index])
 
     def dataset_name(self, index: int) -> str:
-        return self._sources[self._source[index]].name
+        return self.find(index)[0].name
 
-    @property
-    def dataset_names(self) -> tuple[str, ...]:
-        return tuple(source.name for source in self._sources.values())
+    def lines_by_source(self) -> list[np.ndarray]:
+        return [np.flatnonzero(self._source == number) for number in self._sources]
 
 
 def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
@@ -218,8 +212,8 @@ def _image(feature: Any) -> datasets.Image | None:
     return feature if isinstance(feature, datasets.Image) else None
 
 
-def _holds(feature: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a column's type is `kind` or a list of it."""
+def _holds(feature: Any, kind: tuple[type, ...]) -> bool:
+    """Whether a column's type is of `kind` or a list of it."""
     if isinstance(feature, list):
         return any(_holds(item, kind) for item in feature)
     return isinstance(feature, kind) or _holds(getattr(feature, "feature", []), kind)
@@ -236,23 +230,8 @@ INVALID_ROW = "invalid"
 """What rows are counted under that LLaMA-Factory drops."""
 
 
-class Column(Sequence[Any]):
-    """One value of every row of a dataset, made when it is asked for."""
-
-    def __init__(self, dataset: OnlineDataset, name: str):
-        self.dataset, self.name = dataset, name
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return self.dataset[range(len(self))[index]][self.name]
-
-
 class OnlineDataset(Dataset):
-    """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor; `dataset["input_ids"]`: a column.
+    """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor.
 
     Gives what stock preprocessing would have stored for the row (token ids, labels, attention mask
     as lists of int; media as references). Raises `RowDropped` where stock drops the row, `MediaCut` where truncation
@@ -261,7 +240,7 @@ class OnlineDataset(Dataset):
 
     def __init__(
         self,
-        rows: IndexedRows | StoredRows | list[dict[str, Any]],
+        rows: IndexedRows | list[dict[str, Any]],
         dataset_processor: Any,
         media: MediaObserver,
         stage: Stage,
@@ -275,16 +254,7 @@ class OnlineDataset(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def column_names(self) -> list[str]:
-        """Those of the first row, as all rows have them."""
-        return list(self[0])
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, str):
-            if index not in self.column_names:
-                raise KeyError(f"{index!r} is no column of the training dataset; it has {', '.join(self.column_names)}")
-            return Column(self, index)
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.features_of([self.rows[number] for number in self.stage.together(index)], index)
 
     def features_of(self, rows: Sequence[dict[str, Any]], index: int | None = None) -> dict[str, Any]:
@@ -294,7 +264,8 @@ class OnlineDataset(Dataset):
         if not encoded.get(self.stage.column):
             why = None
             if index is not None and isinstance(self.rows, IndexedRows):
-                why = self.rows.wrong_column(index, self.stage)
+                source, row = self.rows.find(index)
+                why = source.wrong_column(row, self.stage)
             turns, answers = len(rows[-1]["_prompt"]), len(rows[-1]["_response"])
             why = why or f"its conversion gives {answers} answers to a prompt of {turns} turns"
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {why}.")
@@ -372,7 +343,8 @@ class RowObserver:
         rows = dataset.rows if self.head is None else dataset
         where = f"row {index} of the training dataset"
         if isinstance(rows, IndexedRows):
-            where += f" ({rows.origin(index)})"
+            source, number = rows.find(index)
+            where += f" (row {number} of {source.name})"
         try:
             row = rows[index]
         except Exception:  # its conversion may be what failed
@@ -467,11 +439,7 @@ def online_stream(
         splits = shards > world_size if every_rank_reads else not config.keeps and shards >= world_size
     if splits:
         rows = rows.shard(num_shards=world_size, index=rank)
-    how = "this process reads all of it"
-    if world_size > 1:
-        how = (
-            f"each rank reads its part of the {shards} shards" if splits else "every rank reads it and takes its share"
-        )
+    how = f"each rank reads its part of the {shards} shards" if splits else "every rank reads it and takes its share"
     order = f"the order is that of LLaMA-Factory's stream, shuffled within {data_args.buffer_size} rows"
     if holds_out:
         order += ", and the same in each epoch: in another, rows that val_size has held out would be trained on"
@@ -480,103 +448,63 @@ def online_stream(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the ranks of a LLaMA-Factory training compare of their rows before the first step (I11).
-
-ROWS_COMPARED = 3
+# One row of each source is tried before training.
 
 
-def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: RowObserver) -> dict[str, object]:
-    """Checksums of the first rows after template and tokenizer. For a row that cannot be read the kind of error stands:
-    the loader reports it."""
-    found: list[object] = []
-    for index in range(min(len(dataset), ROWS_COMPARED)):
-        try:
-            found.append(checksum(*observer.observe(dataset[index])))
-        except Exception as error:
-            found.append(type(error).__name__)
-    settings = dataset.stage.settings if isinstance(dataset, OnlineDataset) else {}
-    return settings | {"checksums of the first rows": found}
+def check_rows(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mapping[str, Any]]) -> None:
+    """Compare a row of each source with LLaMA-Factory's passes: a release that means something else by a name would
+    give wrong data in silence. Other assumptions are tried by the tests marked `versions`.
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Rows made one at a time must be those of LLaMA-Factory's pass over all rows: tried on a row of the data, because a
-# release that means something else by a name would give wrong data in silence. Other assumptions are tried by the
-# tests marked `versions`.
-
-ROWS_TRIED = 3
-
-
-def _compare_with_pass(ours: Callable[[int], Any], stock: Callable[[int], Any], count: int, what: str) -> None:
-    """Raise `ConfigError` where the first row that both can make differs; one that cannot be made is for `on_error`.
-
-    ours, stock: make a row (of `count`), one at a time and by the pass.
+    by_pass: makes the last of these rows by the passes; the first row is printed, as LLaMA-Factory does. Raises
+    `ConfigError` where a row differs, and `DataError` for a source of which no row can be used, because its description
+    in dataset_info.json is wrong. A row after which others can be used is for `on_error`, and so is one whose text or
+    media cannot be read.
     """
-    shows_bars = not datasets.are_progress_bars_disabled()
-    for index in range(min(count, ROWS_TRIED)):
-        datasets.disable_progress_bars()
-        try:
-            own, other = ours(index), stock(index)
-        except DataError:
-            raise
-        except Exception:
-            continue
-        finally:
-            if shows_bars:
-                datasets.enable_progress_bars()
-        for name in dict.fromkeys((*own, *other)):
-            mine, its = own.get(name), other.get(name)
-            if name in MEDIA_COLUMNS:
-                mine, its = len(mine or []), len(its or [])
-            if mine != its:
-                raise ConfigError(
-                    f"odb: {what} gives another {name} by row than by its pass over all rows (row {index}), so "
-                    "odb_factory would train on wrong data; install a supported release (`odb-factory doctor` names "
-                    "them)."
-                )
-        return
-
-
-def check_sources(dataset: OnlineDataset) -> None:
-    """Raise `DataError` for a dataset of which no row can be used, because its description in dataset_info.json is
-    wrong. A row after which others can be used is for `on_error`."""
-    for source in dataset.rows.sources if isinstance(dataset.rows, IndexedRows) else ():
+    rows, is_printed = dataset.rows, False
+    for lines in rows.lines_by_source() if isinstance(rows, IndexedRows) else [np.arange(len(rows))]:
         error: Exception | None = None
-        for number in range(len(source.rows)):
+        for line in map(int, lines):
+            together = dataset.stage.together(line)
             try:
-                row = source[number]
+                converted_rows = [rows[number] for number in together]
             except DataError:
                 raise
             except Exception as failed:
                 error = error or failed
                 continue
             try:
-                dataset.features_of([row])
+                features = dataset.features_of(converted_rows, line)
+                with contextlib.redirect_stdout(None) if is_printed else contextlib.nullcontext():
+                    stock, is_printed = by_pass(together), True
             except RowDropped as dropped:
                 error = error or dropped
+                continue
             except Exception:
                 break
-            else:
-                break
+            for name in dict.fromkeys((*features, *stock)):
+                own, other = features.get(name), stock.get(name)
+                if name in MEDIA_COLUMNS:
+                    own, other = len(own or []), len(other or [])
+                if own != other:
+                    raise ConfigError(
+                        f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
+                        f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
+                        "(`odb-factory doctor` names them)."
+                    )
+            break
         else:
-            assert error is not None, "a source has rows"
-            why = source.wrong_column(0, dataset.stage) or one_line(error)
-            raise DataError(
-                f"dataset_info.json: no row of {source.name} can be used; row 0: {why}; correct `formatting`, "
-                "`columns` or `tags` there, or the rows."
-            ) from error
-
-
-def _one_by_one(data_args: Any) -> Any:
-    """The data arguments for a pass over one row."""
-    changed = copy.copy(data_args)
-    changed.preprocessing_num_workers, changed.overwrite_cache = None, True
-    return changed
+            if isinstance(rows, IndexedRows):
+                assert error is not None, "a source in an index has rows"
+                source, number = rows.find(int(lines[0]))
+                why = source.wrong_column(number, dataset.stage) or one_line(error)
+                raise DataError(
+                    f"dataset_info.json: no row of {source.name} can be used; row {number}: {why}; correct "
+                    "`formatting`, `columns` or `tags` there, or the rows."
+                ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In place of LLaMA-Factory's passes over the data: called by the plugin's hooks and by patched forks (`patches/`).
-
-ROWS_TRIED_FOR_EXAMPLE = 16
 
 
 def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
@@ -603,16 +531,7 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
         converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
     else:
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
-    source = Source(dataset, dataset_attr, converter)
-    if converter is not None:
-        table, one_row = dataset.with_format("arrow"), _one_by_one(data_args)
-
-        def by_pass(index: int) -> Any:  # of a dataset in memory, so that no file is written for it
-            row = datasets.Dataset(table[index : index + 1], info=datasets.DatasetInfo(features=dataset.features))
-            return align_dataset(row, dataset_attr, one_row, training_args)[0]
-
-        _compare_with_pass(source.__getitem__, by_pass, len(dataset), "the conversion of its format")
-    return index_of(source)
+    return index_of(Source(dataset, dataset_attr, converter))
 
 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
@@ -638,29 +557,24 @@ def online_dataset(
     dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
     """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
-    rows = list(_head) if is_stream(dataset) else IndexedRows(dataset)
+    rows: IndexedRows | list[dict[str, Any]] = list(_head) if is_stream(dataset) else IndexedRows(dataset)
     of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, of_rows)
-    check_sources(online)
-    if training_args.should_log:
-        _print_example(online)
-    one_row = _one_by_one(data_args)
+    one_by_one = copy.copy(data_args)
+    one_by_one.preprocessing_num_workers, one_by_one.overwrite_cache = None, True
 
-    def by_pass(index: int) -> Any:
-        given = [online.rows[number] for number in of_rows.together(index)]
-        if any(row.get(name) for name in ("_videos", "_audios") for row in given):
-            raise ValueError("takes long")
-        # As they are stored: an encoded cell is what LLaMA-Factory takes for an image, too.
-        rows = [
-            row | {"_images": [one.cell if isinstance(one, EncodedImage) else one for one in row.get("_images") or []]}
-            for row in given
-        ]
-        made = datasets.Dataset.from_list(rows), one_row, training_args, stage, template, tokenizer, processor
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints the row, which we have done
-            return _get_preprocessed_dataset(*made, is_eval=False)[-1]
+    def by_pass(numbers: Sequence[int]) -> Any:
+        if isinstance(rows, IndexedRows):
+            found = map(rows.find, numbers)
+            aligned = [source.aligned(row, one_by_one, training_args) for source, row in found]
+            alone = datasets.concatenate_datasets(aligned)
+        else:
+            alone = datasets.Dataset.from_list([rows[number] for number in numbers])
+        given = alone, one_by_one, training_args, stage, template, tokenizer, processor
+        return _get_preprocessed_dataset(*given, is_eval=False)[-1]
 
-    _compare_with_pass(online.__getitem__, by_pass, len(online), "its preprocessing")
+    check_rows(online, by_pass)
     if is_stream(dataset):
         config = config or ODBConfig.from_block(data_args.odb)
         return online_stream(dataset, online, config, data_args, training_args)
@@ -686,15 +600,3 @@ def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> Me
     written like one is text."""
     plugin = template.mm_plugin if stage.takes_media and template is not None else get_mm_plugin("base")
     return MediaObserver(plugin, tokenizer, processor)
-
-
-def _print_example(dataset: OnlineDataset) -> None:
-    """Show one training row, as LLaMA-Factory does; rows that fail are the loader's to report."""
-    for index in range(min(len(dataset), ROWS_TRIED_FOR_EXAMPLE)):
-        try:
-            example = dataset[index]
-        except Exception:
-            continue
-        print("training example:")
-        dataset.processor.print_data_example(example)
-        return

@@ -1,4 +1,4 @@
-"""The wrappers of the functions of LLaMA-Factory that `activation.SEAMS` lists, and how they are put in place.
+"""The wrappers of the functions of LLaMA-Factory that `activation.HOOKS` lists, and how they are put in place.
 
 Without an `odb:` block each calls the original as it is. In a fork with one of the diffs in `patches/` the block never
 gets past the first seam, so that the patch has nothing to do and odb attaches once. This module is imported whenever
@@ -20,7 +20,7 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
-from odb_factory.llamafactory.activation import NEWEST_TESTED, OPTIONAL, SEAMS, TRAINERS
+from odb_factory.llamafactory.activation import HOOKS, NEWEST_TESTED
 from odb_factory.log import get_logger
 from odb_factory.version import installed_version
 
@@ -44,13 +44,11 @@ _begin_log: Callable[[], None] | None = None
 
 def hook(module: ModuleType) -> None:
     """Wrap the seams of one LLaMA-Factory module, once."""
-    for path, wrapper in SEAMS.get(module.__name__, {}).items():
-        if not _wrap(module, path, wrapper):
+    for _, path, wrapper, without in (one for one in HOOKS if one.module == module.__name__):
+        if not _wrap(module, path, wrapper) and not without:
             _missing.append(f"{module.__name__}.{path}")
             if _active is not None:  # a module of a trainer that is imported after the arguments have been read
                 _check_seams()
-    for path, wrapper in OPTIONAL.get(module.__name__, {}).items():
-        _wrap(module, path, wrapper)
 
 
 def _wrap(module: ModuleType, path: str, wrapper: str) -> bool:
@@ -91,8 +89,8 @@ def unhook() -> None:
 
 
 def seams() -> list[str]:
-    """All seams, as `module.name`."""
-    return [f"{module}.{path}" for module, paths in SEAMS.items() for path in paths]
+    """The functions without which no training with a block runs, as `module.name`."""
+    return [f"{hook.module}.{hook.function}" for hook in HOOKS if not hook.without]
 
 
 def read_block(original: Callable, args: Any = None) -> Any:
@@ -133,21 +131,13 @@ def _check_seams() -> None:
         )
 
 
-def is_newer(version: str | None) -> bool:
-    """Whether a release came after all that odb_factory has been tested with; False for what is no version."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return version is not None and Version(version) > Version(NEWEST_TESTED)
-    except InvalidVersion:
-        return False
-
-
 @functools.cache
 def log_if_newer() -> None:
     """Log once, on rank 0, that nobody has tried this release; what it lacks is named where it is missing."""
+    from packaging.version import Version
+
     version = installed_version("llamafactory")  # None for a source tree on the path
-    if is_newer(version) and int(os.environ.get("RANK") or 0) == 0:
+    if version and Version(version) > Version(NEWEST_TESTED) and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
             "LLaMA-Factory %s is newer than what odb_factory was tested with (%s); it has all that odb_factory needs, "
             "so the training continues",
@@ -340,12 +330,7 @@ def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) ->
     from odb_factory.llamafactory import attach
     from odb_factory.llamafactory.stages import STAGES
 
-    attach.attach(trainer, _active)
-    if _begin_log is not None:
-        trainer.callback_handler.callbacks.insert(0, attach.BeginLog(_begin_log))
+    attach.attach(trainer, _active, _begin_log)
     stage = STAGES[trainer.finetuning_args.stage]
-    others = TRAINERS.keys() - {stage.name}
-    hooked = [seam for seam in seams() if seam.split(".")[2] not in others]
     logger.info("online dynamic batching is on; stage %s, unit: %s", stage.name, stage.unit)
-    logger.debug("hooked: %s", ", ".join(hooked))
     return trainer.train(*args, **kwargs)

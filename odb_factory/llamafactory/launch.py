@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from omegaconf import OmegaConf
 
 from odb_factory.errors import ConfigError, one_line
@@ -26,7 +25,6 @@ MEANT_KEY = re.compile(r"""^(["'-]*odb(\.\w+)?|[^#\n]*\btoken_budget)["']?\s*:""
 """A key in the place of the block, or the budget in a block of another name, a typo for ours perhaps."""
 WITHOUT_TRAINING = ("api", "chat", "eval", "export", "webchat")
 """Commands of LLaMA-Factory that read a YAML and do not train."""
-DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
 def launch(original: Callable[[], Any]) -> Any:
@@ -72,9 +70,7 @@ def launch_v1(original: Callable[[], Any]) -> Any:
 def v1_arguments(args: Any) -> dict[str, Any]:
     """What v1 reads from a YAML and its overrides, as it does; {} where it is given none."""
     if args is None and len(sys.argv) > 1 and sys.argv[1].endswith((".yaml", ".yml")):
-        args = OmegaConf.to_container(
-            OmegaConf.merge(OmegaConf.load(Path(sys.argv[1]).absolute()), OmegaConf.from_cli(sys.argv[2:]))
-        )
+        args = _read(Path(sys.argv[1]), sys.argv[2:])
     return block.without_null(dict(args)) if isinstance(args, dict) else {}
 
 
@@ -90,25 +86,17 @@ def check_yaml(path: Path, overrides: Sequence[str], check: Callable[[dict[str, 
     Nothing but the YAML is looked at: what needs LLaMA-Factory's arguments is checked where they are read. check: of
     the arguments by name.
     """
-    for override in overrides:
-        if _is_ours(override):
-            _check_override(override)
-    text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        loaded = OmegaConf.load(path)
-    except yaml.MarkedYAMLError as error:
-        if error.problem_mark is not None and _is_in_block(text, error.problem_mark.line):
-            line = min(error.problem_mark.line, max(len(text.splitlines()) - 1, 0))  # it may lie after the last one
-            problem = "has a tab; indent it by spaces" if "\t" in text.splitlines()[line] else error.problem
-            raise ConfigError(f"odb: the block cannot be read: {path}, line {line + 1}: {problem}.") from None
-        return  # LLaMA-Factory reports it
-    except Exception as error:  # a set, a null key, a number of thousands of digits, a byte that is no text
-        raise ConfigError(f"{path}: this YAML cannot be read ({one_line(error)}).") from None
-    args = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
+        args = _read(path, overrides)
+    except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is no text
+        overridden = f" with {' '.join(overrides)}" if overrides else ""
+        raise ConfigError(f"{path}{overridden}: this YAML cannot be read ({one_line(error)}).") from None
     if isinstance(args, dict):
         check(block.without_null({str(key): value for key, value in args.items()}, overrides))
-    _check_numbers(text)
+
+
+def _read(path: Path, overrides: Sequence[str]) -> Any:
+    return OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
 
 
 def _has_block(path: Path, overrides: Sequence[str]) -> bool:
@@ -126,39 +114,6 @@ def _is_yaml(path: Path) -> bool:
 
 def _is_ours(override: str) -> bool:
     return bool(re.match(r"-*odb[.=]", override))
-
-
-def _check_override(override: str) -> None:
-    try:
-        OmegaConf.from_cli([override])
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{override}: cannot be read ({' '.join(str(error).split())[:100]}); quote it.") from None
-    _, equals, value = override.partition("=")
-    if not equals:
-        raise ConfigError(f"{override}: has no value; write {override}=VALUE.")
-    _check_decimal(override.partition("=")[0], yaml.compose(value, Loader=yaml.SafeLoader))
-
-
-def _check_numbers(text: str) -> None:
-    """Refuse numbers that YAML 1.1 reads as others than people do: `010000` is 4096 to it, `10:30` is 630."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if key.value == "odb" and isinstance(value, yaml.MappingNode):
-            for name, number in value.value:
-                _check_decimal(f"odb.{name.value}", number)
-
-
-def _check_decimal(name: str, node: Any) -> None:
-    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and not DECIMAL.fullmatch(node.value):
-        read = yaml.safe_load(node.value)
-        raise ConfigError(f"{name}: {node.value} is {read} to YAML (1.1); write {read} if you mean that.")
-
-
-def _is_in_block(text: str, line: int) -> bool:
-    """Whether a line (from 0) belongs to `odb:`, the nearest key above it, or on it, that is not indented."""
-    lines = text.splitlines()[: line + 1]
-    top = next((line for line in reversed(lines) if line[:1] not in ("", " ", "\t", "#")), "")
-    return BLOCK_KEY.match(top) is not None
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 """Learn what media cost without processing their pixels.
 
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
-processor is answered from image sizes: by a formula where there is one, else by what the real
-processor answered for blank images of these sizes. Both are checked against the real processor at start;
-where they fail, and for videos, it is asked each time, and its pixels are dropped. The same holds for
-the lengths of audio clips. The plugin that collates is never touched.
+processor is answered from image sizes (`ImagesBySize`), its call for audio from the lengths of clips (`ClipsByLength`).
+Both are compared with the real processor at start; if they differ, and for videos, the processor is asked each time,
+and its pixels are dropped. The plugin that collates is never touched.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
 import numpy as np
@@ -114,90 +113,62 @@ def _opened(image: Any) -> AbstractContextManager[Image.Image]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Vision patches of images and videos from their sizes alone, and the checks that this is exact for a plugin.
-
-SIZE_IS_ENOUGH = ("Qwen2VLPlugin", "Qwen3VLPlugin", "Qwen2OmniPlugin", "GLM4VPlugin", "ErnieVLPlugin")
-CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
-
-
-class SizeOnlyImage(Image.Image):
-    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
-
-    def __init__(self, size: tuple[int, int], mode: str = "RGB"):
-        super().__init__()
-        self._size, self._mode = size, mode
-
-    def resize(self, size: Any, *args: Any, **kwargs: Any) -> SizeOnlyImage:
-        return SizeOnlyImage(tuple(size), self.mode)
-
-    def convert(self, mode: str | None = None, *args: Any, **kwargs: Any) -> SizeOnlyImage:
-        return SizeOnlyImage(self.size, mode or self.mode)
-
-
-def grid_from_size(plugin: Any, processor: Any, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """[images, 3] whose rows multiply to the patches of each image (their own shape does not matter here).
-
-    sizes: (width, height) of each image in pixels.
-    """
-    regular = plugin._regularize_images(
-        [SizeOnlyImage(size) for size in sizes],
-        image_max_pixels=getattr(processor, "image_max_pixels", 768 * 768),
-        image_min_pixels=getattr(processor, "image_min_pixels", 32 * 32),
-    )["images"]
-    count = processor.image_processor.get_number_of_image_patches
-    return torch.tensor([[1, 1, count(image.height, image.width, {})] for image in regular])
-
-
-def size_is_exact(plugin: Any, processor: Any) -> bool:
-    """Whether sizes alone give the real processor's patch counts; tried on a few blank images."""
-    if type(plugin).__name__ not in SIZE_IS_ENOUGH:
-        return False
-    blanks = [Image.new("RGB", size, "white") for size in CHECK_SIZES]
-    try:
-        real = plugin._get_mm_inputs(blanks, [], [], processor)["image_grid_thw"].prod(-1)
-        by_size = grid_from_size(plugin, processor, CHECK_SIZES).prod(-1)
-    except (AttributeError, KeyError, TypeError) as error:
-        logger.debug("sizes of images do not give their patches (%s: %s)", type(error).__name__, error)
-        return False
-    if not torch.equal(real, by_size):
-        logger.debug("sizes of images give other patches than the real processor")
-        return False
-    return True
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What an image processor answers, by image size: it is asked once, with blank images, and the answer is remembered.
-# Token and patch counts depend on the sizes of images, not on their pixels. Whether that holds is tried at start,
-# with images of noise.
+# What an image processor answers, by image size: token and patch counts depend on the sizes of images, not on their
+# pixels. Processors of Qwen-VL and the like have a formula; others are asked once for each size, with blank images, and
+# the answer is remembered. Whether that holds is tried at start, with images of noise.
 
 
 MAX_REMEMBERED = 2048
 """Answers; when there are more, the oldest is forgotten. COCO has some hundred image sizes."""
 MAX_DIMENSIONS_KEPT = 2
 """Integer tensors of at most this many dimensions are grids, sizes and counts, which plugins read; others are masks."""
-CACHED_CHECK_SIZES = ((37, 211), (900, 500), (400, 90), (64, 64), (37, 211))
+CHECK_SIZES = ((37, 211), (900, 700), (400, 90), (64, 64), (37, 211))
 
 Size = tuple[int, int]
 Answer = dict[str, Any]
 
 
-class MemoryOfSizes:
+class SizeOnlyImage(Image.Image):
+    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self._size, self._mode = size, "RGB"
+
+    def resize(self, size: Any, *args: Any, **kwargs: Any) -> SizeOnlyImage:
+        return SizeOnlyImage(tuple(size))
+
+
+class ImagesBySize:
     """`plugin._get_mm_inputs` for images, given their sizes alone: (width, height) in pixels.
 
-    In place of pixels it gives tensors of their shape that take no memory.
+    In place of pixels it gives tensors of their shape that take no memory, or by the formula nothing.
 
+    by_formula: patches follow from the size, and images and videos are processed apart from each other.
     one_by_one: the answer for several images is that for each, put together; else it is remembered for all together.
     """
 
-    def __init__(self, plugin: Any, processor: Any, *, one_by_one: bool):
-        self.plugin, self.processor, self.one_by_one = plugin, processor, one_by_one
+    def __init__(self, plugin: Any, processor: Any, *, by_formula: bool, one_by_one: bool):
+        self.plugin, self.processor, self.by_formula, self.one_by_one = plugin, processor, by_formula, one_by_one
         self._known: dict[Any, Answer] = {}
 
     def answer(self, sizes: Sequence[Size], *args: Any, **kwargs: Any) -> Answer:
         """args, kwargs: of `_get_mm_inputs`, after the processor."""
+        if self.by_formula:
+            return {"image_grid_thw": self._grids(sizes)}
         if self.one_by_one and len(sizes) > 1 and not (args or kwargs):
             return _put_together([self._of((size,)) for size in sizes])
         return dict(self._of(tuple(sizes), *args, **kwargs))
+
+    def _grids(self, sizes: Sequence[Size]) -> Tensor:
+        """[images, 3] whose rows multiply to the patches of each image (their own shape does not matter here)."""
+        regular = self.plugin._regularize_images(
+            [SizeOnlyImage(size) for size in sizes],
+            image_max_pixels=getattr(self.processor, "image_max_pixels", 768 * 768),
+            image_min_pixels=getattr(self.processor, "image_min_pixels", 32 * 32),
+        )["images"]
+        count = self.processor.image_processor.get_number_of_image_patches
+        return torch.tensor([[1, 1, count(image.height, image.width, {})] for image in regular])
 
     def _of(self, sizes: tuple[Size, ...], *args: Any, **kwargs: Any) -> Answer:
         key = sizes, repr((args, kwargs))
@@ -214,39 +185,42 @@ def _ask(plugin: Any, processor: Any, images: Sequence[Any], *args: Any, **kwarg
     return without_pixels(plugin._get_mm_inputs(list(images), [], [], processor, *args, **kwargs))
 
 
-def memory_of_sizes(plugin: Any, processor: Any) -> MemoryOfSizes | None:
+def images_by_size(plugin: Any, processor: Any) -> ImagesBySize | None:
     """For a plugin that takes images and whose answers follow from their sizes; None, with a log line, for others."""
     if plugin.image_token is None or processor is None:
         return None
 
-    def make() -> MemoryOfSizes | None:
-        noise = [Image.effect_noise(size, 50).convert("RGB") for size in CACHED_CHECK_SIZES]
-        found = MemoryOfSizes(plugin, processor, one_by_one=False)
-        alone = [_ask(plugin, processor, [image]) for image in noise]
+    def make() -> ImagesBySize | None:
+        noise = [Image.effect_noise(size, 50).convert("RGB") for size in CHECK_SIZES]
         together = _ask(plugin, processor, noise)
-        if not equal(
-            [found.answer(CACHED_CHECK_SIZES), *map(found.answer, zip(CACHED_CHECK_SIZES))], [together, *alone]
-        ):
+        if together.keys() == {"pixel_values", "image_grid_thw"}:
+            formula = ImagesBySize(plugin, processor, by_formula=True, one_by_one=True)
+            with contextlib.suppress(AttributeError, TypeError):  # this processor has none
+                grids = formula.answer(CHECK_SIZES)["image_grid_thw"]
+                if torch.equal(grids.prod(-1), torch.as_tensor(together["image_grid_thw"]).prod(-1)):
+                    return formula
+        alone = [_ask(plugin, processor, [image]) for image in noise]
+        memory = ImagesBySize(plugin, processor, by_formula=False, one_by_one=False)
+        if not equal([memory.answer(CHECK_SIZES), *map(memory.answer, zip(CHECK_SIZES))], [together, *alone]):
             return None
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
-            found.one_by_one = equal(_put_together(alone), together)
-        return found
+            memory.one_by_one = equal(_put_together(alone), together)
+        return memory
 
-    return _if_exact(make, "images", "their sizes tell")
-
-
-Known = TypeVar("Known")
+    by_size: ImagesBySize | None = _if_exact(make, "images")
+    return by_size
 
 
-def _if_exact(make: Callable[[], Known | None], media: str, known_by: str) -> Known | None:
+def _if_exact(make: Callable[[], Any], media: str) -> Any:
+    """What `make` makes; None, with a log line, if it raises or makes nothing: the processor is asked each time."""
     try:
-        found = make()
-    except Exception as error:  # whatever a processor raises, it is asked for each medium, and raises it again
-        logger.info("%s are observed through the real processor (%s: %s)", media, type(error).__name__, error)
-        return None
-    if found is None:
-        logger.info("%s are observed through the real processor: its answers hold more than %s", media, known_by)
-    return found
+        if (exact := make()) is not None:
+            return exact
+        why = "its answers hold more than sizes tell"
+    except Exception as error:  # whatever a processor raises: it raises it again for the medium
+        why = f"{type(error).__name__}: {error}"
+    logger.info("%s are observed through the real processor (%s)", media, why)
+    return None
 
 
 def _put_together(answers: Sequence[Answer]) -> Answer:
@@ -348,7 +322,8 @@ def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
         real = _ask_clips(plugin, processor, CHECK_LENGTHS)
         return found if equal(real, found.answer(CHECK_LENGTHS)) else None
 
-    return _if_exact(make, "audio clips", "their lengths tell")
+    by_length: ClipsByLength | None = _if_exact(make, "audio clips")
+    return by_length
 
 
 def _ask_clips(plugin: Any, processor: Any, lengths: Sequence[int]) -> Answer:
@@ -428,10 +403,9 @@ class MediaObserver:
     def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
         self.original, self.processor = plugin, processor
         self._token_ids = _placeholder_ids(plugin, tokenizer)
-        self._by_size = size_is_exact(plugin, processor)
-        self._memory = None if self._by_size else memory_of_sizes(plugin, processor)
+        self._images = images_by_size(plugin, processor)
         self._clips = clips_by_length(plugin, processor)
-        self._knows_videos = self._by_size and hasattr(plugin, "_get_video_token_metadata")
+        self._by_formula = self._images is not None and self._images.by_formula
         self._row = _Row()
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
@@ -478,7 +452,7 @@ class MediaObserver:
         found = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
         if not (images or videos or audios):
             expected = 0
-        elif self._by_size and not audios:
+        elif self._by_formula and not audios:
             expected = (
                 self.count_media(images, videos, None, []).patches // self.processor.image_processor.merge_size**2
             )
@@ -514,19 +488,17 @@ class MediaObserver:
             if hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
                 inputs["image_grid_thw"] = torch.zeros((0, 3), dtype=torch.long)  # as in every batch of such a model
             yield inputs
-        if self._memory and self._memory.one_by_one and not videos:
-            yield from (self._memory.answer([self._size_of(image)]) for image in images)
-        elif (images or videos) and not self._by_size:
+        if self._images and self._images.one_by_one and (self._by_formula or not videos):
+            yield from (self._images.answer([self._size_of(image)]) for image in images)
+        elif images or videos:
             yield self.plugin.get_mm_inputs(
                 images, videos, [], [len(images)], [len(videos)], [0], [input_ids], self.processor
             )
-        else:
-            if images:
-                yield self._get_mm_inputs(images, [], [], self.processor)
-            if videos:
-                # Newer releases of LLaMA-Factory expand placeholders by the metadata of videos.
-                known = self.plugin._get_video_token_metadata(videos, self.processor) if self._knows_videos else None
-                yield known or self._get_mm_inputs([], videos, [], self.processor)
+        if videos and self._by_formula:
+            # Newer releases of LLaMA-Factory expand placeholders by the metadata of videos.
+            by_metadata = getattr(self.plugin, "_get_video_token_metadata", None)
+            counted = by_metadata and by_metadata(videos, self.processor)
+            yield counted or self._get_mm_inputs([], videos, [], self.processor)
 
     @property
     def patch_size(self) -> int:
@@ -540,12 +512,8 @@ class MediaObserver:
 
     def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> dict:
         inputs: dict[str, Any] = {}
-        if images and self._by_size:
-            sizes = [self._size_of(image) for image in images]
-            inputs["image_grid_thw"] = grid_from_size(self.original, processor, sizes)
-            images = []
-        elif images and self._memory and not videos:
-            inputs |= self._memory.answer([self._size_of(image) for image in images], *args, **kwargs)
+        if images and self._images and (self._by_formula or not videos):
+            inputs |= self._images.answer([self._size_of(image) for image in images], *args, **kwargs)
             images = []
         if images or videos:
             inputs |= self._asked((images, videos, []), processor, *args, **kwargs)

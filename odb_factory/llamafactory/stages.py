@@ -15,6 +15,7 @@ import numpy as np
 
 from odb_factory.data.observe import IGNORE_INDEX, count_media, count_supervised, has_leading_label, measure_batch
 from odb_factory.data.samples import Measured
+from odb_factory.data.serialize import fingerprint
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Stage(ABC):
     evaluates_by_budget: `eval_token_budget` gives stock's figures.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
     rows: that its collator makes of a sample. batches: of `Collation`.
+    settings: what ranks must have in common for their rows to be the same, beside the arguments that they compare.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Stage(ABC):
     prepares_steps: bool = False
     rows: int = 1
     batches: tuple[str, ...] = ()
+    settings: Mapping[str, object] = {}
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
         """The stage with the arguments of a training that `cost` and `measure` need."""
@@ -54,11 +57,6 @@ class Stage(ABC):
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
         """The stage for a training dataset of `num_rows` rows, which `together` and `settings` need."""
         return self
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
-        return {}
 
     def together(self, index: int) -> Sequence[int]:
         """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
@@ -308,25 +306,6 @@ NOT_HANDED_ON = ("videos", "audios")
 OF_BOTH_KINDS = "one preference type"
 
 
-def partners_of(num_rows: int, batch_size: int | None, num_shards: int) -> np.ndarray:
-    """int64[num_rows]: the row whose answer LLaMA-Factory pairs a row's prompt with.
-
-    Its preprocessing goes through the training data in batches, `datasets.map` of `preprocessing_batch_size` rows
-    within each of `preprocessing_num_workers` contiguous shards (the longer ones first), and gives every prompt the
-    answer of the row before it in its batch, the first one that of the last. Loading, mixing and splitting come before
-    that pass and shuffling after it, and a row that the pass drops has lent its answer first: so the number of a row
-    says which row its partner is, without a pass. batch_size: none or below 1, one batch a shard.
-
-    Example::
-
-        partners_of(5, batch_size=2, num_shards=1)  # [1, 0, 3, 2, 4]
-    """
-    shards = np.array_split(np.arange(num_rows), min(num_shards, max(num_rows, 1)))
-    size = batch_size if batch_size is not None and batch_size > 0 else max(num_rows, 1)
-    batches = [shard[first : first + size] for shard in shards for first in range(0, len(shard), size)]
-    return np.concatenate([np.roll(batch, 1) for batch in batches] or [np.arange(0)])
-
-
 class Kto(Stage):
     """`stage: kto`. batches: what the columns of the two answers begin with."""
 
@@ -337,19 +316,28 @@ class Kto(Stage):
     equal_weights = True
     prepares_steps = True
     batches = ("", "kl_")
-    num_shards = 1
     partners = np.arange(0)
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
-        stage = copy.copy(self)
-        stage.num_shards = min(data_args.preprocessing_num_workers or 1, max(num_rows, 1))
-        stage.partners = partners_of(num_rows, data_args.preprocessing_batch_size, stage.num_shards)
-        return stage
+        """LLaMA-Factory gives a prompt the answer of the row before it in its batch, the first prompt the last answer.
 
-    @property
-    def settings(self) -> dict[str, object]:
-        """The number of processes decides which rows are pairs."""
-        return {"shards of preprocessing (preprocessing_num_workers)": self.num_shards}
+        Loading, mixing and splitting come before that pass and shuffling after it, and a row that the pass drops has
+        lent its answer first: so the number of a row says which row its partner is. `datasets` cuts the numbers into
+        batches and shards as it does the rows.
+        """
+        import datasets
+
+        stage = copy.copy(self)
+        partners = datasets.Dataset.from_dict({"row": range(num_rows)}).map(
+            lambda batch: {"row": np.roll(batch["row"], 1)},
+            batched=True,
+            batch_size=data_args.preprocessing_batch_size,
+            num_proc=data_args.preprocessing_num_workers,
+            desc="Pairing rows",
+        )
+        stage.partners = partners.data.column("row").to_numpy()
+        stage.settings = {"pairs of rows (preprocessing_num_workers)": fingerprint(stage.partners)}
+        return stage
 
     def together(self, index: int) -> Sequence[int]:
         partner = int(self.partners[index])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -100,16 +98,10 @@ def test_a_finder_of_old_style_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_hooked_module_keeps_its_own_loader() -> None:
-    """The stand-in is gone once the module has been executed, and can be copied before (sphinx, cloudpickle)."""
     import llamafactory.hparams.parser as parser
 
-    from odb_factory.llamafactory.activation import _HookingLoader
-
-    assert not isinstance(parser.__spec__.loader, _HookingLoader)
-    assert not isinstance(parser.__loader__, _HookingLoader)
-    stand_in = _HookingLoader(parser.__loader__)
-    assert copy.copy(stand_in).get_source(parser.__name__) == stand_in.get_source(parser.__name__)
-    assert pickle.loads(pickle.dumps(_HookingLoader("any"))).upper() == "ANY"
+    assert parser.__loader__ is parser.__spec__.loader
+    assert "exec_module" not in vars(parser.__loader__)
 
 
 @pytest.mark.parametrize("name", ["ODBConfig", "enable_odb", "ODBError", "ConfigError", "DataError"])

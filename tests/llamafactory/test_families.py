@@ -199,10 +199,10 @@ def equal(first: Any, second: Any) -> bool:
 @functools.cache
 def measure(family: str) -> Found:
     setting = Setting(next(one for one in FAMILIES if one.template == family))
-    memory = setting.media._memory
-    observed = "as a row's sizes" if memory else "by the processor"
-    observed = "by size, remembered" if memory and memory.one_by_one else observed
-    observed = "by size" if setting.media._by_size else observed
+    images = setting.media._images
+    observed = "as a row's sizes" if images else "by the processor"
+    observed = "by size, remembered" if images and images.one_by_one else observed
+    observed = "by size" if images and images.by_formula else observed
     with tempfile.TemporaryDirectory() as folder:
         cases = {case: compare(setting, case, Path(folder)) for case in CASES if setting.takes(case)}
     return Found(cases, observed if setting.plugin.image_token else "-")

@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from distributed.rows import WORDS
 from llamafactory.train.kto.trainer import CustomKTOTrainer
@@ -20,7 +19,7 @@ from support import training_config
 from odb_factory.data.observe import RowDropped
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
-from odb_factory.llamafactory.stages import STAGES, partners_of
+from odb_factory.llamafactory.stages import STAGES
 
 BLOCK = {"token_budget": 512, "audit": True}
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
@@ -85,21 +84,6 @@ def test_the_pairs_are_those_of_a_pass(tiny_text: Path, rows_dir: Path, tmp_path
             continue
     assert kept == [dict(row) for row in stock]
     assert len(online) - len(kept) == ("dropped" in config["dataset"])
-
-
-def test_each_row_has_the_partner_of_its_batch() -> None:
-    """All sizes: against `datasets` cutting shards and batches."""
-    for num_rows in (1, 2, 5, 7, 16):
-        rows = datasets.Dataset.from_dict({"row": list(range(num_rows))})
-        for num_shards in {min(shards, num_rows) for shards in (1, 2, 3, 5)}:
-            shards = [rows.shard(num_shards, shard, contiguous=True)["row"] for shard in range(num_shards)]
-            for batch_size in (1, 2, 3, 1000):
-                batches = [
-                    list(shard)[at : at + batch_size] for shard in shards for at in range(0, len(shard), batch_size)
-                ]
-                expected = [row for batch in batches for row in (batch[-1:] + batch[:-1])]
-                partners = partners_of(num_rows, batch_size, num_shards)
-                assert [partners[row] for row in range(num_rows)] == expected
 
 
 def test_a_partner_without_an_answer_is_told(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import media
 from odb_factory.llamafactory.attach import _check_tiles
-from odb_factory.llamafactory.media import MediaObserver, clips_by_length, memory_of_sizes
+from odb_factory.llamafactory.media import MediaObserver, clips_by_length, images_by_size
 from odb_factory.planning import Media
 
 TOKENS = {"image_token": "<image>", "audio_token": None}
@@ -54,7 +54,7 @@ def test_what_is_remembered_is_what_the_processor_says(
 ) -> None:
     """Sizes that were not tried at start, in several orders; how pan and scan counts crops depends on the release."""
     plugin, _, processor = build(name, **options)
-    memory = memory_of_sizes(plugin, processor)
+    memory = images_by_size(plugin, processor)
     assert memory is not None and one_by_one in (memory.one_by_one, None)
     for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
         real = plugin._get_mm_inputs([noise(size).convert("RGB") for size in sizes], [], [], processor)
@@ -77,7 +77,7 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
 
     monkeypatch.setattr(plugin, "_get_mm_inputs", by_content, raising=False)
     with caplog.at_level(logging.INFO, logger="odb_factory"):
-        assert memory_of_sizes(plugin, processor) is None
+        assert images_by_size(plugin, processor) is None
         media = MediaObserver(plugin, tokenizer, processor)
     assert sum("observed through the real processor" in one for one in caplog.messages) == 2
     blank, noisy = Image.new("RGB", (90, 91), "black"), noise((90, 91)).convert("RGB")
@@ -87,7 +87,7 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
 def test_no_more_is_remembered_than_fits(monkeypatch) -> None:
     monkeypatch.setattr(media, "MAX_REMEMBERED", 3)
     plugin, _, processor = build("llava_next")
-    memory = memory_of_sizes(plugin, processor)
+    memory = images_by_size(plugin, processor)
     assert memory is not None
     for width in range(60, 70):
         memory.answer([(width, 80)])

@@ -113,7 +113,7 @@ def test_another_conversion_is_found(config: dict[str, Any], monkeypatch: pytest
         return rows.map(lambda row: {"_system": "be brief"})
 
     monkeypatch.setattr(dataset, "align_dataset", changed(dataset.align_dataset, with_system))
-    with pytest.raises(ConfigError, match="conversion of its format gives another _system by row"):
+    with pytest.raises(ConfigError, match="gives another input_ids by row"):
         load(config)
 
 
@@ -130,7 +130,7 @@ def test_another_preprocessing_is_found(
 ) -> None:
     stock = stock_loader._get_preprocessed_dataset
     monkeypatch.setattr(dataset, "_get_preprocessed_dataset", changed(stock, lambda rows: rows.map(change)))
-    with pytest.raises(ConfigError, match=f"preprocessing gives another {column} by row"):
+    with pytest.raises(ConfigError, match=f"gives another {column} by row"):
         load(config)
 
 
@@ -148,7 +148,7 @@ def test_other_sizes_of_images_turn_to_the_real_processor(
     """`_regularize_images` answers otherwise than the processor resizes: patches are then counted by pixels."""
     patches = media.MediaObserver.count_media
     online = load(config)
-    assert online.media._by_size
+    assert online.media._by_formula
     expected = patches(online.media, online[1]["images"], None, None, [])
     regular = mm_plugin.Qwen2VLPlugin._regularize_images
 
@@ -162,7 +162,7 @@ def test_other_sizes_of_images_turn_to_the_real_processor(
         if "_regularize_images" in vars(owner):
             monkeypatch.setattr(owner, "_regularize_images", halved)
     observer = load(config).media
-    assert not observer._by_size
+    assert not observer._by_formula
     assert patches(observer, online[1]["images"], None, None, []) == expected
 
 
@@ -178,7 +178,7 @@ def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path:
         container.mux(stream.encode())
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
-    assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._knows_videos
+    assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._by_formula
 
 
 def test_max_patches_below_the_fake_image_is_refused_before_the_model_is_loaded(config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Trainers of LLaMA-Factory that a script or a fork makes itself, and its datasets as scripts read them."""
+"""Trainers of LLaMA-Factory that a script or a fork makes itself."""
 
 from __future__ import annotations
 
@@ -55,18 +55,6 @@ def test_a_collator_without_a_template(tiny_text: Path, data_dir: Path, tmp_path
     stock = losses(made_by_hand(config))
     ours = losses(made_by_hand(config | {"odb": {"token_budget": 512}}))
     assert len(ours) == 3 and ours == pytest.approx(stock, rel=1e-5)
-
-
-def test_columns_of_the_dataset(tiny_text: Path, data_dir: Path, tmp_path: Path) -> None:
-    config = training_config(tiny_text, data_dir, tmp_path / "out")
-    stock = made_by_hand(config).train_dataset
-    ours = made_by_hand(config | {"odb": {"token_budget": 512}}).train_dataset
-    ids = ours["input_ids"]
-    assert len(ids) == len(ours) == len(stock["input_ids"])
-    assert ids[0] == stock["input_ids"][0] and ids[-1] == stock["input_ids"][-1] and ids[:2] == stock["input_ids"][:2]
-    assert {"input_ids", "labels", "attention_mask"} <= set(ours.column_names)
-    with pytest.raises(KeyError, match="'text' is no column of the training dataset; it has input_ids"):
-        ours["text"]
 
 
 def test_rows_without_a_supervised_token(tiny_text: Path, data_dir: Path, tmp_path: Path) -> None:
