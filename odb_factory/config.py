@@ -74,7 +74,6 @@ class ODBConfig:
     overlong: Literal["singleton", "drop", "error"] = "singleton"
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split", "skip"] = "raise"
-    rehearse: bool | None = None  # on accelerators
     recompute: Literal["auto", "always"] = "auto"
     exchange_timeout_s: int = _number(600)
     audit: bool = False
@@ -208,7 +207,6 @@ class ODBKeys(TypedDict, total=False):
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]
     oom: Literal["raise", "split", "skip"]
-    rehearse: bool | None
     recompute: Literal["auto", "always"]
     exchange_timeout_s: int
     audit: bool

@@ -10,19 +10,24 @@ import json
 import os
 import random
 import wave
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from cpu_meter import CPUMeter
 from distributed.ranks import Outcome, run_ranks
 from distributed.shims.training_record import TrainingRecord
 from llamafactory.hparams import get_train_args
 from llamafactory.train import callbacks, tuner
 from safetensors.torch import load_file
 from support import CHECKPOINTS, noise, read_jsonl, training_config
+
+from odb_factory import memory
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
@@ -111,16 +116,23 @@ def launch(
     return run_ranks("same_training:train_all", folder, **more)
 
 
-def train_all(rank: int, configs: list[dict[str, Any]]) -> int:
+def memory_counted(is_counted: bool) -> AbstractContextManager[Any]:
+    """Within it a CPU counts its memory, as an accelerator: trainings rehearse, and measure what they recompute."""
+    meter = CPUMeter(2**40)
+    return mock.patch.object(memory, "find_meter", return_value=meter) if is_counted else nullcontext()
+
+
+def train_all(rank: int, configs: list[dict[str, Any]], counted: Sequence[str] = ()) -> int:
     """In a rank: the workflow of each configuration's stage, as `llamafactory-cli train` does, recorded beside its
-    output."""
+    output. counted: outputs of those that count their memory."""
     os.environ["LOCAL_RANK"] = str(rank)
     for config in configs:
         model_args, data_args, training_args, finetuning_args, generating_args = get_train_args(dict(config))
         watching = [callbacks.LogCallback(), TrainingRecord(f"{config['output_dir']}_record")]
         run = getattr(tuner, f"run_{finetuning_args.stage}")
         more = (generating_args,) if finetuning_args.stage == "sft" else ()
-        run(model_args, data_args, training_args, finetuning_args, *more, watching)
+        with memory_counted(config["output_dir"] in counted):
+            run(model_args, data_args, training_args, finetuning_args, *more, watching)
         gc.collect()
     return len(configs)
 
@@ -265,6 +277,7 @@ class Cell:
     model: str = "text"
     block: Mapping[str, Any] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
+    counts_memory: bool = False
 
     @property
     def is_flat(self) -> bool:
@@ -275,7 +288,7 @@ def run_cells(
     cells: Mapping[str, Cell], config_of: Config, folder: Path, num_ranks: int = 1, **more: Any
 ) -> dict[str, tuple[Training, Training]]:
     """Of each cell the training with odb and stock's: in this process, or in those of one launch (with `more`)."""
-    configs, folders = [], {}
+    configs, folders, counted = [], {}, []
     for number, (name, cell) in enumerate(cells.items()):
         common = {"ddp_find_unused_parameters": cell.stage == "rm"} if num_ranks > 1 else {}
         common |= dict(cell.changes)
@@ -286,12 +299,14 @@ def run_cells(
         )
         for output_dir, own in zip(folders[name], blocks):
             configs.append(config_of(cell.stage, output_dir, model=cell.model, num_ranks=num_ranks, **common | own))
+        counted += [configs[-2]["output_dir"]] if cell.counts_memory else []
     if num_ranks == 1:
         for config in configs:
-            tuner.run_exp(dict(config), callbacks=[TrainingRecord(f"{config['output_dir']}_record")])
+            with memory_counted(config["output_dir"] in counted):
+                tuner.run_exp(dict(config), callbacks=[TrainingRecord(f"{config['output_dir']}_record")])
     else:
         folder.mkdir(exist_ok=True)
-        launch(configs, folder, num_ranks, **more)
+        launch(configs, folder, num_ranks, counted=counted, **more)
     return {name: (read(odb, num_ranks), read(stock, num_ranks)) for name, (odb, stock) in folders.items()}
 
 

@@ -36,7 +36,6 @@ DEFAULTS = {
     "overlong": "singleton",
     "on_error": "raise",
     "oom": "raise",
-    "rehearse": None,
     "recompute": "auto",
     "exchange_timeout_s": 600,
     "audit": False,
@@ -49,7 +48,7 @@ OPTIONAL_NUMBERS = [
     "pad_to_multiple_of",
     "seed",
 ]
-OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse"]
+OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
@@ -61,7 +60,7 @@ WORDS = {
     "oom": ["raise", "split", "skip"],
     "recompute": ["auto", "always"],
 }
-SWITCHES = ["join", "audit", "balance", "rehearse"]
+SWITCHES = ["join", "audit", "balance"]
 MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")
 MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"seed": 0}
 FILL = {"global_batch_size": "fill"}

@@ -70,7 +70,6 @@ def test_keys_of_the_block() -> None:
         "overlong",
         "on_error",
         "oom",
-        "rehearse",
         "recompute",
         "exchange_timeout_s",
         "audit",

@@ -356,7 +356,6 @@ V1_MEANINGLESS = {
     "eval_token_budget": V1_EVALUATES,
     "memory_fraction": "it goes with a budget of auto",
     "oom": f"{V1_STEPS}; lower token_budget if memory is short",
-    "rehearse": V1_STEPS,
     "recompute": V1_STEPS,
     "balance_encoder": V1_STEPS,
     "lr_scale": "optimizer steps have the samples of v1's",

@@ -68,7 +68,6 @@ NOT_IN_A_LOOP = {
     "oom": "takes the micro-batches of an optimizer step once more, which a custom loop does by itself; leave it out, "
     "and lower token_budget if memory is short.",
     "balance_encoder": "acts in the forwards of a trainer; leave it out.",
-    "rehearse": "runs the model before training, which a custom loop does by itself; leave it out.",
     "recompute": "switches gradient checkpointing of a trainer's model; leave it out.",
     "lr_scale": "has no effect in a custom loop, which sets its learning rate; leave it out, and scale by "
     "optimizer_step_samples of the step info.",

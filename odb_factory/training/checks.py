@@ -25,7 +25,7 @@ from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.pool import look
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.memory import PeakMeter
+from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation
@@ -64,7 +64,7 @@ def log_without_effect(args: Any) -> None:
         )
 
 
-def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
+def check_arguments(args: Any, config: ODBConfig, memory_meter: MemoryMeter | None = None) -> None:
     """Raise `ConfigError` for training arguments and block keys that cannot work; needs no model.
 
     memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.

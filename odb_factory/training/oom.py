@@ -71,7 +71,7 @@ class MemoryWatch:
     def error(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> OutOfMemoryError:
         """The error that ends the training."""
         return OutOfMemoryError(
-            f"{self.what(micro_batch, measured, optimizer_step)}; {self._advice(micro_batch, measured)}."
+            f"{self.what(micro_batch, measured, optimizer_step)}; {self.advice(len(micro_batch.ids), measured)}."
         )
 
     def what(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> str:
@@ -112,16 +112,17 @@ class MemoryWatch:
     def _patches(self, measured: Measured) -> int:
         return measured.patches if self.encoded is None else self.encoded
 
-    def _advice(self, micro_batch: MicroBatch, measured: Measured) -> str:
+    def advice(self, num_samples: int, measured: Measured) -> str:
+        """What to set after memory did not hold a micro-batch of this number of samples."""
         if self.recompute is not None and self.recompute.is_off:
             return "it ran without gradient checkpointing: set `recompute: always`"
         limits = self.lower(measured)
         is_for_patches = limits.max_patches != self.budget.max_patches
         key, value = ("max_patches", limits.max_patches) if is_for_patches else ("token_budget", limits.token_budget)
         of_others = is_for_patches and self._patches(measured) > measured.patches
-        if len(micro_batch.ids) > 1 and measured.why_padded:
+        if num_samples > 1 and measured.why_padded:
             return "set `layout: padded`: its samples were planned as one flat row, without padding"
-        if len(micro_batch.ids) > 1 or of_others:
+        if num_samples > 1 or of_others:
             other = ", or `oom: split`" if self.advises_split else ""
             return f"set `{key}: {value}` or less{other}"
         shorten = "lower image_max_pixels or video_max_pixels by a quarter"

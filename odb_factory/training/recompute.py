@@ -12,7 +12,6 @@ by the largest micro-batch of the micro-step, which the plan holds (`MicroStepTo
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,14 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from odb_factory.accounting.statistics import Computing
 from odb_factory.data.samples import Measured, Sample, describe_cost
-from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.memory import find_meter
 from odb_factory.model.check import unwrapped, without_cache
 from odb_factory.model.tower import shards_parameters
 from odb_factory.planning import Budget, Limits, Media
 from odb_factory.training.arguments import replaced
-from odb_factory.training.auto_budget import Search, Trials, trials_beside_state, untouched
+from odb_factory.training.auto_budget import FirstRows, NotTried, Trial, Trials, by_trials
 
 logger = get_logger(__name__)
 
@@ -112,8 +109,7 @@ def _is_of_torch(function: Any) -> bool:
 def can_be_measured(trainer: Any) -> bool:
     """Whether a training of this trainer decides by micro-batch, if its model checkpoints: not on a CPU, whose memory
     is not counted."""
-    odb, args = trainer.odb, trainer.args
-    return odb.config.recompute == "auto" and (odb.memory_meter or find_meter(args.device)) is not None
+    return trainer.odb.config.recompute == "auto" and trainer.odb.memory_meter is not None
 
 
 def find_recompute(trainer: Any) -> Recompute | None:
@@ -121,83 +117,55 @@ def find_recompute(trainer: Any) -> Recompute | None:
     checkpointing stays as configured. Collective: all ranks run the same trials and get the same. Leaves nothing
     behind."""
     training, model = trainer.odb.training, trainer.model_wrapped
-    loader, config = training.run.loader, training.run.config
     if not can_be_measured(trainer) or not checkpointing_modules(model):
         return None
-    samples = list(loader.first_samples())
-    if trainer.odb.before_step is not None or not samples:
-        why = "its rows are a stream" if not samples else "this stage prepares its optimizer steps as a whole"
-        logger.info("recompute: auto: no micro-batch can be tried (%s), so all are recomputed", why)
-        return None
-    began, tried = time.perf_counter(), Recompute(model, [])
+    tried, loader = Recompute(model, []), training.run.loader
+    budget = loader.budget.within(loader.lowered)
+
+    def held_without(trials: Trials) -> tuple[list[Trial], str]:
+        """What memory held without recomputation. No trial runs that the two before it show to be too large: not every
+        engine can continue after an error."""
+        for group in _growing(trials.rows, budget):
+            if trials.expected(group, budget) > RESERVE:
+                break
+            with tried.off():
+                if trials.hold(group, RESERVE) is None:
+                    break
+        return trials.held, f"{trials.count} micro-batches tried in {trials.seconds:.1f} s"
+
     try:
-        with untouched(trainer):
-            trials = trials_beside_state(trainer, "odb.recompute: 'auto'", ", or `recompute: always`")
-            search = Search(trials, loader, config, samples)
-            held, share = _held_without(tried, trials, search, loader.budget.within(loader.lowered))
-    except DataError as error:
-        logger.warning("recompute: auto: %s; all micro-batches are recomputed", one_line(error))
+        trials, cost = by_trials(trainer, "recompute", held_without)
+    except NotTried as error:
+        logger.info("recompute: auto: no micro-batch can be tried (%s), so all are recomputed", error)
         return None
-    cost = f"{trials.count} micro-batches tried in {time.perf_counter() - began:.1f} s"
-    if not held:
+    if not trials:
         logger.info("recompute: auto: memory does not hold the shortest sample without recomputation; %s", cost)
         return None
+    held = [(trial.measured.rows * trial.measured.length, trial.measured.patches) for trial in trials]
     tokens, patches = max(held)
     logger.info(
         "recompute: auto: micro-batches of up to %s run without gradient checkpointing (peak %.0f%% of the memory that "
         "trials may use; %s)",
         describe_cost(tokens, Media(patches)),
-        100 * share,
+        100 * max(trial.share for trial in trials),
         cost,
     )
     by_plan = shards_parameters(trainer) or training.encoder is not None
     return Recompute(model, held, by_plan=by_plan)
 
 
-def _held_without(
-    tried: Recompute, trials: Trials, search: Search, budget: Budget
-) -> tuple[list[tuple[int, int]], float]:
-    """(tokens, patches) of the trials that memory held without recomputation, and the largest share of the limit that
-    one used on any rank. No trial runs that the two before it show to be too large: not every engine can continue after
-    an error."""
-    held: list[tuple[int, int]] = []
-    used: list[tuple[int, float]] = []  # tokens and patches, share of the limit
-    for group in _growing(search, budget):
-        rows, length, patches = budget.shape([sample.cost for sample in group])
-        if len(used) > 1 and _expected(used, rows * length + patches) > RESERVE:
-            break
-        with tried.off():
-            if not trials.count:
-                trials.run(group)  # makes gradients and workspaces
-            measured, peaks = trials.run(group)
-        peak, limit = trials.nearest(peaks)
-        if None in peaks or peak > RESERVE * limit:
-            break
-        tokens = measured.rows * measured.length
-        held.append((tokens, measured.patches))
-        used.append((tokens + measured.patches, peak / limit))
-    return held, max((share for _, share in used), default=0.0)
-
-
-def _growing(search: Search, budget: Budget) -> Iterator[list[Sample]]:
+def _growing(rows: FirstRows, budget: Budget) -> Iterator[list[Sample]]:
     """More and more of the shortest sample, until it has as many tokens as the longest; then the heaviest micro-batches
     of real samples, up to the budgets."""
-    longest, shortest = search.longest_tokens, search.tokens_of(search.shortest)
+    longest, shortest = rows.tokens_of(rows.longest), rows.tokens_of(rows.shortest)
     count = 1
     while count * shortest < longest:
-        yield count * [search.shortest]
+        yield count * [rows.shortest]
         count *= 2
-    tokens, most = longest, min(budget.token_budget, search.most)
+    tokens, most = longest, min(budget.token_budget, rows.most_tokens)
     while True:
         patches = budget.max_patches and -(-budget.max_patches * min(tokens, most) // most)
-        yield from search.allowed(budget.within(Limits(min(tokens, most), patches)))
+        yield from rows.heaviest(budget.within(Limits(min(tokens, most), patches)))
         if tokens >= most:
             return
         tokens = int(GROWTH * tokens) + 1
-
-
-def _expected(used: Sequence[tuple[int, float]], size: int) -> float:
-    """The share of the limit of a trial of this size, along the line through the last two."""
-    (small, before), (large, after) = used[-2:]
-    growth = (after - before) / (large - small) if large != small else 0.0
-    return after + (size - large) * max(growth, 0.0)

@@ -34,7 +34,7 @@ from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError, LayoutError, one_line
 from odb_factory.log import get_logger
-from odb_factory.memory import PeakMeter
+from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import (
     NUM_SAMPLES,
     Layout,
@@ -149,7 +149,7 @@ class Session:
     agree_on: Mapping[str, object]
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None
     not_flat: str | None
-    memory_meter: PeakMeter | None
+    memory_meter: MemoryMeter | None
     before_step: Callable[[Any, Sequence[Collated]], None] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     parts: Sequence[Any] = ()
@@ -492,7 +492,7 @@ class Training:
         log_first_step(self.run.loader, self.run.config, self.run.loader.next_planned)
         # What happens if memory is short.
         config = self.run.config
-        if not chooses and (config.rehearse or (config.rehearse is None and trainer.args.device.type != "cpu")):
+        if not chooses and odb.memory_meter is not None:
             rehearse(trainer)
         self.recompute = self.memory.recompute = find_recompute(trainer)
         if config.oom != "raise" or (self.recompute is not None and self._repeats_alone):

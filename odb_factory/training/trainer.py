@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
+from odb_factory import memory
 from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
 from odb_factory.config import ODBConfig, ODBKeys, make_config
@@ -29,7 +30,7 @@ from odb_factory.data.ranks import check_process_group, ring_of
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.memory import PeakMeter
+from odb_factory.memory import MemoryMeter
 from odb_factory.model.tower import check_batch, images_at_once, one_pass, patch_products
 from odb_factory.planning import Collation
 from odb_factory.training.arguments import RunArguments, replaced
@@ -303,7 +304,7 @@ class ODBTrainerMixin(Base):
         training = self._odb_training
         if training is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
-        run, memory, before_step = training.run, training.memory, training.odb.before_step
+        run, watch, before_step = training.run, training.memory, training.odb.before_step
         if before_step is not None:
             whole = list(inputs.micro_batches)
             before_step(model, whole)
@@ -316,11 +317,11 @@ class ODBTrainerMixin(Base):
             box = [batch]
             del batch
             with (
-                memory.named(micro_batch, measured, run.optimizer_steps + 1),
+                watch.named(micro_batch, measured, run.optimizer_steps + 1),
                 training.gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
             ):
                 losses.append(self.odb_forward_backward(training, model, computing, box))
-            memory.held(measured)
+            watch.held(measured)
             run.accounting.end()
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
@@ -460,7 +461,7 @@ def enable_odb(
     agree_on: Mapping[str, object] | None = None,
     eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
-    memory_meter: PeakMeter | None = None,
+    memory_meter: MemoryMeter | None = None,
     **block: Unpack[ODBKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
@@ -481,8 +482,7 @@ def enable_odb(
     eval_rows: of an evaluation dataset, the rows that are read from it and their observer, for `eval_token_budget`
     (default: its items, with the default observer; None beside an `observer`: evaluations stay stock's).
     not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
-    memory_meter: measures memory for budgets of `auto` (default: the accelerator's figures); with a
-    `odb_factory.memory.CPUMeter` they can be chosen on a CPU, for tests.
+    memory_meter: measures memory for what is tried before training (default: the accelerator's figures).
     A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
     units as `num_items_in_batch`, and its mean is weighed like a model's own loss; a function that returns a sum is not
     supported.
@@ -515,7 +515,7 @@ def enable_odb(
         agree_on=agree_on or {},
         eval_rows=eval_rows,
         not_flat=not_flat,
-        memory_meter=memory_meter,
+        memory_meter=memory_meter or memory.find_meter(trainer.args.device),
     )
     return trainer
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from support import training_config
 
@@ -92,7 +93,7 @@ def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
         found["build"] = ended(config)
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
     found["paths"] = ended(config | paths)
-    with mock.patch.object(memory, "find_meter", return_value=None if rank else memory.CPUMeter(1)):
+    with mock.patch.object(memory, "find_meter", return_value=None if rank else CPUMeter(1)):
         found["one refused"] = ended(config | {"odb": {"token_budget": "auto"}})
     both_refused = {"accelerator_config": {"dispatch_batches": True}}
     found["both refused"] = ended(config | both_refused)

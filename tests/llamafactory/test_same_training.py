@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import wave
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,6 @@ PADDED, AUTO = {"layout": "padded"}, {"layout": "auto"}
 IMAGES = {"template": "qwen3_vl", "val_size": 2, "freeze_vision_tower": False, "freeze_multi_modal_projector": False}
 ALBUMS, PICTURES = IMAGES | {"dataset": "albums"}, IMAGES | {"dataset": "pictures"}
 OF_IMAGES = {"token_budget": 500, "max_patches": 300}
-REHEARSED = {"rehearse": True}
 TIGHT = {"token_budget": 256}
 LORA, FREEZE = {"finetuning_type": "lora"}, {"finetuning_type": "freeze", "freeze_trainable_layers": 1}
 QLORA = LORA | {"quantization_bit": 4}
@@ -88,17 +88,18 @@ CELLS: dict[str, Cell] = {
     "sft, saved": Cell(changes=SAVED, block=TIGHT),
     "sft, tied": Cell(model="tied", block=TIGHT),
     "sft, padded": Cell(block=PADDED),
-    "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | REHEARSED),
+    "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES, counts_memory=True),
     "sft, images, saved": Cell("sft", ALBUMS | SAVED, "tied_vl", OF_IMAGES),
     "sft, images, padded": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | PADDED),
     "sft, compiled": Cell("sft", COMPILED, block=TIGHT),
     "sft, images, compiled": Cell("sft", ALBUMS | COMPILED, "tied_vl", OF_IMAGES),
-    "sft, images, qlora": Cell("sft", ALBUMS | QLORA, "tied_vl", OF_IMAGES | REHEARSED),
+    "sft, images, qlora": Cell("sft", ALBUMS | QLORA, "tied_vl", OF_IMAGES, counts_memory=True),
     "sft, images and videos": Cell(
         "sft",
         ALBUMS | {"dataset": "scenes"},
         "tied_vl",
-        {"token_budget": 500, "max_patches": 160} | REHEARSED,
+        {"token_budget": 500, "max_patches": 160},
+        counts_memory=True,
     ),
     "sft, images, exact": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | {"loss_scaling": "exact"}, AT_ONCE),
     "sft, Qwen3.5": Cell("sft", {}, "text_delta", TIGHT),
@@ -107,7 +108,8 @@ CELLS: dict[str, Cell] = {
         "sft",
         {"template": "qwen2_audio", "dataset": "sounds", "dataloader_num_workers": 0},
         "qwen2_audio",
-        {"token_budget": 512, "max_patches": 1000} | REHEARSED,
+        {"token_budget": 512, "max_patches": 1000},
+        counts_memory=True,
     ),
     "sft, Mamba": Cell("sft", {"disable_gradient_checkpointing": True}, "mamba", AUTO),
     "sft, Mamba, means of ranks": Cell("sft", ON_EACH | {"disable_gradient_checkpointing": True}, "mamba", AUTO),
@@ -120,9 +122,13 @@ CELLS: dict[str, Cell] = {
     "dpo": Cell("dpo"),
     "dpo, images": Cell("dpo", PICTURES | ONCE | {"per_device_train_batch_size": 2}, "tied_vl", OF_IMAGES),
     "dpo, images, lora": Cell(
-        "dpo", PICTURES | LORA | {"disable_gradient_checkpointing": not CHECKPOINTS}, "tied_vl", OF_IMAGES | REHEARSED
+        "dpo",
+        PICTURES | LORA | {"disable_gradient_checkpointing": not CHECKPOINTS},
+        "tied_vl",
+        OF_IMAGES,
+        counts_memory=True,
     ),
-    "kto": Cell("kto", WEIGHED, block=REHEARSED),
+    "kto": Cell("kto", WEIGHED, counts_memory=True),
     "kto, exact": Cell("kto", WEIGHED, block={"loss_scaling": "exact", "token_budget": 256}, stock=AT_ONCE),
     **{name: Cell("dpo", changes) for name, changes in VARIANTS.items()},
     **{name: Cell("sft", changes, block=TIGHT) for name, changes in LOSSES.items()},
@@ -268,7 +274,7 @@ def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory) -> Trai
             if "fsdp" in common:
                 layers = OF_FSDP[given.model]
                 changes["fsdp_config"] = common["fsdp_config"] | {"transformer_layer_cls_to_wrap": layers}
-            cells[cell] = Cell(given.stage, changes, given.model, given.block, given.stock)
+            cells[cell] = replace(given, changes=changes)
         # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
         env = by.env | shimmed("qlora_on_cpu")
         env |= shimmed("small_groups") if one.engine in ("zero3", "fsdp2") else {}

@@ -1,4 +1,4 @@
-"""`token_budget: auto` and `rehearse`: what is tried on a CPU, by tracking of tensors, leaves nothing behind."""
+"""`token_budget: auto` and the rehearsal: what is tried on a CPU, by tracking of tensors, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,10 +27,10 @@ from transformers import Trainer
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ODBError, OutOfMemoryError
-from odb_factory.memory import CPUMeter, find_meter
+from odb_factory.memory import find_meter
 from odb_factory.planning import Budget, Cost, make_metadata, plan_optimizer_step
-from odb_factory.training import session
-from odb_factory.training.auto_budget import Search
+from odb_factory.training import auto_budget, session
+from odb_factory.training.auto_budget import FirstRows
 
 MIB = 2**20
 CAPACITY = 40 * MIB
@@ -80,6 +81,12 @@ class Watch:
         return self.chosen[-1]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine ends no search."""
+    monkeypatch.setattr(auto_budget, "LIMIT_S", 600)
+
+
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch()
@@ -123,7 +130,7 @@ def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_
     trained(tmp_path, tiny_text, CAPACITY, auto, save_steps=2, max_steps=2, **keys)
     (found,) = watch.chosen
     assert found.max_patches is None
-    assert any("max_patches: auto is none, as the samples have no media" in one.getMessage() for one in caplog.records)
+    assert any("max_patches: auto is none" in one.getMessage() for one in caplog.records)
     checkpoint = str(tmp_path / "checkpoint-2")
 
     def resumed(folder: str, capacity: int | None, block: dict[str, Any]) -> Trainer:
@@ -134,7 +141,7 @@ def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_
 
     kept = resumed("kept", 2 * CAPACITY, auto)
     assert len(watch.chosen) == 1
-    assert any(f"token_budget: auto is {found.token_budget}, max" in one.getMessage() for one in caplog.records)
+    assert any("max_patches: auto is none, as chosen when" in one.getMessage() for one in caplog.records)
     number = resumed("number", None, {"token_budget": found.token_budget, "layout": "flat"})
     assert losses(kept) == losses(number)
     resumed("other", None, {"token_budget": LONGEST, "layout": "flat"})
@@ -177,7 +184,7 @@ def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path, watch) -> None:
 
 
 def test_a_row_that_does_not_fit_ends_in_one_line(tiny_text, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="not even one row of 40 tokens fits into .* MiB .*; lower cutoff_len"):
+    with pytest.raises(ConfigError, match="not even 40 tokens fit into .* MiB .*; lower cutoff_len"):
         trained(tmp_path, tiny_text, 9 * MIB, {"token_budget": "auto"})
 
 
@@ -194,33 +201,50 @@ def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
         ODBDataLoader([], token_budget="auto", collate_fn=pad)
 
 
+def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, watch, caplog, monkeypatch) -> None:
+    caplog.set_level(logging.INFO, "odb_factory")
+    monkeypatch.setattr(auto_budget, "LIMIT_S", 0)
+    trained(tmp_path, tiny_text, CAPACITY, {"token_budget": "auto", "layout": "flat"}, max_steps=1)
+    assert watch.chosen[0].token_budget == LONGEST
+    assert any("the largest that memory held in 0 s of trials" in one.getMessage() for one in caplog.records)
+
+
+def test_ranks_that_cannot_continue_do_not_run_out_of_memory(tiny_text, tmp_path, watch, monkeypatch) -> None:
+    """As with FSDP: no trial begins that the two before it show to be too large."""
+    monkeypatch.setattr(auto_budget, "engine_of", lambda model: "sharded")
+    monkeypatch.setattr(auto_budget, "why_not_split", lambda args: "FSDP")
+    large = {"gradient_accumulation_steps": 8}
+    trained(tmp_path, tiny_text, CAPACITY, {"token_budget": "auto", "layout": "flat"}, max_steps=1, **large)
+    assert watch.chosen[0].token_budget > 300
+    with pytest.raises(ConfigError, match="^odb.token_budget: 'auto' ran out of memory at .* no rank can continue"):
+        trained(tmp_path, tiny_text, 9 * MIB, {"token_budget": "auto", "layout": "flat"}, max_steps=1)
+
+
 # The rehearsal
 
 SMALL = 18 * MIB
-HEAVY = {"token_budget": 1000, "rehearse": True}
+HEAVY = {"token_budget": 1000}
 """More tokens than `SMALL` holds; an optimizer step of 16 rows has at most 640 on a rank."""
 AT_ONCE = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 2}
 
 
 def said_of_rehearsal(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("rehearse: ")]
+    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("rehearsal: ")]
 
 
-@pytest.mark.parametrize("capacity", [None, 10 * CAPACITY])
 @pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
-def test_a_rehearsal_leaves_nothing_behind(tiny_text, tmp_path, caplog, block, capacity) -> None:
-    """To the last bit; without a meter, as on a CPU, and with one, which counts the optimizer's state."""
+def test_a_rehearsal_leaves_nothing_behind(tiny_text, tmp_path, caplog, block) -> None:
+    """To the last bit; it counts the optimizer's state."""
     caplog.set_level(logging.INFO, "odb_factory")
     block = block | {"token_budget": 300}
-    rehearsed = trained(tmp_path / "rehearsed", tiny_text, capacity, block | {"rehearse": True}, trainer_class=Counts)
+    rehearsed = trained(tmp_path / "rehearsed", tiny_text, 10 * CAPACITY, block, trainer_class=Counts)
     (line,) = said_of_rehearsal(caplog)
-    assert line.startswith("rehearse: the heaviest micro-batch, ") and "went through in" in line
-    assert 300 - LONGEST < int(line.split(" tokens")[0].split()[-1]) <= 300
-    if capacity is not None:
-        weights = sum(one.numel() * one.element_size() for one in rehearsed.model.parameters())
-        assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
+    assert line.startswith("rehearsal: memory held the heaviest micro-batch that the budget of 300 tokens allows, ")
+    assert 300 - LONGEST < int(line.split(" tokens (")[0].split()[-1]) <= 300
+    weights = sum(one.numel() * one.element_size() for one in rehearsed.model.parameters())
+    assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
     without = trained(tmp_path / "without", tiny_text, None, block, trainer_class=Counts)
-    assert len(said_of_rehearsal(caplog)) == 1, "a CPU does none by default"
+    assert len(said_of_rehearsal(caplog)) == 1, "memory of a CPU is not counted"
     assert losses(rehearsed) == losses(without)
     assert rehearsed._metrics == without._metrics
     assert same(dict(rehearsed.model.state_dict()), dict(without.model.state_dict()))
@@ -228,42 +252,36 @@ def test_a_rehearsal_leaves_nothing_behind(tiny_text, tmp_path, caplog, block, c
 
 
 @pytest.mark.parametrize("layout", ["padded", "flat"])
-def test_what_would_not_fit_ends_before_the_first_step_with_the_largest_budget_that_passed(
-    tiny_text, tmp_path, caplog, layout: str
-) -> None:
-    with pytest.raises(OutOfMemoryError, match="rehearse: out of memory in .* before the first optimizer") as caught:
+def test_what_does_not_fit_ends_before_the_first_step(tiny_text, tmp_path, caplog, layout: str) -> None:
+    """In one line with a lower budget, or, with `oom: split`, it trains."""
+    with pytest.raises(OutOfMemoryError, match="^rehearsal: out of memory in .* `token_budget: 480` or less") as caught:
         trained(tmp_path / "heavy", tiny_text, SMALL, HEAVY | {"layout": layout}, **AT_ONCE)
-    message = str(caught.value)
-    assert message.endswith("; set this, `oom: split`, or `rehearse: false` to begin without.")
-    assert len(message.splitlines()) == 1
+    assert len(str(caught.value).splitlines()) == 1
     assert not (tmp_path / "heavy" / "odb_audit_rank0.jsonl").exists()
-    found = int(message.split("`token_budget: ")[1].split("`")[0])
-    assert 40 < found < 640
     caplog.set_level(logging.INFO, "odb_factory")
-    trained(tmp_path / "found", tiny_text, SMALL, HEAVY | {"token_budget": found, "layout": layout}, **AT_ONCE)
     trained(tmp_path / "split", tiny_text, SMALL, HEAVY | {"oom": "split", "layout": layout}, **AT_ONCE)
-    passed, failed = said_of_rehearsal(caplog)
-    assert "went through" in passed
-    assert failed.endswith("tokens); oom: split: training begins all the same") and f"token_budget: {found}`" in failed
+    (failed,) = said_of_rehearsal(caplog)
+    assert failed.endswith("oom: split: training begins all the same")
     assert ids(tmp_path / "split").total() == NUM_ROWS
 
 
-def searched(drawn: list[Cost], budget: Budget, size: int | None, ranks: int, **keys: Any) -> Search:
+def first_rows(drawn: list[Cost], budget: Budget, size: int | None, ranks: int, **keys: Any) -> FirstRows:
     samples = [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
-    loader: Any = SimpleNamespace(layout=budget.layout, budget=budget, global_batch_size=size, world_size=ranks)
-    config = ODBConfig(token_budget=budget.token_budget, max_patches=budget.max_patches, **keys)
-    return Search(Any, loader, config, samples)  # type: ignore[arg-type]
+    loader: Any = SimpleNamespace(budget=budget, global_batch_size=size, world_size=ranks)
+    return FirstRows(samples, loader, ODBConfig(token_budget=budget.token_budget, **keys))
 
 
 @given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.none() | st.integers(1, 9))
-def test_what_is_rehearsed_is_within_the_budgets_and_full(drawn: list[Cost], budget: Budget, size: int | None) -> None:
-    search = searched(drawn, budget, size, 2)
-    for group in [[one.cost for one in samples] for samples in search.allowed(budget)]:
+def test_what_is_tried_is_within_the_budgets_and_full(drawn: list[Cost], budget: Budget, size: int | None) -> None:
+    rows = first_rows(drawn, budget, size, 2)
+    groups = [[one.cost for one in samples] for samples in rows.heaviest(budget)]
+    assert max(budget.shape(group)[2] for group in groups) >= max(cost.patches for cost in drawn)
+    for group in groups:
         assert len({cost.modality for cost in group}) == 1
-        assert len(group) <= search.most_samples
+        assert len(group) <= rows.most_samples
         assert len(group) == 1 or within(group, budget)
         for text in (cost for cost in drawn if not cost.patches and cost.modality == group[0].modality):
-            assert len(group) == search.most_samples or not within([*group, text], budget)
+            assert len(group) == rows.most_samples or not within([*group, text], budget)
 
 
 @given(
@@ -281,27 +299,29 @@ def test_no_plan_has_more_samples_in_a_micro_batch(
     ]
     plan = plan_optimizer_step(buffers, budget, balance=balance)
     most = max(len(group) for groups in plan.groups for group in groups)
-    assert most <= searched(drawn, budget, size, ranks, balance=balance).most_samples
+    assert most <= first_rows(drawn, budget, size, ranks, balance=balance).most_samples
 
 
 def test_what_a_rank_can_have_bounds_a_rehearsal() -> None:
     """Eight samples on eight ranks: a rank has one, an image or the text."""
     drawn, budget = [Cost(8192), *[Cost(286, 1024, has_media=True)] * 20], Budget(8192, layout="flat")
-    assert [[one.cost.tokens for one in group] for group in searched(drawn, budget, 8, 8).allowed(budget)] == [
-        [286],
-        [8192],
-    ]
-    (group,) = searched(drawn, budget, None, 8).allowed(budget)
-    assert len(group) == 28
+
+    def tried(size: int | None) -> list[tuple[int, int]]:
+        groups = first_rows(drawn, budget, size, 8).heaviest(budget)
+        return [(len(group), sum(one.cost.tokens for one in group)) for group in groups]
+
+    assert tried(8) == [(1, 286), (1, 8192)]
+    assert tried(None) == [(28, 28 * 286), (1, 8192)]
 
 
-@pytest.mark.parametrize(("max_patches", "tried"), [(200, [160]), (100, [90]), (50, [])])
-def test_the_densest_image_that_fits_is_rehearsed(max_patches: int, tried: list[int]) -> None:
+@pytest.mark.parametrize(("max_patches", "tried"), [(200, [160]), (100, [160, 90]), (50, [160])])
+def test_the_densest_image_that_fits_is_tried_and_larger_ones_alone(max_patches: int, tried: list[int]) -> None:
     drawn = [Cost(60), Cost(40, 160, has_media=True), Cost(30, 90, has_media=True), Cost(20, 0)]
     for layout in ("padded", "flat"):
         budget = Budget(60, max_patches, layout=layout)
-        (group,) = searched(drawn, budget, None, 2).allowed(budget)
-        assert [one.cost.patches for one in group if one.cost.patches] == tried
+        groups = first_rows(drawn, budget, None, 2).heaviest(budget)
+        patches = [[one.cost.patches for one in group if one.cost.patches] for group in groups]
+        assert [group for group in patches if group] == [[one] for one in tried]
 
 
 def pad_unless_longest(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -313,22 +333,21 @@ def pad_unless_longest(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def test_where_no_rehearsal_can_be_made(tiny_text, tmp_path, caplog) -> None:
     assert find_meter(torch.device("mps")) is None, "its module counts no allocations"
     caplog.set_level(logging.INFO, "odb_factory")
-    trained(tmp_path / "stream", tiny_text, None, {"token_budget": 64, "rehearse": True}, dataset=Stream(), max_steps=1)
+    trained(tmp_path / "stream", tiny_text, CAPACITY, {"token_budget": 64}, dataset=Stream(), max_steps=1)
     assert "stream" in said_of_rehearsal(caplog)[0]
-    broken = {"token_budget": 64, "rehearse": True, "on_error": "skip", "layout": "padded"}
-    trained(tmp_path / "broken", tiny_text, None, broken, collate=pad_unless_longest)
+    broken = {"token_budget": 64, "on_error": "skip", "layout": "padded"}
+    trained(tmp_path / "broken", tiny_text, CAPACITY, broken, collate=pad_unless_longest)
     assert "a picture is broken" in said_of_rehearsal(caplog)[1]
     assert 0 < ids(tmp_path / "broken").total() < NUM_ROWS
-    with pytest.raises(OutOfMemoryError, match=r"a sample alone \(40 tokens\) did not fit either: lower cutoff_len"):
-        trained(tmp_path / "row", tiny_text, 8 * MIB, {"token_budget": 80, "rehearse": True})
-    with pytest.raises(ConfigError, match="^odb.rehearse: True runs the model before training"):
-        ODBDataLoader([], token_budget=8, rehearse=True, collate_fn=pad)
+    with pytest.raises(OutOfMemoryError, match="^rehearsal: .* a sample alone cannot be cut: lower cutoff_len"):
+        trained(tmp_path / "row", tiny_text, 8 * MIB, {"token_budget": 40})
 
 
 def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One rank has less memory than the other. Returns what was chosen, what was left behind, and two trainings."""
     os.environ["LOCAL_RANK"] = str(rank)
     watch = session.choose_budgets = Watch()
+    auto_budget.LIMIT_S = 600
     folder = Path(output_dir, str(rank))
     capacity = CAPACITY - rank * 10 * MIB
     block = {"token_budget": "auto", "layout": "flat"}
@@ -360,7 +379,7 @@ def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
     first, second = (outcome.value for outcome in outcomes)
     assert first["chosen"] == second["chosen"] > 100
     assert first["refused"] == second["refused"] != "", "what memory of one rank does not hold all name"
-    assert "the largest budget that passed is" in first["refused"]
+    assert first["refused"].startswith("rehearsal: out of memory in ")
     for one in (first, second):
         assert one["changed"] == [] and one["same"]
         assert one["losses"][0] == one["losses"][1]
@@ -374,7 +393,7 @@ def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]
     engine = {"deepspeed": zero(1), "use_cpu": False, "max_steps": 1} | AT_ONCE
     block = HEAVY | {"layout": "flat", "oom": "split"}
     rehearsed = trained(folder / "rehearsed", Path(model), SMALL // 2 if rank else 10 * SMALL, block, **engine)
-    without = trained(folder / "without", Path(model), None, block | {"rehearse": False}, **engine)
+    without = trained(folder / "without", Path(model), None, block, **engine)
     return [losses(rehearsed), losses(without)]
 
 
@@ -384,4 +403,4 @@ def test_ranks_of_zero_1_continue_after_a_rehearsal_that_ran_out_of_memory(tiny_
     outcomes = run_ranks("training.test_auto_budget:split_under_zero", tmp_path, **arguments)
     for outcome in outcomes:
         assert outcome.value[0] == outcome.value[1] != []
-        assert "rehearse: out of memory in the heaviest" in outcome.said
+        assert "rehearsal: out of memory in the heaviest" in outcome.said

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from support import CHECKPOINTS, need, read_audit, read_log, shimmed, training_config
 from training import toy_training
@@ -20,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 
 from odb_factory import enable_odb
 from odb_factory.errors import OutOfMemoryError
-from odb_factory.memory import CPUMeter
 from odb_factory.model.engine import engine_of
 from odb_factory.training import session
 from odb_factory.training.recompute import Recompute, checkpointing_modules
