@@ -16,9 +16,8 @@ sizes are filled with zeros. Where no flat row is in progress (an evaluation), b
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +68,7 @@ def attend(
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     longest = _longest(row)
     window = _window(longest, kwargs)
-    need = Need(
-        device=query.device,
-        dtype=dtype_of_sdpa(query),
-        size=query.shape[-1],
-        value_size=value.shape[-1],
-        scale=kwargs.get("scaling"),
-        dropout=kwargs.get("dropout") or 0.0,
-    )
+    need = Need.of(query, value, kwargs)
     announce(row, need.kernel)
     if need.kernel == FLASH:
         causal = kwargs.get("is_causal")
@@ -131,7 +123,7 @@ def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return result
 
 
-def dtype_of_sdpa(query: Tensor) -> torch.dtype:
+def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
     """The dtype that sdpa computes in, which autocast may choose."""
     device = query.device.type
     # "meta" has no autocast. torch.compile before 2.12 cannot trace torch.amp.is_autocast_available.
@@ -156,6 +148,18 @@ class Need:
     value_size: int = 128
     scale: float | None = None
     dropout: float = 0.0
+
+    @classmethod
+    def of(cls, query: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> Need:
+        """Of a call of an attention function."""
+        return cls(
+            device=query.device,
+            dtype=_dtype_of_sdpa(query),
+            size=query.shape[-1],
+            value_size=value.shape[-1],
+            scale=kwargs.get("scaling"),
+            dropout=kwargs.get("dropout") or 0.0,
+        )
 
     @property
     def kernel_size(self) -> int:
@@ -321,15 +325,12 @@ AttentionMaskInterface.register(EAGER_NAME, functools.partial(make_mask, "eager"
 
 def why_unusable(model: Any) -> str | None:
     """What of this model (a `PreTrainedModel`) `odb_varlen` cannot compute as sdpa or eager do; None: nothing."""
-    config = text_config(model)
     if not hasattr(model, "set_attn_implementation") or _key(model) is None:
         return "its attention function cannot be chosen for its language model alone"
     if not getattr(type(model), "_can_set_attn_implementation", lambda: False)():
         return "it does not take attention functions of others"
     if getattr(model.config, "model_type", "") in OVERLAYS:  # transformers 4 does not let `make_mask` see them
         return "the tokens of an image see each other, which takes a mask"
-    if getattr(config, "sliding_window", None) and not _tells_windows(model):
-        return "it does not tell attention functions its sliding window"
     return None
 
 
@@ -374,11 +375,3 @@ def _key(model: Any) -> str | None:
     if config is model.config:
         return ""
     return next((key for key in model.config.sub_configs if getattr(model.config, key, None) is config), None)
-
-
-def _tells_windows(model: Any) -> bool:
-    """Whether its attention hands its sliding window on. Otherwise only the mask has it (Phi-MoE, Qwen2-MoE)."""
-    config = text_config(model)
-    parts = {type(part) for part in model.modules() if getattr(part, "config", None) is config}
-    forwards = [inspect.getsource(part.forward) for part in parts if part.__name__.endswith("Attention")]
-    return bool(forwards) and all("sliding_window" in source for source in forwards)

@@ -7,11 +7,10 @@ A reason of the caller's and streams come first; then, in this order:
    accelerator takes them only if asked to. Mixers that carry state along the row see padded groups of samples
    (`model/mixers.py`).
 3. A tiny random copy of the model, on the host, in a second (`check`). Its samples have 5 to 80 tokens, and its
-   windows, chunks, top-k and original contexts are shorter than most of them. Token losses and gradient of one flat row
-   are compared with those of each sample alone in stock. Where they differ, a padded micro-batch is computed too, which
-   shows whether padding alone changes the model. Router losses of a mixture of experts are figures of a whole
-   micro-batch and are left out. All ranks find the same: the check depends on class and config, draws its own random
-   numbers and runs no collective.
+   windows, chunks, top-k and original contexts are shorter than most of them. Its numbers are float64, so the token
+   losses of one flat row, compared with those of each sample alone in stock, show every leak. Where they differ, they
+   may still be those of a padded micro-batch. All ranks find the same: the check depends on class and config, draws its
+   own random numbers and runs no collective.
 4. The real model on a few short samples, before it is trained (`check_rows`): flat, padded and alone, in eval mode
    without gradients. The difference between padded and alone is rounding, which bounds that of flat.
 """
@@ -26,13 +25,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from odb_factory.errors import DataError, LayoutError, one_line
@@ -149,38 +149,28 @@ def _padded(layout: str, why: str) -> Layout:
 def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
     model = models[0]
     kernel = attention.text_config(model)._attn_implementation or "eager"
+    reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
+    computed, price, with_boundaries, install = f"attention by {kernel}", None, False, False
     if not mixers.has_attention(model):
-        return _flat(models, layout, "")
-    if "flash" in kernel:
+        computed = ""
+    elif "flash" in kernel:
         kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
-        return _flat(models, layout, kernel, with_boundaries=inspect.Parameter.VAR_KEYWORD in kinds)
-    if kernel not in ("sdpa", "eager"):
-        if kernel == "flex_attention" or layout == "flat":
-            return _flat(models, layout, kernel)
+        with_boundaries = inspect.Parameter.VAR_KEYWORD in kinds
+    elif kernel in ("sdpa", "eager"):
+        why_not = attention.why_unusable(model) or _why_wrong(models, installs=True)
+        install = why_not is None
+        if install:
+            dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
+            computed = f"attention by {attention.NAME}: {attention.expected(model, args.device, dtype)}"
+        else:
+            price = f"{kernel}: {PRICE}; {attention.NAME} does not take its place: {why_not}"
+            computed = f"attention by {price}"
+    elif kernel != "flex_attention" and layout != "flat":
         return _padded(layout, f"nothing is known of the attention kernel {kernel}")
-    why_not = attention.why_unusable(model)
-    if why_not is None:
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
-        used = attention.expected(model, args.device, dtype)
-        return _flat(models, layout, f"{attention.NAME}: {used}", install=True)
-    price = f"{kernel}: {PRICE}; {attention.NAME} does not take its place: {why_not}"
-    if args.device.type != "cpu" and layout != "flat":
+    if not install and (why := _why_wrong(models, installs=False)) is not None:
+        return _padded(layout, why)
+    if price is not None and args.device.type != "cpu" and layout != "flat":
         return _padded(layout, f"{price}; `layout: flat` has it all the same")
-    return _flat(models, layout, price)
-
-
-def _flat(
-    models: Sequence[Any], layout: str, kernel: str, *, with_boundaries: bool = False, install: bool = False
-) -> Layout:
-    """kernel: by what attention is computed, in words; empty where there is none. install: `odb_varlen`."""
-    for one in {(type(one), one.config.to_json_string()): one for one in models}.values():
-        verdict = check(type(one), one.config, attention.text_config(one)._attn_implementation, installs=install)
-        if verdict.why_wrong is not None:
-            return _padded(layout, verdict.why_wrong)
-        if verdict.why_unknown is not None:
-            logger.info("the layout is checked on real rows alone: %s", verdict.why_unknown)
-        if verdict.neighbours is not None:
-            logger.info("layout: %s", verdict.neighbours)
     undo: list[Callable[[], None]] = []
     try:
         for one in models:
@@ -191,11 +181,17 @@ def _flat(
     except LayoutError as error:
         call_all(undo)
         return _padded(layout, error.reason)
-    reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
-    computed = [f"attention by {kernel}"] if kernel else []
-    if found := mixers.describe(models[0]):
-        computed.append(f"{found} by padded groups of samples")
-    return Layout("flat", f"{reason}, {'; '.join(computed)}", with_boundaries, functools.partial(call_all, undo))
+    mixed = mixers.describe(model)
+    parts = [reason, *filter(None, (computed, mixed and f"{mixed} by padded groups of samples"))]
+    return Layout("flat", f"{parts[0]}, {'; '.join(parts[1:])}", with_boundaries, functools.partial(call_all, undo))
+
+
+def _why_wrong(models: Sequence[Any], *, installs: bool) -> str | None:
+    for one in {(type(one), one.config.to_json_string()): one for one in models}.values():
+        kernel = attention.text_config(one)._attn_implementation
+        if (why := check(type(one), one.config, kernel, installs=installs)) is not None:
+            return why
+    return None
 
 
 def without_cache(model: Any) -> Callable[[], None]:
@@ -216,61 +212,100 @@ def without_cache(model: Any) -> Callable[[], None]:
 LENGTHS = (33, 5, 80, 21, 47)
 """Tokens of the samples."""
 SAME = 1e-4
-"""Allowed relative difference. In the families that were tried, rounding (of parts in float32) is at most 1e-6, and a
-leak of one sample into another at least 1e-2."""
+"""Allowed difference of a token loss, as a part of the mean loss. In the families that were tried, rounding (of parts
+in float32) is at most 1e-6, and a leak of one sample into another at least 1e-2."""
 COMPUTED_HERE = ("sdpa", "eager", "flex_attention")
 """Attention functions that the copy computes as the model does; flex attention has the masks of sdpa."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Relative difference of two computations.
+def check(model_class: Any, config: Any, kernel: str | None, *, installs: bool) -> str | None:
+    """Why flat rows would be wrong; None if they are right, or no copy can be run (logged).
 
-    loss: the largest of a token's loss, divided by the mean loss. gradient: the norm of the difference of the whole
-    gradient, divided by the norm of the gradient.
-    """
-
-    loss: float
-    gradient: float
-
-    def __str__(self) -> str:
-        return f"{self.loss:.0e} / {self.gradient:.0e}"
-
-    @property
-    def is_small(self) -> bool:
-        return self.loss < SAME and self.gradient < SAME  # false for NaN
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of the check. The texts are one line each.
-
-    why_wrong: flat rows would be wrong, and why. why_unknown: there is no verdict, and why. neighbours: flat rows equal
-    padded ones, but in both the loss of a sample depends on its neighbours. flat, padded: difference from each sample
-    alone, where it was computed.
-    """
-
-    why_wrong: str | None = None
-    why_unknown: str | None = None
-    neighbours: str | None = None
-    flat: Difference | None = None
-    padded: Difference | None = None
-
-
-def check(model_class: Any, config: Any, kernel: str | None, *, installs: bool) -> Verdict:
-    """Of a `PreTrainedModel` only class and config are looked at. kernel: the attention function of the training; None:
+    Of a `PreTrainedModel` only class and config are looked at. kernel: the attention function of the training; None:
     the class's own. installs: the training puts `odb_varlen` in its place. The copy gets `mixers.install`, as the real
     model will.
 
-    verdict = check(type(model), model.config, "sdpa", installs=attention.why_unusable(model) is None)
-    if verdict.why_wrong is not None:
-        raise LayoutError(verdict.why_wrong)
+    why = check(type(model), model.config, "sdpa", installs=attention.why_unusable(model) is None)
+    if why is not None:
+        raise LayoutError(why)
     """
+    name = model_class.__name__
     try:
-        with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False), quiet():
-            return _verdict(TinyCopy(model_class, config, kernel, installs))
-    except Exception as error:
-        return Verdict(why_unknown=f"a tiny copy of {model_class.__name__} cannot be run: {one_line(error)}")
+        error, tolerance = compare_copy(model_class, config, kernel, installs=installs)
+    except LayoutError as wrong:
+        return wrong.reason
+    except Exception as error_of_copy:
+        reason = f"a tiny copy of {name} cannot be run: {one_line(error_of_copy)}"
+        logger.info("the layout is checked on real rows alone: %s", reason)
+        return None
+    if error <= tolerance:
+        return None
+    return (
+        f"{name} computes something else on a flat row: in a tiny copy of it token losses differ by {error:.1e} from "
+        f"those of each sample alone, where rounding is less than {tolerance:.0e}"
+    )
+
+
+def compare_copy(
+    model_class: Any, config: Any, kernel: str | None, *, installs: bool, segments: Sequence[int] = LENGTHS
+) -> tuple[float, float]:
+    """The largest difference of a token loss of a flat row of a tiny copy, and what is allowed. NaN: no number.
+
+    segments: lengths that the copy is told in place of the samples'; other arguments: of `check`. Raises `LayoutError`
+    if the copy fails on a flat row alone, `DataError` if it cannot compute attention as the training does, or an error
+    of the class.
+    """
+    is_flash = kernel is not None and "flash" in kernel
+    if kernel is not None and kernel not in COMPUTED_HERE and not is_flash:
+        raise DataError(f"nothing is known of the attention function {kernel}")
+    own = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), quiet():
+        model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else own)
+        if is_flash and (why := attention.why_unusable(model)) is not None:
+            raise DataError(f"{kernel} does not run on the host, and {why}")
+        generator = torch.Generator().manual_seed(0)
+        pieces = [torch.randint(*WORDS, (length,), generator=generator) for length in LENGTHS]
+        trial = of_pieces(pieces)
+        losses_of = functools.partial(_losses_of_copy, model, installs or is_flash)
+        alone: dict[int, Tensor] = {}
+        for number, laid_out in enumerate(trial.alone):
+            if is_flash:  # flash attention has no mask, as in a flat row of this sample
+                laid_out = replace(of_pieces([pieces[number]]).flat, spans=laid_out.spans)
+            alone |= losses_of(laid_out)
+        every = torch.cat(list(alone.values()))
+        if not every.isfinite().all():
+            raise DataError("its loss is no number")
+        positions = torch.cat([torch.arange(length) for length in segments])[None]
+        row = replace(trial.flat, batch={**trial.flat.batch, "position_ids": positions}, segments=tuple(segments))
+        try:
+            flat = losses_of(row)
+        except Exception as error:
+            raise LayoutError(f"{model_class.__name__} fails on a flat row: {one_line(error)}") from error
+        tolerance = SAME * float(every.abs().mean())
+        difference = _difference(flat, alone)
+        if not difference <= tolerance:  # in stock, too, a loss may depend on the longest sample of a micro-batch
+            difference = min(difference, _difference(flat, losses_of(trial.padded[0])))
+    return difference, tolerance
+
+
+def _losses_of_copy(model: Any, installs: bool, laid_out: LaidOut) -> dict[int, Tensor]:
+    """As `_token_losses`. Every run has a copy of its own: rotary positions remember the longest row."""
+    model, batch, spans = copy.deepcopy(model), dict(laid_out.batch), laid_out.spans
+    if laid_out.segments:
+        mixers.install(model)
+        if installs:
+            attention.install(model)
+    ids, takes = batch["input_ids"], inspect.signature(model.forward).parameters
+    batch |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    if "token_type_ids" in batch:  # the second half of a sample is of another type; none is of an image
+        for row, start, end in spans.values():
+            batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
+    with flat_row(laid_out.segments, is_trial=True):
+        logits = model(**batch).logits
+    return {
+        number: _of_tokens(logits[row, start : end - 1], ids[row, start + 1 : end])
+        for number, (row, start, end) in spans.items()
+    }
 
 
 @contextlib.contextmanager
@@ -282,111 +317,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         transformers.logging.set_verbosity(before)
-
-
-def _verdict(tiny: TinyCopy) -> Verdict:
-    alone = tiny.alone()
-    if not alone.losses.isfinite().all():
-        return Verdict(why_unknown=f"a tiny copy of {tiny.name} computes a loss that is no number")
-    try:
-        in_one_row = tiny.flat()
-    except Exception as error:
-        return Verdict(why_wrong=f"{tiny.name} fails on a flat row: {one_line(error)}")
-    flat = in_one_row.difference(alone)
-    if flat.is_small:
-        return Verdict(flat=flat)
-    in_rows = tiny.padded()
-    padded = in_rows.difference(alone)
-    if not padded.is_small and in_one_row.difference(in_rows).is_small:
-        neighbours = f"in {tiny.name} the loss of a sample depends on the longest of its micro-batch, in stock too"
-        return Verdict(neighbours=neighbours, flat=flat, padded=padded)
-    why = (
-        f"{tiny.name} computes something else on a flat row: in a tiny copy of it the gradient differs by "
-        f"{flat.gradient:.0e} from that of each sample alone"
-    )
-    if not padded.is_small:
-        why += f" (in stock training, padded, by {padded.gradient:.0e})"
-    return Verdict(why_wrong=why, flat=flat, padded=padded)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Token losses of all samples, one after the other, and the gradient of their weighted sum, by parameter."""
-
-    losses: Tensor
-    gradient: list[Tensor | None]
-
-    def difference(self, stock: Outcome) -> Difference:
-        norm = sum(float((theirs**2).sum()) for theirs in stock.gradient if theirs is not None)
-        off = 0.0
-        for mine, theirs in zip(self.gradient, stock.gradient):
-            found = [one for one in (mine, theirs) if one is not None]
-            if found:
-                off += float(((found[0] - found[1] if len(found) > 1 else found[0]) ** 2).sum())
-        of_loss = (self.losses - stock.losses).abs().max() / stock.losses.abs().mean()
-        return Difference(float(of_loss), math.sqrt(off / norm) if norm else math.nan)
-
-
-class TinyCopy:
-    """A tiny copy and its samples. Arguments: see `check`.
-
-    Raises `DataError` where the copy cannot compute attention as the training does, or an error of the class.
-    """
-
-    def __init__(self, model_class: Any, config: Any, kernel: str | None, installs: bool):
-        is_flash = kernel is not None and "flash" in kernel
-        if kernel is not None and kernel not in COMPUTED_HERE and not is_flash:
-            raise DataError(f"nothing is known of the attention function {kernel}")
-        self.name = model_class.__name__
-        own = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
-        self.model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else own)
-        if is_flash and (why := attention.why_unusable(self.model)) is not None:
-            raise DataError(f"{kernel} does not run on the host, and {why}")
-        self._installs = installs or is_flash
-        generator = torch.Generator().manual_seed(0)
-        self._trial = of_pieces([torch.randint(*WORDS, (length,), generator=generator) for length in LENGTHS])
-        self._takes = inspect.signature(self.model.forward).parameters
-
-    def alone(self) -> Outcome:
-        """Each sample in a batch of its own, as stock computes it."""
-        outcomes = [self._run(one) for one in self._trial.alone]
-        gradients = zip(*(outcome.gradient for outcome in outcomes))
-        added = [sum(found) if (found := [one for one in of if one is not None]) else None for of in gradients]
-        return Outcome(torch.cat([outcome.losses for outcome in outcomes]), added)
-
-    def padded(self) -> Outcome:
-        """All samples in one micro-batch of stock."""
-        return self._run(self._trial.padded[0])
-
-    def flat(self, segments: Sequence[int] = LENGTHS) -> Outcome:
-        """All samples in one flat row, which is computed as these segments."""
-        positions = torch.cat([torch.arange(length) for length in segments])[None]
-        flat = self._trial.flat
-        return self._run(LaidOut({**flat.batch, "position_ids": positions}, flat.spans, tuple(segments)))
-
-    def _run(self, laid_out: LaidOut) -> Outcome:
-        """Every run has a copy of its own: rotary positions remember the longest row."""
-        model, batch, segments = copy.deepcopy(self.model), dict(laid_out.batch), laid_out.segments
-        if segments:
-            mixers.install(model)
-        if segments and self._installs:
-            attention.install(model)
-        spans, ids = laid_out.spans.values(), batch["input_ids"]
-        for name in ("token_type_ids", "mm_token_type_ids"):
-            if name in self._takes:
-                batch[name] = torch.zeros_like(ids)
-        if "token_type_ids" in batch:  # the second half of a sample is of another type; none is of an image
-            for row, start, end in spans:
-                batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
-        with flat_row(segments, is_trial=True):
-            logits = model(**batch).logits
-            losses = torch.cat(
-                [_of_tokens(logits[row, start : end - 1], ids[row, start + 1 : end]) for row, start, end in spans]
-            )
-            weights = torch.cat([torch.arange(1, end - start) % 3 + 1 for _, start, end in spans])
-            parameters = [one for one in model.parameters() if one.requires_grad]
-            gradient = torch.autograd.grad((losses * weights).sum(), parameters, allow_unused=True)
-        return Outcome(losses.detach(), list(gradient))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -636,7 +566,7 @@ def _deviations(runs: Runs, trial: Trial) -> dict[str, float]:
     door = WithoutLogits(runs.model)
     with _evaluating(runs.model), runs.context():
         alone: dict[int, Tensor] = {}
-        with _dtypes_within(runs.model) as dtypes:
+        with _dtypes_seen() as dtypes:
             for laid_out in trial.alone:
                 alone |= _token_losses(runs, door, laid_out)
         padded = [_difference(_token_losses(runs, door, laid_out), alone) for laid_out in trial.padded]
@@ -691,21 +621,19 @@ def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def _dtypes_within(model: Any) -> Iterator[set[torch.dtype]]:
-    """Those that its layers give out meanwhile: whoever set them (the weights, autocast, accelerate, FSDP)."""
+def _dtypes_seen() -> Iterator[set[torch.dtype]]:
+    """Those that modules give out meanwhile: whoever set them (the weights, autocast, accelerate, FSDP)."""
     seen: set[torch.dtype] = set()
 
     def look(_: Any, __: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
             seen.add(output.dtype)
 
-    layers = [module for module in model.modules() if next(module.children(), None) is None]
-    hooks = [layer.register_forward_hook(look) for layer in layers]
+    hook = register_module_forward_hook(look)
     try:
         yield seen
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 @contextlib.contextmanager

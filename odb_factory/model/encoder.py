@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from odb_factory.errors import DataError
-from odb_factory.model.flat_row import copy_to, replace_forward
+from odb_factory.model.flat_row import call_all, copy_to, replace_forward
 from odb_factory.model.known import Known
 from odb_factory.model.tower import FAMILIES, TWICE
 
@@ -34,7 +34,6 @@ BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
 TOWERS = ("visual", "vision_tower")
 PROJECTOR = "multi_modal_projector"
 """Between tower and language model, where it is a module of its own."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WINDOW = 64
 """Patches of an attention window (Qwen2.5-VL: 112 x 112 pixels) where the config does not say."""
 
@@ -87,31 +86,14 @@ def cost_of(config: Any, *, trains_tower: bool) -> tuple[int, int, int]:
 class _Images(NamedTuple):
     """The images and frames that a rank holds, in the order of its pixels.
 
-    shapes: int64[images, 2], height and width in patches (without a grid: all of its patches, 1). shape: of an entry of
-    the pixels (dim 0 left out). dtype: of the pixels, as a number in `DTYPES`. tokens: of the micro-batch.
+    shapes: int64[images, 2], height and width in patches (without a grid: all of its patches, 1). entry: shape of an
+    entry of the pixels (dim 0 left out). dtype: of the pixels. tokens: of the micro-batch.
     """
 
     shapes: np.ndarray
-    shape: tuple[int, ...]
-    dtype: int
+    entry: tuple[int, ...]
+    dtype: torch.dtype
     tokens: int
-
-    def encode(self) -> bytes:
-        """Runs of equal frames are one: a video's frames are alike."""
-        runs: list[list[int]] = []
-        for height, width in self.shapes.tolist():
-            if runs and runs[-1][1:] == [height, width]:
-                runs[-1][0] += 1
-            else:
-                runs.append([1, height, width])
-        numbers = [self.tokens, self.dtype, len(self.shape), *self.shape, *(one for run in runs for one in run)]
-        return np.array(numbers, "<i4").tobytes()
-
-    @classmethod
-    def decode(cls, message: bytes) -> _Images:
-        tokens, dtype, dims, *rest = np.frombuffer(message, "<i4").tolist()
-        runs = np.array(rest[dims:], np.int64).reshape(-1, 3)
-        return cls(np.repeat(runs[:, 1:], runs[:, 0], axis=0), tuple(rest[:dims]), dtype, tokens)
 
 
 class _Step(NamedTuple):
@@ -125,7 +107,7 @@ class EncoderDoor:
     """Lets the ranks share the work of a model's vision tower, within `balanced`.
 
     tower: what `find_tower` has found in the model. group: of the ranks, for tensors, used by nothing else.
-    gather: the messages of all ranks in rank order. assign: who encodes what.
+    gather: (object) -> the objects of all ranks in rank order. assign: who encodes what.
 
     Example::
 
@@ -139,7 +121,7 @@ class EncoderDoor:
         self,
         tower: tuple[Any, str],
         group: dist.ProcessGroup,
-        gather: Callable[[bytes], list[bytes]],
+        gather: Callable[[Any], list[Any]],
         assign: Assign,
     ):
         self._module, self._name = tower
@@ -158,8 +140,7 @@ class EncoderDoor:
 
     def undo(self) -> None:
         """The model is as before."""
-        for undo in self._undo:
-            undo()
+        call_all(self._undo)
 
     @contextlib.contextmanager
     def balanced(self) -> Iterator[list[Any]]:
@@ -192,12 +173,12 @@ class EncoderDoor:
         if not self._lacks_images:
             return None
         self._lacks_images = False
-        self._agreed = self._agree(_Images(np.zeros((0, 2), np.int64), (), 0, self._tokens))
+        self._agreed = self._agree(_Images(np.zeros((0, 2), np.int64), (), output.dtype, self._tokens))
         others = [one for one in self._agreed.held if len(one.shapes)]
         if not others:
             self._agreed = None
             return None
-        pixels = output.new_empty((0, *others[0].shape), dtype=DTYPES[others[0].dtype])
+        pixels = output.new_empty((0, *others[0].entry), dtype=others[0].dtype)
         grid = {"grid_thw": torch.zeros((0, 3), dtype=torch.long, device=output.device)} if self._by_grid else {}
         tower = getattr(self._module, self._name)  # what wraps it by now (FSDP)
         features = tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
@@ -217,7 +198,7 @@ class EncoderDoor:
 
     def _agree(self, images: _Images) -> _Step:
         """Collective."""
-        held = [_Images.decode(message) for message in self._gather(images.encode())]
+        held = self._gather(images)
         patches = [one.shapes.prod(1) for one in held]
         self._assigned.append(self._assign(patches, [one.tokens for one in held]))
         return _Step(held, self._assigned[-1])
@@ -256,7 +237,7 @@ class EncoderDoor:
         else:
             rows = np.array(grid.tolist(), np.int64).reshape(-1, 3)
             shapes = np.repeat(rows[:, 1:], rows[:, 0], axis=0)
-        return _Images(shapes, tuple(pixels.shape[1:]), DTYPES.index(pixels.dtype), self._tokens)
+        return _Images(shapes, tuple(pixels.shape[1:]), pixels.dtype, self._tokens)
 
 
 class _Journey:
@@ -269,10 +250,9 @@ class _Journey:
     def __init__(self, step: _Step, rank: int, group: dist.ProcessGroup | None, *, by_grid: bool):
         self.group, self._by_grid = group, by_grid
         mine, targets = step.held[rank].shapes, step.assignment.ranks
-        num_ranks = len(targets)
         self._order = np.argsort(targets[rank], kind="stable")
-        self._mine = mine
-        self._sent = [self.rows(mine[targets[rank] == other]) for other in range(num_ranks)]
+        self._sizes = self._rows(mine)
+        self._sent = [self.rows(mine[targets[rank] == other]) for other in range(len(targets))]
         coming = [one.shapes[target == rank] for one, target in zip(step.held, targets)]
         self._received = [self.rows(shapes) for shapes in coming]
         self.arrived = np.concatenate(coming)
@@ -283,7 +263,10 @@ class _Journey:
 
     def rows(self, shapes: np.ndarray) -> int:
         """Of the pixels of these images."""
-        return int(shapes.prod(1).sum()) if self._by_grid else len(shapes)
+        return int(self._rows(shapes).sum())
+
+    def _rows(self, shapes: np.ndarray) -> np.ndarray:
+        return shapes.prod(1) if self._by_grid else np.ones(len(shapes), np.int64)
 
     def there(self, pixels: Tensor) -> Tensor:
         """Pixels of the images that this rank holds -> of those that it encodes."""
@@ -298,8 +281,7 @@ class _Journey:
         features: [rows / c, ...] each, c of one image's rows giving one row of features. rows: of the pixels encoded.
         """
         merged = rows // max(len(features[0]), 1) if features else 1
-        sizes = self._mine.prod(1) if self._by_grid else np.ones(len(self._mine), np.int64)
-        if not features or any(len(one) * merged != rows for one in features) or (sizes % merged).any():
+        if not features or any(len(one) * merged != rows for one in features) or (self._sizes % merged).any():
             raise DataError(
                 f"balance_encoder: the vision tower made {[tuple(one.shape) for one in features]} of {rows} rows of "
                 "pixels, which cannot be matched to images; set `balance_encoder: false`."
@@ -315,7 +297,7 @@ class _Journey:
 
     def _index(self, merged: int) -> np.ndarray:
         """int64[rows]: the rows of this rank's own images in the order in which they are sent."""
-        sizes = (self._mine.prod(1) if self._by_grid else np.ones(len(self._mine), np.int64)) // merged
+        sizes = self._sizes // merged
         starts = np.cumsum(sizes) - sizes
         parts = [np.arange(starts[one], starts[one] + sizes[one]) for one in self._order]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -189,16 +189,11 @@ class WithoutLogits:
         hooks of engines."""
         head = self._model.get_output_embeddings()
         outputs: list[Tensor] = []
-        linears = _linears(head)
-        hook = head.register_forward_hook(lambda _, __, output: outputs.append(output))
-        for linear in linears:
-            linear.forward = functools.partial(function, linear)  # type: ignore[method-assign]
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(head.register_forward_hook(lambda _, __, output: outputs.append(output)).remove)
+            for linear in _linears(head):
+                stack.enter_context(forward_replaced(linear, functools.partial(_computed, function, linear)))
             yield outputs
-        finally:
-            hook.remove()
-            for linear in linears:
-                del linear.forward
 
     def _check(self, hidden: Tensor, labels: Tensor) -> None:
         if hidden.shape[:-1] != labels.shape:
@@ -216,6 +211,10 @@ class WithoutLogits:
             self._name,
             self.reason,
         )
+
+
+def _computed(function: Callable[[nn.Linear, Tensor], Tensor], linear: nn.Linear, own: Any, hidden: Tensor) -> Tensor:
+    return function(linear, hidden)
 
 
 _OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")

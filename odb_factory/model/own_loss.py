@@ -1,15 +1,14 @@
 """What a model does to its logits, and the loss that it computes from them, found out by running that code alone.
 
-In the trial the output embedding returns known logits and every other layer returns zeros. So the trial needs no
-weights (they may be sharded), calls no hook, and takes milliseconds.
+In the trial the output embedding returns known logits and every other part of the model zeros (`without_layers`), so it
+takes milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -25,8 +24,6 @@ LABELS = ((-100, 5, 6, 7, 8), (-100, -100, 4, 3, -100))
 """Of the trial: [rows, length]. The last token of the second row is padding."""
 SWITCHED_OFF = ("output_router_logits", "skip_logits")
 """Arguments of forwards: the loss of routers, and Liger's kernel that computes the loss without logits."""
-
-
 PROBE_RANGE = (-3, 4)
 """Powers of ten between which the trial's logits lie: small ones show a factor, large ones a cap."""
 
@@ -57,56 +54,113 @@ def own_loss(model: Any) -> OwnLoss:
     """Try the loss code of `model`, a transformers model that takes labels and has an output embedding."""
     parameters = signature(model.forward).parameters
     switched_off = {name: False for name in SWITCHED_OFF if name in parameters}
+    calls: list[Any] = []
+
+    def run(logits: Tensor, labels: Tensor | None) -> Any:
+        calls.clear()
+        with without_layers(model, logits), torch.no_grad():
+            model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(None))
+            return model.forward(input_ids=ids, attention_mask=mask, labels=labels, **switched_off, return_dict=True)
+
     try:
-        with _without_layers(model) as trial, torch.no_grad():
-            run = functools.partial(model.forward, **trial.batch, **switched_off, return_dict=True)
-            labels = trial.batch["labels"]
-            output, targets = run(labels=labels), labels[:, 1:].flatten()
-            mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), targets))
-            if not _is_close(output["loss"], mean):
-                return OwnLoss("its loss is not the mean cross entropy of its tokens")
-            trial.logits, trial.calls = _known_logits(model.config.get_text_config().vocab_size, labels.device), 0
-            output = run(labels=None)
+        device = next((one.device for one in model.parameters() if one.device.type != "meta"), torch.device("cpu"))
+        labels = torch.tensor(LABELS, device=device)
+        ids, mask = labels.clamp_min(3), torch.ones_like(labels)
+        mask[-1, -1] = 0
+        known = _known_logits(model.config.get_text_config().vocab_size)
+        drawn = 3 * torch.randn(*labels.shape, len(known), generator=torch.Generator().manual_seed(0))
+        output = run(drawn.to(device), labels)
+        mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten()))
+        if not math.isclose(float(output["loss"]), mean, rel_tol=1e-5):
+            return OwnLoss("its loss is not the mean cross entropy of its tokens")
+        changed = run(known.to(device).expand(drawn.shape), None)["logits"]
     except Exception as error:  # any code may stand there
         return OwnLoss(f"its loss code cannot be tried ({one_line(error)})")
-    if trial.calls != 1:
-        return OwnLoss(f"it calls its output embedding {trial.calls} times in a forward")
-    after = _after_head(trial.logits, output["logits"])
+    if len(calls) != 1:
+        return OwnLoss(f"it calls its output embedding {len(calls)} times in a forward")
+    after = _after_head(known, changed[0, 0]) if changed.shape == drawn.shape else None
     if after is None:
         return OwnLoss("it changes its logits in another way than by a factor or a cap")
     return OwnLoss(None, after)
 
 
-def _known_logits(size: int, device: torch.device) -> Tensor:
-    """[1, 1, V]: numbers of both signs, from small to large."""
-    low, high = PROBE_RANGE
-    magnitudes = torch.logspace(low, high, size, device=device, dtype=torch.float32)
-    signs = 1.0 - 2.0 * (torch.arange(size, device=device) % 2)
-    return (magnitudes * signs).reshape(1, 1, size)
+def _known_logits(size: int) -> Tensor:
+    """[V]: numbers of both signs, from small to large."""
+    return torch.logspace(*PROBE_RANGE, size) * (1 - 2 * (torch.arange(size) % 2))
 
 
 def _after_head(logits: Tensor, changed: Tensor) -> AfterHead | None:
-    """What has made `changed` of `logits` ([1, 1, V]); None: nothing that is known."""
-    if changed.shape != logits.shape:
-        return None
-    x, y = logits.double().cpu().flatten(), changed.double().cpu().flatten()
+    """What has made `changed` of `logits` ([V]); None: nothing that is known."""
+    x, y = logits.double(), changed.double().cpu()
     scale = float(y[0] / x[0])
     if not math.isfinite(scale) or scale <= 0:
         return None
     scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
-    largest = float(y.abs().max())
-    for after in (AfterHead(scale), AfterHead(scale, largest)):
-        found = x * after.scale if after.cap is None else after.cap * torch.tanh(after.scale * x / after.cap)
-        if torch.allclose(found, y, rtol=1e-5, atol=1e-7):
+    cap = float(y.abs().max())
+    for after, expected in (
+        (AfterHead(scale), x * scale),
+        (AfterHead(scale, cap), cap * torch.tanh(scale * x / cap)),
+    ):
+        if torch.allclose(expected, y, rtol=1e-5, atol=1e-7):
             return after
     return None
 
 
-def _is_close(loss: Tensor, wanted: float) -> bool:
-    return math.isclose(float(loss), wanted, rel_tol=1e-5)
+# ----------------------------------------------------------------------------------------------------------------------
+# A model whose layers do not compute.
 
 
-class HiddenStates:
+@contextlib.contextmanager
+def without_layers(model: Any, logits: Tensor) -> Iterator[None]:
+    """Meanwhile the output embedding of `model` returns `logits` [rows, length, V], and its other parts zeros.
+
+    The parts are replaced, so no hook of theirs is called and no weight read: it may be sharded, or on another device.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    hidden = logits.new_zeros(*logits.shape[:2], model.config.get_text_config().hidden_size)
+    hold_head = {part for part in model.modules() if part is not head and head in part.modules()}
+
+    def zeros(*args: Any, **_: Any) -> Any:
+        is_layer = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        return args[0] if is_layer else _HiddenStates(hidden)  # a layer between body and head, or a body
+
+    def forward_of(part: nn.Module) -> Callable[..., Any]:
+        if part in hold_head:
+            return part.forward
+        if part is head:
+            return lambda *_, **__: logits.clone()
+        return zeros if part is not embedding else lambda *_, **__: hidden
+
+    places = [
+        (parent, name, part)
+        for parent in model.modules()
+        for name, part in parent.named_children()
+        if parent in hold_head or part is embedding
+    ]
+    try:
+        for parent, name, part in places:
+            setattr(parent, name, StandIn(part, forward_of(part)))
+        yield
+    finally:
+        for parent, name, part in places:
+            setattr(parent, name, part)
+
+
+class StandIn(nn.Module):
+    """In the place of a part of a model, with this forward. Everything else is asked of the part."""
+
+    def __init__(self, part: Any, forward: Callable[..., Any]):
+        super().__init__()
+        vars(self).update(_part=part, forward=forward)
+
+    def _get_name(self) -> str:
+        return type(self._part).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_part"], name)
+
+
+class _HiddenStates:
     """The output of a body: hidden states, and nothing else."""
 
     def __init__(self, hidden: Tensor):
@@ -117,53 +171,3 @@ class HiddenStates:
 
     def __getattr__(self, _: str) -> None:
         return None
-
-
-@dataclass
-class _Trial:
-    """batch: for the forward. logits: what the output embedding returns. calls: of it, so far."""
-
-    batch: dict[str, Tensor]
-    logits: Tensor
-    calls: int = 0
-
-    def head(self, *_: Any, **__: Any) -> Tensor:
-        self.calls += 1
-        return self.logits.clone()
-
-
-@contextlib.contextmanager
-def _without_layers(model: Any) -> Iterator[_Trial]:
-    """Meanwhile the layers of `model` do not compute."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    device = next((one.device for one in model.parameters() if one.device.type != "meta"), torch.device("cpu"))
-    labels = torch.tensor(LABELS, device=device)
-    numbers = torch.randn(
-        *labels.shape, model.config.get_text_config().vocab_size, generator=torch.Generator().manual_seed(0)
-    )
-    hidden = torch.zeros(*labels.shape, 1, device=device)
-
-    def zeros(module: nn.Module, *args: Any, **_: Any) -> Any:
-        given = args[0] if args else None
-        if isinstance(given, Tensor) and given.is_floating_point():
-            return given
-        return hidden if module is embedding else HiddenStates(hidden)
-
-    mask = torch.ones_like(labels)
-    mask[-1, -1] = 0
-    trial = _Trial({"input_ids": labels.clamp_min(3), "attention_mask": mask, "labels": labels}, 3 * numbers.to(device))
-    calls: dict[nn.Module, Any] = {head: trial.head}
-    for module in model.modules():
-        if module not in (model, head):
-            holds_head = any(part is head for part in module.modules())
-            calls[module] = module.forward if holds_head else functools.partial(zeros, module)
-    before = {module: vars(module).get("_compiled_call_impl") for module in calls}
-    try:
-        for module, call in calls.items():
-            vars(module)["_compiled_call_impl"] = call  # which is called in the place of forward and all hooks
-        yield trial
-    finally:
-        for module, compiled in before.items():
-            del vars(module)["_compiled_call_impl"]
-            if compiled is not None:
-                vars(module)["_compiled_call_impl"] = compiled

@@ -33,9 +33,9 @@ from transformers import AttentionInterface
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
-from odb_factory.model.attention import FLASH, Need, dtype_of_sdpa, flash, sdpa
+from odb_factory.model.attention import FLASH, Need, flash, sdpa
 from odb_factory.model.engine import engine_of
-from odb_factory.model.flat_row import call_all, replace_forward
+from odb_factory.model.flat_row import replace_forward
 from odb_factory.model.known import Known, ordinary
 
 FAMILIES: tuple[str, ...] = (
@@ -208,14 +208,7 @@ def attend_images(
     if ends is None:
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     states = query, key, value
-    need = Need(
-        device=query.device,
-        dtype=dtype_of_sdpa(query),
-        size=query.shape[-1],
-        value_size=value.shape[-1],
-        scale=kwargs.get("scaling"),
-        dropout=kwargs.get("dropout") or 0.0,
-    )
+    need = Need.of(query, value, kwargs)
     if need.kernel == FLASH:
         most = longest if isinstance(longest, int) else max(_lengths(ends))  # newer releases have read it
         return flash(ordinary(ends).to(torch.int32), most, None, states, need, causal=False), None
@@ -249,21 +242,15 @@ def images_at_once(*models: Any) -> Iterator[None]:
         for module in modules
         if hasattr(module, "config") and "cu_seqlens" in inspect.signature(module.forward).parameters
     }
-    changed = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
-    windows = [
-        tower.register_forward_pre_hook(_hand_in_windows, with_kwargs=True)
-        for tower in modules
-        if hasattr(tower, "window_size") and _window_function(tower) is not None
-    ]
-    try:
-        for config in changed:
-            config._attn_implementation = IMAGES
+    with contextlib.ExitStack() as stack:
+        for tower in modules:
+            if hasattr(tower, "window_size") and _window_function(tower) is not None:
+                stack.callback(tower.register_forward_pre_hook(_hand_in_windows, with_kwargs=True).remove)
+        for config in configs.values():
+            if getattr(config, "_attn_implementation", None) == "sdpa":
+                config._attn_implementation = IMAGES
+                stack.callback(setattr, config, "_attn_implementation", "sdpa")
         yield
-    finally:
-        for hook in windows:
-            hook.remove()
-        for config in changed:
-            config._attn_implementation = "sdpa"
 
 
 def _window_function(tower: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -292,14 +279,11 @@ def patch_products(*models: Any) -> Iterator[None]:
         with patch_products(model):
             model(**batch).loss.backward()
     """
-    undo: list[Callable[[], Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for model in models:
             for module in _patch_embeddings(model) if isinstance(model, nn.Module) else ():
-                undo.append(replace_forward(module, functools.partial(_product, module)))
+                stack.callback(replace_forward(module, functools.partial(_product, module)))
         yield
-    finally:
-        call_all(undo)
 
 
 def _patch_embeddings(model: nn.Module) -> list[nn.Conv2d | nn.Conv3d]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -79,8 +80,8 @@ class SharedEncoder:
             yield
         computing.encoded = tuple(plans)
 
-    def _gather(self, message: bytes) -> list[bytes]:
-        return self._exchange.gather(message, "sharing the vision tower")
+    def _gather(self, images: Any) -> list[Any]:
+        return [pickle.loads(one) for one in self._exchange.gather(pickle.dumps(images, 5), "sharing the vision tower")]
 
     def _assign(self, patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
         training = self._trainer.odb.training

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -36,7 +36,7 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
 from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.head import has_routers
-from odb_factory.model.own_loss import HiddenStates, model_with_labels
+from odb_factory.model.own_loss import StandIn, model_with_labels, without_layers
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import is_out_of_memory
@@ -345,12 +345,11 @@ class _Measurement:
     def evaluate(self, batch: Any, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The samples of a batch, their mean losses, and what `prediction_step` makes of them (JSON types)."""
         model, probe, targets = self._model, self._probe, _targets(batch)
-        head: Any = model.get_output_embeddings()
         seen: list[Any] = []
         hook = model.register_forward_hook(lambda _, __, output: seen.append(output["logits"].float()))
         was_training, inputs = probe.model.training, {key: copy.copy(value) for key, value in batch.items()}
         try:
-            with _without_layers(model, head, targets):
+            with without_layers(model, _random_logits(model, targets, probe.args.device)):
                 loss, *_ = probe.prediction_step(model.eval(), inputs, True)
         finally:
             hook.remove()
@@ -417,7 +416,8 @@ class _Measurement:
 
     def _step(self, watched: _Watched, inputs: Any) -> None:
         probe = self._probe
-        with watched.watching(self._model, self.is_computed), replaced(probe.accelerator, backward=watched.backward):
+        logits = None if self.is_computed else _random_logits(self._model, watched.targets, probe.args.device)
+        with watched.watching(self._model, logits), replaced(probe.accelerator, backward=watched.backward):
             probe.training_step(probe.model, inputs, self.number)
 
     def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
@@ -544,16 +544,15 @@ class _Watched:
         return grad
 
     @contextlib.contextmanager
-    def watching(self, model: Any, is_computed: bool) -> Iterator[None]:
-        """While stock computes this micro-batch. is_computed: the model computes; else its layers return zeros."""
-        head = model.get_output_embeddings()
-        layers = contextlib.nullcontext() if is_computed else _without_layers(model, head, self.targets)
-        hook = head.register_forward_hook(self._at_head)
-        try:
-            with layers, forward_replaced(model, self._forward):  # PEFT calls no hook of the model
-                yield
-        finally:
-            hook.remove()
+    def watching(self, model: Any, logits: Tensor | None) -> Iterator[None]:
+        """While stock computes this micro-batch. logits: in place of what the layers compute; None: they compute."""
+        with contextlib.nullcontext() if logits is None else without_layers(model, logits):
+            hook = model.get_output_embeddings().register_forward_hook(self._at_head)
+            try:
+                with forward_replaced(model, self._forward):  # PEFT calls no hook of the model
+                    yield
+            finally:
+                hook.remove()
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_trained = torch.is_grad_enabled()  # else a reference of the trainer
@@ -640,36 +639,9 @@ def _is_sharded(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor"
 
 
-@contextlib.contextmanager
-def _without_layers(model: Any, head: nn.Module, targets: Tensor) -> Iterator[None]:
-    """Meanwhile the parts of `model` return zeros and its output embedding random logits: their weights are sharded, or
-    not on the device yet."""
-    config = model.config.get_text_config()
-    generator = torch.Generator().manual_seed(0)
-
-    def hidden(*args: Any, **kwargs: Any) -> HiddenStates:
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return HiddenStates(torch.zeros(*targets.shape, config.hidden_size, device=device))
-
-    def logits(states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.randn(*targets.shape, config.vocab_size, generator=generator).to(states.device)
-
-    def parts_of(module: nn.Module) -> Iterator[nn.Module]:
-        for part in module.children():
-            if part is not head:
-                yield from parts_of(part) if head in part.modules() else [part]
-
-    parts: dict[Any, Any] = dict.fromkeys(parts_of(model), hidden)
-    before = {part: vars(part).get("forward") for part in (*parts, head)}
-    try:
-        for part, forward in {**parts, head: logits}.items():
-            part.forward = forward
-        yield
-    finally:
-        for part, own in before.items():
-            del part.forward
-            if own is not None:
-                part.forward = own
+def _random_logits(model: Any, targets: Tensor, device: torch.device) -> Tensor:
+    size = (*targets.shape, model.config.get_text_config().vocab_size)
+    return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
@@ -754,29 +726,20 @@ def measure_evaluation(
 # The loss of one sample, by code of the trainer: in the measurement, and in training where it does not add up.
 
 
-class SampleModel(nn.Module):
-    """In the place of the model in a `compute_loss`: its output has the logits of one sample, [1, length, V].
-
-    Everything else is asked of the model.
-    """
+class SampleModel(StandIn):
+    """In the place of the model in a `compute_loss`: its output has the logits of one sample, [1, length, V]."""
 
     def __init__(self, model: Any, logits: Tensor):
-        super().__init__()
-        vars(self).update(_model=unwrapped(model), _logits=logits)
+        super().__init__(unwrapped(model), self._forward)
+        vars(self)["_logits"] = logits
 
-    def forward(self, labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> CausalLMOutputWithPast:
+    def _forward(self, labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> CausalLMOutputWithPast:
         loss = None
         if labels is not None:
             targets = labels[0, 1:]
             count = (targets != IGNORE_INDEX).sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
             loss = cross_entropy(self._logits[0, :-1], targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
         return CausalLMOutputWithPast(loss=loss, logits=self._logits)
-
-    def _get_name(self) -> str:
-        return type(self._model).__name__
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_model"], name)
 
 
 def number_like(stock: Any, number: int, device: torch.device) -> Any:

@@ -113,10 +113,10 @@ def train(model: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
     return loss.item(), gradients
 
 
-def gather(message: bytes) -> list[bytes]:
-    messages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    return messages
+def gather(own: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all") -> dict[str, Any]:
@@ -231,7 +231,7 @@ def test_costs_follow_the_config() -> None:
 
 
 def test_features_that_cannot_be_matched_are_refused() -> None:
-    images = encoder._Images(np.array([[4, 6], [2, 2]]), (3,), 0, 9)
+    images = encoder._Images(np.array([[4, 6], [2, 2]]), (3,), torch.float32, 9)
     plan = plan_encoders([images.shapes.prod(1)], EncoderCost(pair=1, patch=1))
     journey = encoder._Journey(encoder._Step([images], plan), 0, None, by_grid=True)  # type: ignore[arg-type]
     assert journey.back([torch.zeros(7, 5)], 28)[0].shape == (7, 5)
@@ -240,22 +240,13 @@ def test_features_that_cannot_be_matched_are_refused() -> None:
             journey.back(wrong, 28)
 
 
-def test_what_ranks_tell_each_other_is_read_again() -> None:
-    """A video is one entry, however many frames it has."""
-    images = encoder._Images(np.array([[4, 6]] * 30 + [[2, 2]]), (3, 8), 1, 77)
-    told = images.encode()
-    assert len(told) < 56, "one collective"
-    again = encoder._Images.decode(told)
-    assert np.array_equal(again.shapes, images.shapes) and again[1:] == images[1:]
-
-
 def test_nothing_is_left_behind() -> None:
     with contextlib.suppress(RuntimeError):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = make_model("qwen3_vl")
         before = [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()]
-        door = EncoderDoor(find_tower(model), None, lambda message: [message], lambda patches, tokens: None)  # type: ignore[arg-type]
+        door = EncoderDoor(find_tower(model), None, lambda own: [own], lambda patches, tokens: None)  # type: ignore[arg-type]
         door.undo()
         assert [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()] == before
         assert find_tower(torch.nn.Linear(1, 1)) is None

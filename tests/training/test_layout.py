@@ -25,7 +25,7 @@ from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.model import attention, mixers
 from odb_factory.model import check as check_module
-from odb_factory.model.check import NUM_SAMPLES, Layout, Runs, Verdict, check_rows, models_of, of_flat_batch
+from odb_factory.model.check import NUM_SAMPLES, Layout, Runs, check_rows, models_of, of_flat_batch
 from odb_factory.planning import Cost
 
 BUDGET = 256
@@ -34,7 +34,7 @@ BUDGET = 256
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the check of the real model is left."""
     monkeypatch.setattr(check_module, "why_refused", lambda model, args: None)
-    monkeypatch.setattr(check_module, "check", lambda *_, installs: Verdict())
+    monkeypatch.setattr(check_module, "check", lambda *_, installs: None)
 
 
 def config(layout: str = "auto") -> ODBConfig:
