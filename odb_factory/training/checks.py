@@ -191,6 +191,19 @@ TRAINER = (
         "is no function",
         "install a newer transformers if the trainer has set it, or train without odb",
     ),
+    # Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly.
+    Refusal(
+        "model.config.is_encoder_decoder",
+        lambda s: s.at("model.config.is_encoder_decoder"),
+        "makes its labels those of a decoder; odb trains causal language models (text and vision-language)",
+        "use the Trainer without odb",
+    ),
+    Refusal(
+        "model",
+        lambda s: not s.at("model.config.is_encoder_decoder") and not _has_shifted_labels(s.model),
+        "has labels that are not those of a causal language model, one for each next token",
+        "use the Trainer without odb",
+    ),
     *(_replica(f"model.{name}") for name in ("_tp_size", "tp_size")),
     *(_replica(f"accelerator.parallelism_config.{name}") for name in SHARED_REPLICA),
     Refusal(
@@ -202,6 +215,11 @@ TRAINER = (
     ),
 )
 """Of a trainer and its model as loaded, and of accelerate as started, also from its environment variables."""
+
+
+def _has_shifted_labels(model: Any) -> bool:
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "", ForCausalLMLoss)
+    return loss is ForCausalLMLoss and not type(model).__name__.endswith(HEADS_WITHOUT_A_SHIFT)
 
 
 def _replicas(s: Settings) -> int:
@@ -219,7 +237,6 @@ def check_trainer(trainer: Any) -> None:
     found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
     if found is not None:
         raise ConfigError(f"loss: {found} {IN_BATCH}.")
-    _check_labels(trainer.model)
     refuse(TRAINER, {"model": unwrapped(trainer.model), "process_group": trainer.odb.process_group}, trainer)
     check_methods(trainer)
 
@@ -373,26 +390,6 @@ def deepspeed_config(args: Any) -> dict[str, Any]:
         return given.config
     plugin = getattr(args, "deepspeed_plugin", None)
     return {} if plugin is None else plugin.deepspeed_config
-
-
-# Labels
-
-
-def _check_labels(model: Any) -> None:
-    """Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly."""
-    model = unwrapped(model)
-    name = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ConfigError(
-            f"model: {name} is an encoder-decoder model, whose labels are those of its decoder; odb trains causal "
-            "language models (text and vision-language). Use the Trainer without odb."
-        )
-    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "", ForCausalLMLoss)
-    if loss is not ForCausalLMLoss or name.endswith(HEADS_WITHOUT_A_SHIFT):
-        raise ConfigError(
-            f"model: the labels of {name} are not those of a causal language model, one for each next token, so odb "
-            "cannot weigh its loss; use the Trainer without odb."
-        )
 
 
 # Methods
