@@ -164,51 +164,27 @@ def _multiple_above(budget: str) -> Refusal:
 
 KEPT = "leave it out, or set `global_batch_size: fill`"
 CONTRADICTIONS = (
-    Refusal(
-        "odb.pad_to_multiple_of",
-        lambda s: s.odb.pad_to_multiple_of is not None and s.odb.layout == "padded",
+    Refusal("odb.pad_to_multiple_of", lambda s: s.odb.pad_to_multiple_of is not None and s.odb.layout == "padded",
         "has no effect with `layout: padded`, whose rows are padded as the data collator says",
-        "leave it out, or set `layout: flat`",
-    ),
+        "leave it out, or set `layout: flat`"),
     _multiple_above("token_budget"),
     _multiple_above("eval_token_budget"),
-    Refusal(
-        "odb.row_multiple",
-        lambda s: s.odb.row_multiple > 1 and s.odb.layout == "flat",
-        "has no effect with `layout: flat`, whose micro-batches are one row",
-        "leave it out",
-    ),
-    Refusal(
-        "odb.oom",
-        lambda s: s.odb.oom != "raise" and s.odb.balance_encoder,
+    Refusal("odb.row_multiple", lambda s: s.odb.row_multiple > 1 and s.odb.layout == "flat",
+        "has no effect with `layout: flat`, whose micro-batches are one row", "leave it out"),
+    Refusal("odb.oom", lambda s: s.odb.oom != "raise" and s.odb.balance_encoder,
         "computes micro-batches again on one rank, and with `balance_encoder` each needs the others",
-        "leave oom out (raise), or set `balance_encoder: false`",
-    ),
-    Refusal(
-        "odb.join",
-        lambda s: s.odb.keeps and not s.odb.join,
-        "ends an epoch when one rank runs short, and kept optimizer steps have all samples",
-        KEPT,
-    ),
-    Refusal(
-        "odb.lr_scale",
-        lambda s: s.odb.keeps and s.odb.lr_scale != "none",
-        "has no effect on kept optimizer steps, which have the samples that learning_rate was chosen for",
-        KEPT,
-    ),
-    Refusal(
-        "odb.loss_scaling",
-        lambda s: s.odb.loss_scaling == "stock" and not s.odb.keeps,
+        "leave oom out (raise), or set `balance_encoder: false`"),
+    Refusal("odb.join", lambda s: s.odb.keeps and not s.odb.join,
+        "ends an epoch when one rank runs short, and kept optimizer steps have all samples", KEPT),
+    Refusal("odb.lr_scale", lambda s: s.odb.keeps and s.odb.lr_scale != "none",
+        "has no effect on kept optimizer steps, which have the samples that learning_rate was chosen for", KEPT),
+    Refusal("odb.loss_scaling", lambda s: s.odb.loss_scaling == "stock" and not s.odb.keeps,
         "weighs tokens as in the optimizer steps of stock training, which `global_batch_size: fill` does not keep",
-        "leave it out (exact), or leave global_batch_size out (keep)",
-    ),
-    Refusal(
-        "odb.balance",
-        lambda s: s.odb.balance and not s.odb.join,
+        "leave it out (exact), or leave global_batch_size out (keep)"),
+    Refusal("odb.balance", lambda s: s.odb.balance and not s.odb.join,
         "lets ranks run short together, and with `join: false` the epoch ends when one does",
-        "set `join: true`, or leave balance out",
-    ),
-)
+        "set `join: true`, or leave balance out"),
+)  # fmt: skip
 """Keys that contradict each other. Each of them alone has been checked."""
 NO_AUTO = Refusal(
     "odb.memory_fraction",

@@ -260,31 +260,16 @@ def _backend(variable: str, what: str) -> Refusal:
 
 BACKENDS = (_backend("USE_MCA", "use_mca (Megatron)"), _backend("USE_MEGATRON_BRIDGE", "the Megatron bridge"))
 YAML = (
-    Refusal(
-        "dataloader_num_workers",
+    Refusal("dataloader_num_workers",
         lambda s: isinstance(count := s.dataloader_num_workers, bool) or not isinstance(count, int) or count < 0,
-        "is not a whole number of at least 0",
-        "write one, without quotes",
-    ),
-    Refusal(
-        "model_name_or_path",
-        _missing_model,
-        "is not on this machine, seen from {found}",
-        "give the model's folder, or its name on the hub (ORGANIZATION/MODEL)",
-    ),
-    Refusal(
-        "resume_from_checkpoint",
-        lambda s: not isinstance(s.resume_from_checkpoint, str | bool | None),
-        "is not the path of a checkpoint folder",
-        "name one, or remove the key",
-    ),
-    Refusal(
-        "resume_from_checkpoint",
-        _missing_checkpoint,
-        "names no checkpoint folder on this machine",
-        "name one (output_dir {found}), or remove the key to start from the beginning",
-    ),
-)
+        "is not a whole number of at least 0", "write one, without quotes"),
+    Refusal("model_name_or_path", _missing_model, "is not on this machine, seen from {found}",
+        "give the model's folder, or its name on the hub (ORGANIZATION/MODEL)"),
+    Refusal("resume_from_checkpoint", lambda s: not isinstance(s.resume_from_checkpoint, str | bool | None),
+        "is not the path of a checkpoint folder", "name one, or remove the key"),
+    Refusal("resume_from_checkpoint", _missing_checkpoint, "names no checkpoint folder on this machine",
+        "name one (output_dir {found}), or remove the key to start from the beginning"),
+)  # fmt: skip
 """What the YAML alone decides, also where nothing is trained."""
 
 
@@ -303,51 +288,30 @@ def _at_a_backward(optimizer: str, key: str, value: object, way_out: str) -> Ref
 
 OPTIONS = (
     Refusal("stage", lambda s: s.stage == "ppo", "generates its batches while it trains", "remove the odb: block"),
-    Refusal(
-        "stage",
-        lambda s: s.stage not in (*STAGES, "ppo"),
-        f"is no stage that odb trains ({', '.join(STAGES)})",
-        "change it, or remove the odb: block",
-    ),
+    Refusal("stage", lambda s: s.stage not in (*STAGES, "ppo"), f"is no stage that odb trains ({', '.join(STAGES)})",
+        "change it, or remove the odb: block"),
     *(
         _set(key, "selects a trainer whose data path odb cannot drive")
         for key in ("use_mca", "use_kt", "use_hyper_parallel")
     ),
     _set("use_unsloth", "puts Unsloth's code in place of the Trainer's that odb builds on"),
     _set("mixture_of_depths", "chooses tokens by the padding of their row, and odb makes other rows"),
-    _set(
-        "packing",
-        "cuts samples into packs, and odb forms micro-batches of whole samples",
-        "remove the key (with `layout: flat` whole samples share a row, without padding)",
-    ),
-    Refusal(
-        "pref_bco_weight",
+    _set("packing", "cuts samples into packs, and odb forms micro-batches of whole samples",
+        "remove the key (with `layout: flat` whole samples share a row, without padding)"),
+    Refusal("pref_bco_weight",
         lambda s: s.stage == "dpo" and _is_number(s.pref_bco_weight) and s.pref_bco_weight > LEAST_BCO_WEIGHT,
-        "adds a loss whose baseline is a running mean over micro-batches, of which odb makes others",
-        "remove the key",
-    ),
+        "adds a loss whose baseline is a running mean over micro-batches, of which odb makes others", "remove the key"),
     _at_a_backward("use_galore", "galore_layerwise", True, "set galore_layerwise: false"),
     _at_a_backward("use_apollo", "apollo_layerwise", True, "set apollo_layerwise: false"),
     _at_a_backward("use_badam", "badam_mode", "ratio", "set badam_mode: layer"),
-    Refusal(
-        "ignore_pad_token_for_loss",
-        lambda s: not s.ignore_pad_token_for_loss,
-        "lets padding carry loss, and its amount depends on which samples share a micro-batch",
-        "set it to true",
-    ),
+    Refusal("ignore_pad_token_for_loss", lambda s: not s.ignore_pad_token_for_loss,
+        "lets padding carry loss, and its amount depends on which samples share a micro-batch", "set it to true"),
     # With keys of the block
-    *refusals_of_auto(
-        lambda s: s.stage in STAGES and STAGES[s.stage].prepares_steps,
-        "tries micro-batches one by one, and stage {s.stage} prepares whole optimizer steps",
-        "set a number",
-    ),
-    Refusal(
-        "shift_attn",
-        lambda s: s.shift_attn and s.odb.layout == "flat",
-        f"does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}",
-        "remove it, or set `layout: padded`, or auto",
-    ),
-)
+    *refusals_of_auto(lambda s: s.stage in STAGES and STAGES[s.stage].prepares_steps,
+        "tries micro-batches one by one, and stage {s.stage} prepares whole optimizer steps", "set a number"),
+    Refusal("shift_attn", lambda s: s.shift_attn and s.odb.layout == "flat",
+        f"does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}", "remove it, or set `layout: padded`, or auto"),
+)  # fmt: skip
 """Options of a training that no block goes with, or not with these keys of the block."""
 
 
@@ -440,27 +404,15 @@ def _context_parallel(key: str) -> Refusal:
 V1 = (
     *(_meaningless(key, why) for key, why in V1_MEANINGLESS.items()),
     *refusals_of_auto(lambda _: True, f"has no meaning under USE_V1: {V1_STEPS}", "set a number"),
-    Refusal(
-        "batching_strategy",
-        lambda s: s.batching_strategy not in (None, "normal"),
-        "cuts optimizer steps, as odb does",
-        "remove the key, or the odb: block",
-    ),
-    Refusal(
-        "dist_config",
-        lambda s: not isinstance(s.dist_config, Mapping) and s.dist_config not in (None, "fsdp2"),
-        "does not go with odb under USE_V1, which trains with fsdp2 or DDP",
-        "change it",
-    ),
-    Refusal(
-        "dist_config.name",
-        lambda s: s.at("dist_config.name") not in (None, "fsdp2"),
-        "does not go with odb under USE_V1, which trains with fsdp2 or DDP",
-        "change it",
-    ),
+    Refusal("batching_strategy", lambda s: s.batching_strategy not in (None, "normal"),
+        "cuts optimizer steps, as odb does", "remove the key, or the odb: block"),
+    Refusal("dist_config", lambda s: not isinstance(s.dist_config, Mapping) and s.dist_config not in (None, "fsdp2"),
+        "does not go with odb under USE_V1, which trains with fsdp2 or DDP", "change it"),
+    Refusal("dist_config.name", lambda s: s.at("dist_config.name") not in (None, "fsdp2"),
+        "does not go with odb under USE_V1, which trains with fsdp2 or DDP", "change it"),
     _context_parallel("cp_size"),
     _context_parallel("dist_config.cp_size"),
-)
+)  # fmt: skip
 
 
 def check_v1(args: Mapping[str, Any]) -> ODBConfig:

@@ -70,30 +70,21 @@ def _only_in_a_trainer(key: str, why: str, way_out: str = "leave it out") -> Ref
 
 
 LOOP = (
-    Refusal(
-        "odb.loss_scaling",
-        lambda s: s.given.get("loss_scaling") == "stock",
+    Refusal("odb.loss_scaling", lambda s: s.given.get("loss_scaling") == "stock",
         "is the loss of a trainer, and a custom loop computes its own",
-        f"leave it out (exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}",
-    ),
-    *refusals_of_auto(
-        lambda _: True, "runs the model before training, which a custom loop does by itself", "set a number"
-    ),
+        f"leave it out (exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}"),
+    *refusals_of_auto(lambda _: True, "runs the model before training, which a custom loop does by itself",
+        "set a number"),
     _only_in_a_trainer("audit", "does not say where to", "give audit_dir= instead"),
-    _only_in_a_trainer(
-        "oom",
+    _only_in_a_trainer("oom",
         "takes the micro-batches of an optimizer step once more, which a custom loop does by itself",
-        "leave it out, and lower token_budget if memory is short",
-    ),
+        "leave it out, and lower token_budget if memory is short"),
     _only_in_a_trainer("balance_encoder", "acts in the forwards of a trainer"),
     _only_in_a_trainer("rehearse", "runs the model before training, which a custom loop does by itself"),
     _only_in_a_trainer("recompute", "switches gradient checkpointing of a trainer's model"),
-    _only_in_a_trainer(
-        "lr_scale",
-        "has no effect in a custom loop, which sets its learning rate",
-        "leave it out, and scale by optimizer_step_samples of the step info",
-    ),
-)
+    _only_in_a_trainer("lr_scale", "has no effect in a custom loop, which sets its learning rate",
+        "leave it out, and scale by optimizer_step_samples of the step info"),
+)  # fmt: skip
 
 
 def loop_config(config: ODBConfig | None, keys: ODBKeys) -> ResolvedConfig:

@@ -80,81 +80,43 @@ def _replica(key: str) -> Refusal:
 
 
 ARGUMENTS = (
-    Refusal(
-        "gradient_accumulation_steps",
-        lambda s: s.gradient_accumulation_steps < 1,
-        "is not the number of micro-batches of an optimizer step",
-        "choose 1 or more",
-    ),
-    Refusal(
-        "num_train_epochs",
-        lambda s: s.max_steps <= 0 and s.num_train_epochs <= 0,
-        "leaves nothing to train on",
-        "choose more than 0, or set max_steps",
-    ),
+    Refusal("gradient_accumulation_steps", lambda s: s.gradient_accumulation_steps < 1,
+        "is not the number of micro-batches of an optimizer step", "choose 1 or more"),
+    Refusal("num_train_epochs", lambda s: s.max_steps <= 0 and s.num_train_epochs <= 0, "leaves nothing to train on",
+        "choose more than 0, or set max_steps"),
     *(_replica(f"parallelism_config.{name}") for name in SHARED_REPLICA),
     *(_replica(f"deepspeed.{name}") for name in DEEPSPEED_REPLICA),
     GRADIENTS_LOST,
-    Refusal(
-        "deepspeed.scheduler.type",
-        lambda s: s.deepspeed.get("scheduler") and not s.odb.keeps,
+    Refusal("deepspeed.scheduler.type", lambda s: s.deepspeed.get("scheduler") and not s.odb.keeps,
         "counts optimizer steps, which `global_batch_size: fill` does not know ahead",
-        "remove `scheduler` there and use lr_scheduler_type, or keep the optimizer steps",
-    ),
-    Refusal(
-        "n_gpu",
-        lambda s: s.n_gpu > 1,
-        "devices in one process (DataParallel) would cut every batch apart",
-        "start one process a device with torchrun (FORCE_TORCHRUN=1), or show it one device",
-    ),
-    Refusal(
-        "optim",
-        lambda s: str(getattr(s.optim, "value", s.optim)).endswith(STEP_IN_BACKWARD),
+        "remove `scheduler` there and use lr_scheduler_type, or keep the optimizer steps"),
+    Refusal("n_gpu", lambda s: s.n_gpu > 1, "devices in one process (DataParallel) would cut every batch apart",
+        "start one process a device with torchrun (FORCE_TORCHRUN=1), or show it one device"),
+    Refusal("optim", lambda s: str(getattr(s.optim, "value", s.optim)).endswith(STEP_IN_BACKWARD),
         "changes weights in every backward, of which odb makes several an optimizer step",
-        "choose another optimizer, or train without odb",
-    ),
-    Refusal(
-        "auto_find_batch_size",
-        lambda s: s.auto_find_batch_size,
+        "choose another optimizer, or train without odb"),
+    Refusal("auto_find_batch_size", lambda s: s.auto_find_batch_size,
         "does not go with odb, which sizes batches by tokens",
-        "remove the key, and lower `token_budget` if memory is short",
-    ),
-    Refusal(
-        "accelerator_config.split_batches",
+        "remove the key, and lower `token_budget` if memory is short"),
+    Refusal("accelerator_config.split_batches",
         lambda s: s.at("accelerator_config.split_batches") and s.world_size > 1,
         "does not go with odb: stock would cut each batch apart among the ranks",
-        "remove it and divide per_device_train_batch_size by {s.world_size}",
-    ),
-    Refusal(
-        "accelerator_config.dispatch_batches",
-        lambda s: s.at("accelerator_config.dispatch_batches"),
-        "does not go with odb, where every rank forms its own batches",
-        "remove the key or set it to false",
-    ),
-    Refusal(
-        "ddp_static_graph",
-        lambda s: s.ddp_static_graph and s.world_size > 1,
-        "does not go with odb: torch takes the first backward for every later one, and an optimizer step has a number "
-        "of its own of them",
-        "remove the key",
-    ),
-    *refusals_of_auto(
-        lambda s: not s.has_meter,
+        "remove it and divide per_device_train_batch_size by {s.world_size}"),
+    Refusal("accelerator_config.dispatch_batches", lambda s: s.at("accelerator_config.dispatch_batches"),
+        "does not go with odb, where every rank forms its own batches", "remove the key or set it to false"),
+    Refusal("ddp_static_graph", lambda s: s.ddp_static_graph and s.world_size > 1,
+        "does not go with odb: torch takes the first backward for every later one, and an optimizer step has a "
+        "number of its own of them", "remove the key"),
+    *refusals_of_auto(lambda s: s.memory_meter is None,
         "tries micro-batches on an accelerator whose memory torch counts, and this training runs on {s.device.type}",
-        "set a number (`odb-factory plan` says what it does with the data)",
-    ),
-    *refusals_of_auto(
-        lambda s: s.is_stream,
+        "set a number (`odb-factory plan` says what it does with the data)"),
+    *refusals_of_auto(lambda s: s.is_stream,
         "tries rows of the dataset before training, and those of a stream cannot be read by their number",
-        "set a number",
-    ),
-    Refusal(
-        "odb.oom",
-        lambda s: s.odb.oom != "raise" and why_not_split(s),
+        "set a number"),
+    Refusal("odb.oom", lambda s: s.odb.oom != "raise" and why_not_split(s),
         "works in one process, with DDP and ZeRO-1, and {found}",
-        "leave it out (raise), and lower token_budget if memory is short",
-    ),
-)
+        "leave it out (raise), and lower token_budget if memory is short"),
+)  # fmt: skip
 """Training arguments that odb cannot work with, or not with these keys of the block."""
 
 
@@ -166,8 +128,8 @@ def check_arguments(
     memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU. is_stream: rows of the dataset
     cannot be read by their number.
     """
-    has_meter = memory_meter is not None or memory.find_meter(args.device) is not None
-    own = {"odb": config, "deepspeed": deepspeed_config(args), "has_meter": has_meter, "is_stream": is_stream}
+    meter = memory_meter or (memory.find_meter(args.device) if config.auto_keys else None)
+    own = {"odb": config, "deepspeed": deepspeed_config(args), "memory_meter": meter, "is_stream": is_stream}
     refuse(ARGUMENTS, own, args)
 
 
@@ -185,41 +147,28 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 
 
 TRAINER = (
-    Refusal(
-        "compute_loss_func",  # TRL 1.x sets a text before transformers 5.19, which only asks whether there is one
-        lambda s: s.compute_loss_func is not None and not callable(s.compute_loss_func),
-        "is no function",
-        "install a newer transformers if the trainer has set it, or train without odb",
-    ),
+    # TRL 1.x sets a text before transformers 5.19, which only asks whether there is a function.
+    Refusal("compute_loss_func", lambda s: s.compute_loss_func is not None and not callable(s.compute_loss_func),
+        "is no function", "install a newer transformers if the trainer has set it, or train without odb"),
     # Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly.
-    Refusal(
-        "model.config.is_encoder_decoder",
-        lambda s: s.at("model.config.is_encoder_decoder"),
-        "makes its labels those of a decoder; odb trains causal language models (text and vision-language)",
-        "use the Trainer without odb",
-    ),
-    Refusal(
-        "model",
-        lambda s: not s.at("model.config.is_encoder_decoder") and not _has_shifted_labels(s.model),
-        "has labels that are not those of a causal language model, one for each next token",
-        "use the Trainer without odb",
-    ),
+    Refusal("model.__class__.__name__", lambda s: not _is_causal(s.model),
+        "has labels that are not those of a causal language model (text or vision-language), one for each next token",
+        "use the Trainer without odb"),
     *(_replica(f"model.{name}") for name in ("_tp_size", "tp_size")),
     *(_replica(f"accelerator.parallelism_config.{name}") for name in SHARED_REPLICA),
-    Refusal(
-        "accelerator.parallelism_config.dp_shard_size",
+    Refusal("accelerator.parallelism_config.dp_shard_size",
         lambda s: s.process_group is None and _replicas(s) not in (1, s.accelerator.num_processes),
         "and dp_replicate_size do not make the {s.accelerator.num_processes} ranks of this training, so its "
-        "data-parallel ranks are unknown",
-        "give them as enable_odb(process_group=...)",
-    ),
-)
+        "data-parallel ranks are unknown", "give them as enable_odb(process_group=...)"),
+)  # fmt: skip
 """Of a trainer and its model as loaded, and of accelerate as started, also from its environment variables."""
 
 
-def _has_shifted_labels(model: Any) -> bool:
+def _is_causal(model: Any) -> bool:
     loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "", ForCausalLMLoss)
-    return loss is ForCausalLMLoss and not type(model).__name__.endswith(HEADS_WITHOUT_A_SHIFT)
+    has_other_head = type(model).__name__.endswith(HEADS_WITHOUT_A_SHIFT)
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return loss is ForCausalLMLoss and not has_other_head and not is_encoder_decoder
 
 
 def _replicas(s: Settings) -> int:
