@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,11 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
     ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
 ]
-"""Changes to a YAML, and what the message begins with."""
+"""Changes to a YAML, and what the message begins with (a pattern)."""
 WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
-    ({"odb": {"token_budget": 16, "overlong": "error"}}, "OVERLONG"),
+    ({"odb": {"token_budget": 16, "overlong": "error"}}, ".*overlong"),
     ({"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True}, "odb.lr_scale: 'sqrt'"),
-    ({"resume_from_checkpoint": "OUT/checkpoint-3"}, "RESUME"),
+    ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ".*checkpoint-3"),
 ]
 
 
@@ -88,7 +89,7 @@ def refused(model: Path, data_dir: Path, output_dir: Path, changes: dict[str, An
     with pytest.raises(ODBError) as caught:
         run_exp(config | changes)
     message = str(caught.value)
-    assert message.startswith(start) and "\n" not in message, message
+    assert re.match(start, message) and "\n" not in message, message
     assert files_of(output_dir) == before
 
 
