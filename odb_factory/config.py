@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from odb_factory.errors import ConfigError, quoted
+from odb_factory.refusals import Refusal, Settings, refuse
 
 AUTO = "auto"
 """The value of a budget that is chosen before training."""
@@ -29,19 +30,32 @@ _UNSET: Any = ""
 
 NEAR = 0.7
 """Similarity (of difflib, 0 to 1) from which an unknown key is taken for a misspelt one."""
-ELSEWHERE = {
+INSTEAD = {
+    # Of earlier releases (CHANGELOG.md).
+    **dict.fromkeys(
+        ("max_image_patches", "max_video_patches", "max_audio_frames"),
+        "set `max_patches`, which counts images, videos and audio",
+    ),
+    **dict.fromkeys(
+        ("length_buckets", "cost_model", "balance_group_size", "lr_reference_samples", "rehearse"), "leave it out"
+    ),
+    "collate_workers": "set `dataloader_num_workers` beside the odb: block (in a loop: `num_workers`)",
+    "resume": "leave it out; `ignore_data_skip: true` beside the odb: block restarts the epoch",
+    # Of the package online-dynamic-batching (docs/migration.md).
     "max_input_length": "it is called `token_budget`",
+    "prefetch_factor": "it is called `buffer_size`",
     "join_mode": "it is called `join`, and has an effect with `global_batch_size: fill` only",
     "loss_scaling_approx": "set `loss_scaling: approx`",
     "no_sync": "leave it out; `balance: false` keeps samples on the rank that read them",
     "no_warmup": "leave it out: the buffer is full from the first plan on",
     "group_order_flip": "leave it out: the planner decides about the order",
     "version": "leave it out: there is one planner",
-    "train_dataloader": "leave it out: the trainer is enough",
-    "train_dataset": "leave it out: the trainer is enough",
-    "training_args": "leave it out: the trainer is enough",
+    **dict.fromkeys(
+        ("train_dataloader", "train_dataset", "training_args"),
+        "leave it out: the trainer is enough",
+    ),
 }
-"""Names of the package online-dynamic-batching that are no keys here, and what to do (docs/migration.md)."""
+"""What to do instead of keys that people know from elsewhere."""
 
 
 def _number(default: Any = dataclasses.MISSING, minimum: int = 1) -> Any:
@@ -89,54 +103,7 @@ class ODBConfig:
         for name in _keys():
             if _is_whole(value := getattr(self, name)):
                 object.__setattr__(self, name, int(value))  # numpy's integers are no JSON
-        for contradiction in self._contradictions():
-            raise ConfigError(f"odb.{contradiction}.")
-
-    def _contradictions(self) -> Iterator[str]:
-        """Keys that contradict each other. Each of them alone has been checked."""
-        multiple = self.pad_to_multiple_of
-        if multiple is not None and self.layout == "padded":
-            yield (
-                f"pad_to_multiple_of: {multiple} has no effect with `layout: padded`, whose rows are padded as the "
-                "data collator says; leave it out, or set `layout: flat`"
-            )
-        for name in ("token_budget", "eval_token_budget"):
-            budget = getattr(self, name)
-            if multiple is not None and isinstance(budget, int) and multiple > budget:
-                yield (
-                    f"pad_to_multiple_of: {multiple} is more than {name} ({budget}), which every flat micro-batch "
-                    f"would break; choose a smaller multiple, or raise {name}"
-                )
-        if self.row_multiple > 1 and self.layout == "flat":
-            yield (
-                f"row_multiple: {self.row_multiple} has no effect with `layout: flat`, whose micro-batches are one "
-                "row; leave it out"
-            )
-        if self.oom != "raise" and self.balance_encoder:
-            yield (
-                f"oom: {self.oom!r} computes micro-batches again on one rank, and with `balance_encoder` each needs "
-                "the others; leave one of both out"
-            )
-        if self.keeps and not self.join:
-            yield (
-                "join: false ends an epoch when one rank runs short, and kept optimizer steps have all samples; leave "
-                "it out, or set `global_batch_size: fill`"
-            )
-        if self.keeps and self.lr_scale != "none":
-            yield (
-                f"lr_scale: {self.lr_scale!r} has no effect on kept optimizer steps, which have the samples that "
-                "learning_rate was chosen for; leave it out, or set `global_batch_size: fill`"
-            )
-        if self.loss_scaling == "stock" and not self.keeps:
-            yield (
-                "loss_scaling: 'stock' weighs tokens as in the optimizer steps of stock training, which "
-                "`global_batch_size: fill` does not keep; choose exact, or keep them"
-            )
-        if self.balance and not self.join:
-            yield (
-                "balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
-                "together; set `join: true`, or leave balance out"
-            )
+        refuse(CONTRADICTIONS, {"odb": self})
 
     @property
     def keeps(self) -> bool:
@@ -175,16 +142,66 @@ class ODBConfig:
             )
         if problems := problems + _problems(values):
             raise ConfigError(" ".join(problems))
-        fraction = values.get("memory_fraction", cls.memory_fraction)
-        if fraction != cls.memory_fraction and AUTO not in [values.get(name) for name in BUDGETS]:
-            raise ConfigError(
-                f"odb.memory_fraction: {quoted(fraction)} has no effect without a budget of auto; set "
-                "`token_budget: auto` or `max_patches: auto`, or leave the key out."
-            )
-        return cls(**values)
+        config = cls(**values)
+        refuse([NO_AUTO], {"odb": config})
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def _multiple_above(budget: str) -> Refusal:
+    def applies(s: Settings) -> bool:
+        most, multiple = getattr(s.odb, budget), s.odb.pad_to_multiple_of
+        return multiple is not None and isinstance(most, int) and multiple > most
+
+    return Refusal(
+        "odb.pad_to_multiple_of",
+        applies,
+        f"is more than {budget} ({{s.odb.{budget}}}), which every flat micro-batch would break",
+        f"choose a smaller multiple, or raise {budget}",
+    )
+
+
+KEPT = "leave it out, or set `global_batch_size: fill`"
+CONTRADICTIONS = (
+    Refusal("odb.pad_to_multiple_of", lambda s: s.odb.pad_to_multiple_of is not None and s.odb.layout == "padded",
+        "has no effect with `layout: padded`, whose rows are padded as the data collator says",
+        "leave it out, or set `layout: flat`"),
+    _multiple_above("token_budget"),
+    _multiple_above("eval_token_budget"),
+    Refusal("odb.row_multiple", lambda s: s.odb.row_multiple > 1 and s.odb.layout == "flat",
+        "has no effect with `layout: flat`, whose micro-batches are one row", "leave it out"),
+    Refusal("odb.oom", lambda s: s.odb.oom != "raise" and s.odb.balance_encoder,
+        "computes micro-batches again on one rank, and with `balance_encoder` each needs the others",
+        "leave oom out (raise), or set `balance_encoder: false`"),
+    Refusal("odb.join", lambda s: s.odb.keeps and not s.odb.join,
+        "ends an epoch when one rank runs short, and kept optimizer steps have all samples", KEPT),
+    Refusal("odb.lr_scale", lambda s: s.odb.keeps and s.odb.lr_scale != "none",
+        "has no effect on kept optimizer steps, which have the samples that learning_rate was chosen for", KEPT),
+    Refusal("odb.loss_scaling", lambda s: s.odb.loss_scaling == "stock" and not s.odb.keeps,
+        "weighs tokens as in the optimizer steps of stock training, which `global_batch_size: fill` does not keep",
+        "leave it out (exact), or leave global_batch_size out (keep)"),
+    Refusal("odb.balance", lambda s: s.odb.balance and not s.odb.join,
+        "lets ranks run short together, and with `join: false` the epoch ends when one does",
+        "set `join: true`, or leave balance out"),
+)  # fmt: skip
+"""Keys that contradict each other. Each of them alone has been checked."""
+NO_AUTO = Refusal(
+    "odb.memory_fraction",
+    lambda s: s.odb.memory_fraction != ODBConfig.memory_fraction and not s.odb.auto_keys,
+    "has no effect without a budget of auto",
+    "set `token_budget: auto` or `max_patches: auto`, or leave the key out",
+)
+
+
+def refusals_of_auto(applies: Callable[[Any], Any], why: str, way_out: str) -> list[Refusal]:
+    """Of every budget that is `auto` while `applies`: there is nothing to choose it by."""
+
+    def of_budget(key: str) -> Refusal:
+        return Refusal(f"odb.{key}", lambda s: getattr(s.odb, key) == AUTO and applies(s), why, way_out)
+
+    return [of_budget(key) for key in BUDGETS]
 
 
 class ODBKeys(TypedDict, total=False):
@@ -310,8 +327,8 @@ def _unknown_key(name: Any, value: Any) -> str:
     key, colon, given = shown.partition(":")
     if colon and value is None and key in keys:
         return f"odb.{shown}: YAML takes this for a key; put a space after the colon, `{key}: {given or 8192}`."
-    if name in ELSEWHERE:
-        return f"odb.{shown}: {value!r} is a setting of online-dynamic-batching; here {ELSEWHERE[name]}."
     near = difflib.get_close_matches(name.lower(), keys, n=1, cutoff=NEAR) if isinstance(name, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(keys)}."
+    if name in INSTEAD:
+        hint = f"{INSTEAD[name]}."
     return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"

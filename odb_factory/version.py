@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from odb_factory.refusals import Refusal
+
 __version__ = "0.2.0"
 SUMS_OFFLOADED_GRADIENTS = "0.19.0"
 """The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
@@ -27,16 +29,19 @@ def offloads_optimizer(zero: Mapping[str, Any]) -> bool:
     return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
-def why_gradients_are_lost(deepspeed: Mapping[str, Any]) -> str | None:
-    """Why the installed DeepSpeed does not add up those of all micro-batches with this configuration."""
+def _loses_gradients(deepspeed: Mapping[str, Any]) -> str | None:
+    """The installed release of DeepSpeed, if it does not add up those of all micro-batches with this configuration."""
     from packaging.version import Version  # not where torch is imported: every process does, and needs this file
 
     zero, release = deepspeed.get("zero_optimization", {}), installed_version("deepspeed")
     is_hit = zero.get("stage") == 2 and offloads_optimizer(zero)
-    if not is_hit or release is None or Version(release) >= Version(SUMS_OFFLOADED_GRADIENTS):
-        return None
-    return (
-        f"deepspeed: release {release} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
-        "(without odb too, from gradient_accumulation_steps: 3 on); install "
-        f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer."
-    )
+    return release if is_hit and release and Version(release) < Version(SUMS_OFFLOADED_GRADIENTS) else None
+
+
+GRADIENTS_LOST = Refusal(
+    "deepspeed.zero_optimization.offload_optimizer",
+    lambda s: _loses_gradients(s.deepspeed),
+    "with ZeRO-2 loses the gradients of micro-batches in DeepSpeed {found} (without odb too, from "
+    "gradient_accumulation_steps: 3 on)",
+    f"install deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer",
+)

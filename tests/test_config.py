@@ -1,4 +1,4 @@
-"""Every way to get the `odb:` block wrong ends in one line that names key, value and way out."""
+"""Every way to get the `odb:` block wrong ends in one line that names key and value, and whose cure works."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import AUTO, BUDGETS, ELSEWHERE, ODBConfig
+from odb_factory.config import BUDGETS, INSTEAD, ODBConfig
 from odb_factory.errors import ConfigError
 
-MIGRATION = Path(__file__).parents[1] / "docs" / "migration.md"
+ROOT = Path(__file__).parents[1]
 DEFAULTS = {
     "token_budget": 8192,
     "max_patches": None,
@@ -42,15 +42,8 @@ DEFAULTS = {
     "seed": None,
 }
 """What a block with nothing but `token_budget` means."""
-OPTIONAL_NUMBERS = [
-    "max_patches",
-    "eval_token_budget",
-    "pad_to_multiple_of",
-    "seed",
-]
-OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
-WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size"]
-WHOLE_NUMBERS += ["exchange_timeout_s"]
+OPTIONAL = ["max_patches", "eval_token_budget", "pad_to_multiple_of", "seed", "balance"]
+WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL[:4], "buffer_size", "exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
@@ -61,9 +54,21 @@ WORDS = {
     "recompute": ["auto", "always"],
 }
 SWITCHES = ["join", "audit", "balance"]
-MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")
-MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"seed": 0}
+NO_NUMBERS = [True, False, "8192", "1e4", "", 8192.0, 0.5, float("nan"), [8], {"a": 1}]
+VALUES: list[tuple[str, list[Any], list[Any]]] = [
+    *((key, [1, 4096], [0, -1, -(10**30), 2**64, *NO_NUMBERS]) for key in WHOLE_NUMBERS if key != "seed"),
+    ("seed", [0, 1], [-1, 2**64, "auto", *NO_NUMBERS]),
+    *((key, ["auto"], []) for key in (*BUDGETS, "eval_token_budget", "balance_encoder")),
+    *((key, [], ["auto"]) for key in ("row_multiple", "pad_to_multiple_of", "buffer_size", "exchange_timeout_s")),
+    *((key, words, ["Exact", "", "exact ", True, False, None, 0, 1.5, ["drop"]]) for key, words in WORDS.items()),
+    *((key, [True, False], ["true", "yes", "", 0, 1, 1.0, [True]]) for key in SWITCHES),
+    ("global_batch_size", ["keep", "fill", 16], ["kept", "fill ", "", "16", 0, None, "none", True, False, 1.5, [8]]),
+    ("memory_fraction", [0.5, 1], [0, -0.5, 1.01, 90, float("nan"), True, "0.9", None]),
+    *((key, [], [None, "none"]) for key in ("token_budget", "buffer_size", "join", "audit", "overlong", "on_error")),
+]
+"""Values that a key takes, and does not take."""
 FILL = {"global_batch_size": "fill"}
+MEDIA = ("max_image_patches", "max_video_patches", "max_audio_frames")
 
 yaml_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -124,171 +129,139 @@ def test_values_are_normalised() -> None:
     assert (config.token_budget, config.seed, config.global_batch_size) == (4096, 3, 8)
 
 
-WRONG = [
-    # Keys that contradict each other.
-    ({"balance": True, "join": False}, "odb.balance: with `join: false` the epoch ends * set `join: true`"),
-    ({"join": False, "global_batch_size": "keep"}, "odb.join: false * set `global_batch_size: fill`"),
-    ({"join": False, "global_batch_size": 64}, "odb.join: false * set `global_batch_size: fill`"),
+MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    # Types and words
+    ({"token_budget": "8192"}, "token_budget", {"token_budget": 8192}),
+    ({"token_budget": 8192.0}, "token_budget", {"token_budget": 8192}),
+    ({"max_patches": 0}, "max_patches", {"max_patches": ...}),
+    ({"pad_to_multiple_of": "auto"}, "pad_to_multiple_of", {"pad_to_multiple_of": "none"}),
+    ({"global_batch_size": 0}, "global_batch_size", {"global_batch_size": 1}),
+    ({"global_batch_size": "stock"}, "global_batch_size", {"global_batch_size": "keep"}),
+    ({"memory_fraction": 90, "token_budget": "auto"}, "memory_fraction", {"memory_fraction": 0.9}),
+    ({"loss_scaling": None}, "loss_scaling", {"loss_scaling": "none"}),
+    ({"loss_scaling": True}, "loss_scaling", {"loss_scaling": "exact"}),
+    ({"lr_scale": "None"}, "lr_scale", {"lr_scale": "none"}),
+    ({"balance_encoder": "yes"}, "balance_encoder", {"balance_encoder": True}),
+    ({"overlong": "truncate"}, "overlong", {"overlong": "drop"}),
+    # Spelling
+    ({"token_buget": 1}, "token_buget", {"token_buget": ...}),
+    ({"TOKEN_BUDGET": 1}, "TOKEN_BUDGET", {"TOKEN_BUDGET": ...}),
+    ({"token_budget": ..., "tokenbudget": 8192}, "tokenbudget", {"tokenbudget": ..., "token_budget": 8192}),
     (
-        {"lr_scale": "sqrt", "global_batch_size": 64},
-        "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps* set `global_batch_size: fill`",
+        {"token_budget": ..., "token_budget:100": None},
+        "token_budget:100",
+        {"token_budget:100": ..., "token_budget": 100},
     ),
-    (FILL | {"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' * choose exact"),
-    (
-        {"token_budget": 8, "pad_to_multiple_of": 16},
-        "odb.pad_to_multiple_of: 16 is more than token_budget (8)* raise token_budget",
-    ),
-    ({"layout": "padded", "pad_to_multiple_of": 16}, "odb.pad_to_multiple_of: 16 has no effect * `layout: flat`"),
-    (
-        {"pad_to_multiple_of": 512, "eval_token_budget": 256},
-        "odb.pad_to_multiple_of: 512 is more than eval_token_budget (256)* raise eval_token_budget",
-    ),
-    ({"layout": "flat", "row_multiple": 4}, "odb.row_multiple: 4 has no effect with `layout: flat`"),
-    ({"oom": "split", "balance_encoder": "auto"}, "odb.oom: 'split' * `balance_encoder` * leave one of both out"),
-    ({"balance_encoder": "yes"}, "odb.balance_encoder: 'yes' is not true or false (or auto)*"),
-    # Keys without an effect.
-    (
-        {"memory_fraction": 0.5, "token_budget": 64},
-        "odb.memory_fraction: 0.5 has no effect without a budget of auto",
-    ),
-    # Values of one key.
-    ({"global_batch_size": 0}, "odb.global_batch_size: 0 is too small; the least is 1"),
-    ({"seed": 2**64}, f"odb.seed: {2**64} is too large"),
-    ({"loss_scaling": None}, "odb.loss_scaling: None is not one of * write the word none"),
-    ({"lr_scale": "None"}, "odb.lr_scale: 'None' is not one of * write the word none"),
-    # Keys that do not exist.
-    ({"two\nlines": 1}, "odb.two lines: 1 is set, but there is no such key"),
-    ({"token_budget:100": None}, "odb.token_budget:100: YAML takes this for a key* `token_budget: 100`."),
-    ({"token_budget": ..., "tokenbudget": 8192}, "odb.tokenbudget: 8192 is set, * `token_budget`?"),
-    ({"token_budget": ..., "max_input_length": 8192}, "odb.max_input_length: 8192 * it is called `token_budget`."),
-    # A budget is missing.
-    ({"token_budget": ...}, "odb.token_budget: missing; * `token_budget: 8192`."),
-    ({"token_budget": ..., "max_patches": 100}, "odb.token_budget: missing; * `token_budget: 8192`."),
+    ({"loss-scaling": "exact"}, "loss-scaling", {"loss-scaling": ..., "loss_scaling": "exact"}),
+    ({"two\nlines": 1}, "two lines", {"two\nlines": ...}),
+    # Missing
+    ({"token_budget": ...}, "token_budget", {"token_budget": 8192}),
+    ({"token_budget": ..., "max_patches": 100}, "token_budget", {"token_budget": 8192}),
+    # Contradictions
+    ({"balance": True, "join": False}, "balance", {"balance": ...}),
+    ({"join": False, "global_batch_size": "keep"}, "join", {"join": ...}),
+    ({"join": False, "global_batch_size": 64}, "join", {"global_batch_size": "fill"}),
+    ({"lr_scale": "sqrt", "global_batch_size": 64}, "lr_scale", {"global_batch_size": "fill"}),
+    (FILL | {"loss_scaling": "stock"}, "loss_scaling", {"loss_scaling": ...}),
+    (FILL | {"loss_scaling": "stock"}, "loss_scaling", {"global_batch_size": ...}),
+    ({"token_budget": 8, "pad_to_multiple_of": 16}, "pad_to_multiple_of", {"token_budget": 16}),
+    ({"pad_to_multiple_of": 16, "eval_token_budget": 8}, "pad_to_multiple_of", {"eval_token_budget": 16}),
+    ({"layout": "padded", "pad_to_multiple_of": 16}, "pad_to_multiple_of", {"layout": "flat"}),
+    ({"layout": "flat", "row_multiple": 4}, "row_multiple", {"row_multiple": ...}),
+    ({"oom": "split", "balance_encoder": "auto"}, "oom", {"oom": ...}),
+    ({"oom": "skip", "balance_encoder": True}, "oom", {"balance_encoder": False}),
+    ({"memory_fraction": 0.5, "token_budget": 64}, "memory_fraction", {"token_budget": "auto"}),
+    # Keys and values of earlier releases
+    *(({key: 1}, key, {key: ..., "max_patches": 1}) for key in MEDIA),
+    *(({key: 1}, key, {key: ...}) for key in ("length_buckets", "cost_model", "balance_group_size")),
+    ({"lr_reference_samples": 1}, "lr_reference_samples", {"lr_reference_samples": ...}),
+    ({"rehearse": False}, "rehearse", {"rehearse": ...}),
+    ({"collate_workers": 4}, "collate_workers", {"collate_workers": ...}),
+    ({"resume": "epoch"}, "resume", {"resume": ...}),
+    ({"loss_scaling": "sample"}, "loss_scaling", {"loss_scaling": "stock"}),
+    ({"loss_scaling": "square"}, "loss_scaling", {"loss_scaling": "exact"}),
+    # Those of online-dynamic-batching
+    ({"token_budget": ..., "max_input_length": 64}, "max_input_length", {"max_input_length": ..., "token_budget": 64}),
+    ({"join_mode": False}, "join_mode", {"join_mode": ..., "join": False} | FILL),
+    ({"loss_scaling": "token_exact"}, "loss_scaling", {"loss_scaling": "exact"}),
+    ({"loss_scaling_approx": True}, "loss_scaling_approx", {"loss_scaling_approx": ..., "loss_scaling": "approx"}),
+    ({"no_sync": True}, "no_sync", {"no_sync": ..., "balance": False}),
+    ({"prefetch_factor": 256}, "prefetch_factor", {"prefetch_factor": ..., "buffer_size": 256}),
+    ({"version": 2}, "version", {"version": ...}),
+    # Keys of others
+    ({"checkpoint_with": "accelerator"}, "checkpoint_with", {"checkpoint_with": ...}),
+    ({"cutoff_len": 2048}, "cutoff_len", {"cutoff_len": ...}),
 ]
+"""What people write, the key that the message names first, and the cure: keys to change. `...` leaves a key out."""
 
 
-@pytest.mark.parametrize(("keys", "expected"), WRONG, ids=lambda value: str(value)[:60])
-def test_wrong_blocks_are_refused(keys: dict[str, Any], expected: str) -> None:
-    """`...` leaves a key out, `*` is any text."""
-    message = refusal({key: value for key, value in block(**keys).items() if value is not ...})
-    for part in expected.split("*"):
-        assert part in message
-    assert message.startswith(expected.split("*")[0])
+def without_ellipses(content: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if value is not ...}
+
+
+@pytest.mark.parametrize(("keys", "named", "cure"), MISTAKES, ids=lambda value: str(value)[:60])
+def test_a_mistake_is_named_and_its_cure_works(keys: dict[str, Any], named: str, cure: dict[str, Any]) -> None:
+    assert refusal(without_ellipses(block(**keys))).startswith(f"odb.{named}: ")
+    ODBConfig.from_block(without_ellipses(block(**keys) | cure))
 
 
 def test_all_mistakes_of_a_block_are_named() -> None:
-    message = refusal(block(token_budget=-1, max_patches="many", balanc=True))
-    assert (
-        all(name in message for name in ("odb.token_budget", "odb.max_patches", "odb.balanc:")) and "\n" not in message
-    )
+    for keys in (
+        {"token_budget": -1, "max_patches": "many", "balanc": True},
+        {"join": False, "global_batch_size": 8, "lr_scale": "sqrt", "layout": "flat", "row_multiple": 2},
+    ):
+        message = refusal(block(**keys))
+        assert all(f"odb.{name}:" in message for name in keys if name not in ("global_batch_size", "layout"))
 
 
 @pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])
 def test_what_is_not_a_block_of_keys_is_refused(content: Any) -> None:
     message = refusal(content)
-    assert repr(content) in message
-    assert "token_budget: 8192" in message
+    assert repr(content) in message and "token_budget: 8192" in message
 
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
         ("token_buget", "token_budget"),
-        ("tokens_budget", "token_budget"),
         ("maxpatches", "max_patches"),
-        ("buffersize", "buffer_size"),
         ("loss-scaling", "loss_scaling"),
         ("Join", "join"),
         ("overlength", "overlong"),
         ("on_errors", "on_error"),
-        ("audits", "audit"),
-        ("seeds", "seed"),
         ("TOKEN_BUDGET", "token_budget"),
+        *((name, "") for name in ("zzz", "max_tokens", "", 1, ("x", "y"), 2.5, None)),
     ],
 )
-def test_a_typo_is_answered_with_the_nearest_key(typo: str, meant: str) -> None:
-    message = refusal(block(**{typo: 17}))
+def test_a_typo_is_answered_with_the_nearest_key_or_with_all(typo: Any, meant: str) -> None:
+    message = refusal(block() | {typo: 17})
     assert message.startswith(f"odb.{typo}: 17 ")
-    assert f"did you mean `{meant}`?" in message
+    assert all(key in message for key in ([meant] if meant else DEFAULTS)) and ("did you mean" in message) == bool(
+        meant
+    )
 
 
-def test_a_setting_of_online_dynamic_batching_is_answered_with_ours() -> None:
-    """Never with a key that has another meaning; docs/migration.md has the name, too."""
-    page = MIGRATION.read_text(encoding="utf-8")
-    for name, advice in ELSEWHERE.items():
-        message = refusal(block(**{name: 17}))
-        assert message == f"odb.{name}: 17 is a setting of online-dynamic-batching; here {advice}."
-        assert f"`{name}`" in page or f"{name}=" in page
+def test_keys_from_elsewhere_are_answered_with_what_to_do() -> None:
+    """Never with a key that has another meaning; the documentation has the name, too."""
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("docs/migration.md", "CHANGELOG.md"))
+    for name, advice in INSTEAD.items():
+        assert name not in DEFAULTS and refusal(block(**{name: 17})).endswith(f"{advice}.")
+        assert f"`{name}`" in pages or f"{name}=" in pages
 
 
-@pytest.mark.parametrize("name", ["zzz", "nonsense", "max_tokens", "", 1, ("x", "y"), 2.5, None])
-def test_a_key_like_no_other_is_answered_with_all_keys(name: Any) -> None:
-    message = refusal(block() | {name: 17})
-    assert message.startswith(f"odb.{name}: 17 ") and "did you mean" not in message
-    assert all(key in message for key in DEFAULTS)
-
-
-@pytest.mark.parametrize("key", WHOLE_NUMBERS)
-def test_whole_numbers(key: str) -> None:
-    least = MINIMUM[key]
-    assert getattr(ODBConfig.from_block(block(**{key: least})), key) == least
-    for value in (True, False, "8192", "1e4", "auto", "", 8192.0, 0.5, float("nan"), [8], {"a": 1}):
-        if value == AUTO and key in MAY_BE_AUTO:
-            assert getattr(ODBConfig.from_block(block(**{key: value})), key) == AUTO
-            continue
-        message = refusal(block(**{key: value}))
-        assert message.startswith(f"odb.{key}: {value!r} is not a whole number; ") and f"at least {least}" in message
-        assert ("or auto" in message, "or none" in message) == (key in MAY_BE_AUTO, key in OPTIONAL)
-    for value in (least - 1, least - 2, least - 10**30):
-        message = refusal(block(**{key: value}))
-        assert message.startswith(f"odb.{key}: {value} is too small; the least is {least}")
-        assert ("leave the key out" in message) is (key in OPTIONAL)
-
-
-@pytest.mark.parametrize("key", WORDS)
-def test_words(key: str) -> None:
-    """`loss_scaling: none` is a choice, not an absent value."""
-    for word in WORDS[key]:
-        assert getattr(ODBConfig.from_block(block(**{key: word})), key) == word
-    for value in ("Exact", "", "exact ", True, False, None, 0, 1.5, ["drop"], {"a": 1}):
-        message = refusal(block(**{key: value}))
-        assert message.startswith(f"odb.{key}: {value!r} is not one of ")
-        assert all(word in message for word in WORDS[key])
-
-
-@pytest.mark.parametrize("key", SWITCHES)
-def test_switches(key: str) -> None:
-    for value in (True, False):
-        assert getattr(ODBConfig.from_block(block(**{key: value})), key) is value
-    for value in ("true", "yes", "", 0, 1, 1.0, [True]):
-        assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} is not true or false")
-
-
-@pytest.mark.parametrize(
-    ("key", "expected", "values"),
-    [
-        (
-            "global_batch_size",
-            "is not one of keep, fill or a whole number",
-            ["kept", "fill ", "", "16", None, "none", True, False, 1.5, [8]],
-        ),
-        ("memory_fraction", "is not a share", [0, -0.5, 1.01, 90, float("nan"), True, "0.9", None]),
-    ],
-)
-def test_other_values(key: str, expected: str, values: list[Any]) -> None:
-    for value in values:
-        assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} {expected}")
+@pytest.mark.parametrize(("key", "right", "wrong"), VALUES, ids=lambda value: value if isinstance(value, str) else "")
+def test_values(key: str, right: list[Any], wrong: list[Any]) -> None:
+    for value in right:
+        assert getattr(ODBConfig.from_block(block(**{key: value})), key) == value
+    for value in wrong:
+        assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} is ")
 
 
 def test_none_is_understood_where_a_key_may_be_absent() -> None:
     """YAML's own word is null, people write none; both mean the default."""
     for nothing in (None, "none", "None"):
         for key in OPTIONAL:
-            found = ODBConfig.from_block(block() | {key: nothing})
-            assert getattr(found, key) is DEFAULTS[key]
-    for nothing in (None, "none"):
-        for key in ("token_budget", "buffer_size", "join", "audit", "overlong", "on_error"):
-            assert f"odb.{key}: {nothing!r} is not " in refusal(block(**{key: nothing}))
+            assert getattr(ODBConfig.from_block(block() | {key: nothing}), key) is DEFAULTS[key]
 
 
 @given(key=st.sampled_from(list(DEFAULTS)), value=yaml_values)

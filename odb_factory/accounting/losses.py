@@ -214,6 +214,8 @@ class TokenLoss:
         inner = model_with_labels(model)
         calls_function = inner in self._models and (own_loss(inner).why_another is None or has_routers(inner))
         self._computes_itself: Any = inner if is_measured and not calls_function else None
+        is_fused = inner is not None and "skip_logits" in signature(inner.forward).parameters
+        self._skips_logits: Any = inner if is_fused else None
 
     @contextlib.contextmanager
     def weighing(
@@ -239,10 +241,12 @@ class TokenLoss:
         self._calls, self._lacks_gradient = 0, False
         own = [module.loss_function for module in models]
         door = self.without_logits
-        replaces = row_weights is not None and self._computes_itself is not None and door.reason is not None
-        from_logits = (
-            forward_replaced(self._computes_itself, self._from_logits) if replaces else contextlib.nullcontext()
-        )
+        from_logits: Any = contextlib.nullcontext()
+        if row_weights is not None and door.reason is not None:
+            if self._computes_itself is not None:
+                from_logits = forward_replaced(self._computes_itself, self._from_logits)
+            elif self._skips_logits is not None:  # Liger's kernel
+                from_logits = forward_replaced(self._skips_logits, _with_logits)
         with door.weighing(weights, num_supervised), door.router_losses_times(routers_weigh), from_logits:
             try:
                 for module in models:
@@ -295,6 +299,10 @@ class TokenLoss:
                 f"compute_loss of the trainer returns another loss than that of {self._name}, which lacks "
                 f"them; {OTHER_LOSS}."
             )
+
+
+def _with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs, skip_logits=False)
 
 
 def _has_loss_function(module: nn.Module) -> bool:

@@ -13,22 +13,18 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from odb_factory.config import AUTO, ODBConfig
+from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.errors import ConfigError, quoted
 from odb_factory.llamafactory import uncaught
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
+from odb_factory.refusals import Refusal, Settings, refuse
 
 logger = get_logger(__name__)
-
-
-ValueOf = Callable[..., Any]
-"""`value_of(key, default)`: an argument of LLaMA-Factory, as it stands in the YAML or as it has been read."""
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Keys: the block, and what stands in its place.
@@ -184,14 +180,6 @@ def _all_rows_have_an_index(args: Mapping[str, Any]) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # The YAML, before LLaMA-Factory reads it.
 
-KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
-"""Types that a value in quotes, or a list, cannot be given for; the first that a key takes is named."""
-BACKENDS = {
-    "USE_MCA": "use_mca (Megatron), whose trainer odb cannot drive",
-    "USE_MEGATRON_BRIDGE": "the Megatron bridge, whose trainer odb cannot drive",
-}
-"""What an environment variable of LLaMA-Factory selects that does not go with odb."""
-
 
 def check_block(args: Mapping[str, Any]) -> ODBConfig:
     """Check arguments that hold an `odb:` block before LLaMA-Factory reads them; returns what the block says.
@@ -202,11 +190,8 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     config = ODBConfig.from_block(args["odb"])
     check_keys(args)
     check_backend()
-    _check_types(args)
-    _check_model(args)
-    _check_checkpoint(args)
-    if args.get("do_train"):
-        _check_arguments(args.get)
+    rows = (*_wrong_types(args), *YAML, *(OPTIONS if args.get("do_train") else ()))
+    refuse(rows, {"odb": config}, args, DEFAULTS)
     return config
 
 
@@ -218,96 +203,124 @@ def is_enabled(name: str, environment: Mapping[str, str] | None = None) -> bool:
 
 def check_backend() -> None:
     """Refuse what LLaMA-Factory's environment variables select."""
-    for name, what in BACKENDS.items():
-        if is_enabled(name):
-            raise ConfigError(
-                f"{name}: {quoted(os.environ[name])} selects {what}; unset {name} or remove the odb: block."
-            )
+    refuse(BACKENDS, os.environ)
 
 
-def _check_types(args: Mapping[str, Any]) -> None:
+def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
     """Values that would end in an error of another library which does not name the key.
 
     By the types that LLaMA-Factory declares, once it has been imported, as it is where its arguments are read.
     """
-    workers = args.get("dataloader_num_workers", 0)
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise ConfigError(
-            f"dataloader_num_workers: {quoted(workers)} is not a whole number of at least 0, without quotes."
-        )
     declared = declared_arguments()
     for key, value in args.items():
         kinds = set(get_args(declared.get(key)) or (declared.get(key),)) - {type(None)}
         if isinstance(value, str | list | dict) and kinds and kinds <= KINDS.keys():
             kind = next(words for kind, words in KINDS.items() if kind in kinds)
-            raise ConfigError(f"{key}: {quoted(value)} is not {kind}; write {kind}, without quotes.")
+            yield Refusal(key, lambda _: True, f"is not {kind}", f"write {kind}, without quotes")
 
 
-def _check_model(args: Mapping[str, Any]) -> None:
-    """A path that does not exist would be looked up on the hub, where it is no valid name."""
-    name = args.get("model_name_or_path")
-    if isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not os.path.exists(name):
-        raise ConfigError(
-            f"model_name_or_path: there is no {name!r} on this machine, seen from {os.getcwd()}; give the model's "
-            "folder, or its name on the hub (ORGANIZATION/MODEL)."
-        )
+def _missing_model(s: Settings) -> str | None:
+    """The folder from which a path does not exist; it would be looked up on the hub, where it is no valid name."""
+    name = s.model_name_or_path
+    is_path = isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
+    return os.getcwd() if is_path and not os.path.exists(name) else None
 
 
-def _check_checkpoint(args: Mapping[str, Any]) -> None:
-    """What `resume_from_checkpoint` names must exist before the model is loaded; the trainer looks into it later."""
-    asked = args.get("resume_from_checkpoint")
-    if not isinstance(asked, str | bool | None):
-        raise ConfigError(f"resume_from_checkpoint: {asked!r} is not the path of a checkpoint folder.")
-    if not asked or os.environ.get("NNODES", "1") != "1":  # nodes that see other disks settle it together
-        return
-    output_dir = Path(str(args.get("output_dir")))
-    found = sorted((folder.name for folder in output_dir.glob("checkpoint-*")), key=lambda name: (len(name), name))
-    if asked is True and not found:
-        raise ConfigError(
-            f"resume_from_checkpoint: True, but there is no checkpoint in output_dir {output_dir}; remove the key to "
-            "start from the beginning."
-        )
-    if isinstance(asked, str) and not os.path.isdir(asked):
-        there = f"output_dir {output_dir} has {', '.join(found[-3:])}" if found else f"{output_dir} has none"
-        raise ConfigError(
-            f"resume_from_checkpoint: {asked!r} is not a folder on this machine; name a checkpoint folder ({there}), "
-            "or remove the key to start from the beginning."
-        )
+def _missing_checkpoint(s: Settings) -> str | None:
+    """What `output_dir` holds if it lacks the checkpoint that `resume_from_checkpoint` names."""
+    asked = s.resume_from_checkpoint
+    if not asked or not isinstance(asked, str | bool) or os.environ.get("NNODES", "1") != "1":
+        return None  # nodes that see other disks settle it together
+    names = sorted((folder.name for folder in Path(str(s.output_dir)).glob("checkpoint-*")), key=lambda n: (len(n), n))
+    is_there = names if asked is True else os.path.isdir(asked)
+    return None if is_there else f"{s.output_dir} has {', '.join(names[-3:]) or 'none'}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What does not go with a block.
+# The tables.
 
+KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+"""Types that a value in quotes, or a list, cannot be given for; the first that a key takes is named."""
+DEFAULTS = {"stage": "sft", "ignore_pad_token_for_loss": True, "dataloader_num_workers": 0}
+"""Of LLaMA-Factory, for keys that the YAML leaves out."""
 LEAST_BCO_WEIGHT = 1e-6
 """Up to it LLaMA-Factory's trainer leaves `pref_bco_weight` out."""
-REFUSED = {
-    "use_mca": "odb cannot drive the data path of the Megatron trainer; remove the key",
-    "use_kt": "odb cannot drive the data path of the KTransformers trainer; remove the key",
-    "use_hyper_parallel": "odb cannot drive the data path of that trainer; remove the key",
-    "use_unsloth": "Unsloth puts its own code in place of the Trainer's that odb builds on; remove the key",
-    "mixture_of_depths": (
-        "which tokens its layers compute depends on the padding of their row, and odb makes other rows; remove the key"
-    ),
-    "packing": (
-        "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key (with `layout: "
-        "flat` whole samples share a row, without padding)"
-    ),
-}
-"""Keys of the YAML that must not be set, and why."""
-AT_A_BACKWARD = {
-    "use_galore": ("galore_layerwise", True, "set galore_layerwise: false"),
-    "use_apollo": ("apollo_layerwise", True, "set apollo_layerwise: false"),
-    "use_badam": ("badam_mode", "ratio", "set badam_mode: layer"),
-}
-"""Of optimizers the key and value with which they change weights or gradients in every backward, and the way out."""
 WHY_NOT_SHIFTED = "it shifts attention along the whole row, across samples"
 """The reason against flat micro-batches with `shift_attn`."""
-FUSED_LOSS = ("enable_liger_kernel", "use_liger_kernel")
-"""The kernel computes the loss from the hidden states and returns no logits to take token losses from."""
-TAKE_LABELS_AWAY = ("use_dft_loss", "use_eaft_loss", "label_smoothing_factor")
-"""The model gets no labels with them, and returns logits then."""
-NEED_LOGITS = ("use_asft_loss", "torch_compile")
-"""With them the loss without logits is not used, which replaces that of the kernel (`odb_factory.model.head`)."""
+
+
+def _backend(variable: str, what: str) -> Refusal:
+    return Refusal(
+        variable,
+        lambda _: is_enabled(variable),
+        f"selects {what}, whose trainer odb cannot drive",
+        f"unset {variable} or remove the odb: block",
+    )
+
+
+BACKENDS = (_backend("USE_MCA", "use_mca (Megatron)"), _backend("USE_MEGATRON_BRIDGE", "the Megatron bridge"))
+YAML = (
+    Refusal("dataloader_num_workers",
+        lambda s: isinstance(count := s.dataloader_num_workers, bool) or not isinstance(count, int) or count < 0,
+        "is not a whole number of at least 0", "write one, without quotes"),
+    Refusal("model_name_or_path", _missing_model, "is not on this machine, seen from {found}",
+        "give the model's folder, or its name on the hub (ORGANIZATION/MODEL)"),
+    Refusal("resume_from_checkpoint", lambda s: not isinstance(s.resume_from_checkpoint, str | bool | None),
+        "is not the path of a checkpoint folder", "name one, or remove the key"),
+    Refusal("resume_from_checkpoint", _missing_checkpoint, "names no checkpoint folder on this machine",
+        "name one (output_dir {found}), or remove the key to start from the beginning"),
+)  # fmt: skip
+"""What the YAML alone decides, also where nothing is trained."""
+
+
+def _set(key: str, why: str, way_out: str = "remove the key") -> Refusal:
+    return Refusal(key, lambda s: getattr(s, key), why, way_out)
+
+
+def _at_a_backward(optimizer: str, key: str, value: object, way_out: str) -> Refusal:
+    return Refusal(
+        key,
+        lambda s: getattr(s, optimizer) and getattr(s, key) == value,
+        "changes weights or gradients in every backward, of which odb makes several an optimizer step",
+        way_out,
+    )
+
+
+OPTIONS = (
+    Refusal("stage", lambda s: s.stage == "ppo", "generates its batches while it trains", "remove the odb: block"),
+    Refusal("stage", lambda s: s.stage not in (*STAGES, "ppo"), f"is no stage that odb trains ({', '.join(STAGES)})",
+        "change it, or remove the odb: block"),
+    *(
+        _set(key, "selects a trainer whose data path odb cannot drive")
+        for key in ("use_mca", "use_kt", "use_hyper_parallel")
+    ),
+    _set("use_unsloth", "puts Unsloth's code in place of the Trainer's that odb builds on"),
+    _set("mixture_of_depths", "chooses tokens by the padding of their row, and odb makes other rows"),
+    _set("packing", "cuts samples into packs, and odb forms micro-batches of whole samples",
+        "remove the key (with `layout: flat` whole samples share a row, without padding)"),
+    Refusal("pref_bco_weight",
+        lambda s: s.stage == "dpo" and _is_number(s.pref_bco_weight) and s.pref_bco_weight > LEAST_BCO_WEIGHT,
+        "adds a loss whose baseline is a running mean over micro-batches, of which odb makes others", "remove the key"),
+    _at_a_backward("use_galore", "galore_layerwise", True, "set galore_layerwise: false"),
+    _at_a_backward("use_apollo", "apollo_layerwise", True, "set apollo_layerwise: false"),
+    _at_a_backward("use_badam", "badam_mode", "ratio", "set badam_mode: layer"),
+    Refusal("ignore_pad_token_for_loss", lambda s: not s.ignore_pad_token_for_loss,
+        "lets padding carry loss, and its amount depends on which samples share a micro-batch", "set it to true"),
+    # With keys of the block
+    *refusals_of_auto(lambda s: s.stage in STAGES and STAGES[s.stage].prepares_steps,
+        "tries micro-batches one by one, and stage {s.stage} prepares whole optimizer steps", "set a number"),
+    Refusal("shift_attn", lambda s: s.shift_attn and s.odb.layout == "flat",
+        f"does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}", "remove it, or set `layout: padded`, or auto"),
+)  # fmt: skip
+"""Options of a training that no block goes with, or not with these keys of the block."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What LLaMA-Factory has read.
 
 
 def check_combination(
@@ -321,26 +334,19 @@ def check_combination(
     from odb_factory.data.agreement import block_settings, compare, releases
     from odb_factory.data.ranks import gather_once
     from odb_factory.llamafactory import dataset
-    from odb_factory.training.checks import check_arguments, check_stream, of_arguments
+    from odb_factory.training.checks import check_arguments, of_arguments
 
     dataset.forget()
     config = config or ODBConfig.from_block(data_args.odb)
     owners = (finetuning_args, model_args, data_args)
-
-    def value_of(key: str, default: Any = None) -> Any:
-        return next((getattr(owner, key) for owner in (*owners, training_args) if hasattr(owner, key)), default)
 
     problem = None
     if not training_args.do_train:
         logger.info("the odb: block has no effect: do_train is false")
     else:
         try:
-            _check_arguments(value_of)
-            _check_keys_of_the_block(config, value_of)
-            check_arguments(training_args, config)
-            if value_of("streaming"):
-                check_stream(config)
-            _check_losses(config, model_args, value_of)
+            refuse(OPTIONS, {"odb": config}, *owners)
+            check_arguments(training_args, config, is_stream=data_args.streaming)
         except ConfigError as error:
             problem = error
     settings = {**releases(), **of_arguments(*owners), **block_settings(config), **of_arguments(training_args)}
@@ -366,6 +372,7 @@ V1_MEANINGLESS = {
     "row_multiple": "not supported there",
 }
 """Keys of the block without a meaning under v1, and why."""
+V1_DEFAULT = ODBConfig(token_budget=1)
 V1_NAMES = {
     "model_name_or_path": "model",
     "dataset": "train_dataset",
@@ -379,29 +386,39 @@ V1_NAMES = {
 """What keys of the trainer that v1 is to replace are called there."""
 
 
+def _meaningless(key: str, why: str) -> Refusal:
+    return Refusal(
+        f"odb.{key}",
+        lambda s: key in s.block and getattr(s.odb, key) != getattr(V1_DEFAULT, key),
+        f"has no meaning under USE_V1: {why}",
+        "leave it out",
+    )
+
+
+def _context_parallel(key: str) -> Refusal:
+    why = "is the size of context parallelism, which does not go with odb"
+    return Refusal(key, lambda s: s.at(key) not in (None, 1), why, "set it to 1")
+
+
+V1 = (
+    *(_meaningless(key, why) for key, why in V1_MEANINGLESS.items()),
+    *refusals_of_auto(lambda _: True, f"has no meaning under USE_V1: {V1_STEPS}", "set a number"),
+    Refusal("batching_strategy", lambda s: s.batching_strategy not in (None, "normal"),
+        "cuts optimizer steps, as odb does", "remove the key, or the odb: block"),
+    Refusal("dist_config", lambda s: not isinstance(s.dist_config, Mapping) and s.dist_config not in (None, "fsdp2"),
+        "does not go with odb under USE_V1, which trains with fsdp2 or DDP", "change it"),
+    Refusal("dist_config.name", lambda s: s.at("dist_config.name") not in (None, "fsdp2"),
+        "does not go with odb under USE_V1, which trains with fsdp2 or DDP", "change it"),
+    _context_parallel("cp_size"),
+    _context_parallel("dist_config.cp_size"),
+)  # fmt: skip
+
+
 def check_v1(args: Mapping[str, Any]) -> ODBConfig:
     """Check arguments of v1 that hold an `odb:` block; returns what the block says. Raises a one-line `ConfigError`."""
     check_keys(args, is_v1=True)
     config = ODBConfig.from_block(args["odb"])
-    for key, why in V1_MEANINGLESS.items():
-        default = getattr(ODBConfig, key)
-        if (value := args["odb"].get(key, default)) != default and (key, value) != ("loss_scaling", "stock"):
-            raise ConfigError(f"odb.{key}: {quoted(value)} has no meaning under USE_V1: {why}; leave it out.")
-    for key in config.auto_keys:
-        raise ConfigError(f"odb.{key}: {AUTO!r} has no meaning under USE_V1: {V1_STEPS}; set a number.")
-    strategy, engine = args.get("batching_strategy", "normal"), args.get("dist_config")
-    if strategy != "normal":
-        raise ConfigError(
-            f"batching_strategy: {quoted(strategy)} cuts optimizer steps, as odb does; remove the key, or the odb: "
-            "block."
-        )
-    name = engine.get("name") if isinstance(engine, Mapping) else engine
-    if name not in (None, "fsdp2"):
-        raise ConfigError(
-            f"dist_config: {quoted(name)} does not go with odb under USE_V1, which trains with fsdp2 or DDP; change it."
-        )
-    if any(isinstance(where, Mapping) and where.get("cp_size", 1) != 1 for where in (args, engine)):
-        raise ConfigError("cp_size: context parallelism does not go with odb; set it to 1.")
+    refuse(V1, {"odb": config, "block": args["odb"]}, args)
     return config
 
 
@@ -417,78 +434,6 @@ def check_v1_keys(args: Mapping[str, Any]) -> None:
         near = V1_NAMES.get(key) or next(iter(difflib.get_close_matches(key, known, n=1)), None)
         hint = f"it is called {near} there" if key in V1_NAMES else f"did you mean {near}" if near else "remove it"
         raise ConfigError(f"{key}: {quoted(args[key])} is no key of LLaMA-Factory's v1 trainer (USE_V1); {hint}.")
-
-
-def _check_arguments(value_of: ValueOf) -> None:
-    """Arguments that no block goes with."""
-
-    def refused(key: str, why: str) -> ConfigError:
-        return ConfigError(f"{key}: {quoted(value_of(key))} does not go with odb: {why}.")
-
-    stage = value_of("stage", "sft")
-    if stage == "ppo":
-        raise refused("stage", "PPO generates its own batches while training; remove the odb: block")
-    if stage not in STAGES:
-        raise refused("stage", f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
-    if stage == "dpo" and (value_of("pref_bco_weight") or 0) > LEAST_BCO_WEIGHT:
-        raise refused(
-            "pref_bco_weight",
-            "its baseline is a running mean over micro-batches, of which odb makes others; remove the key",
-        )
-    for key, why in REFUSED.items():
-        if value_of(key):
-            raise refused(key, why)
-    for optimizer, (key, value, way_out) in AT_A_BACKWARD.items():
-        if value_of(optimizer) and value_of(key) == value:
-            raise refused(key, f"it acts in every backward, of which odb makes several an optimizer step; {way_out}")
-    if not value_of("ignore_pad_token_for_loss", True):
-        why = "padding would carry loss and its amount depends on which samples share a micro-batch; set it to true"
-        raise refused("ignore_pad_token_for_loss", why)
-
-
-def _check_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> None:
-    """Keys of the block that the stage, or another argument, does not go with."""
-    stage = STAGES[value_of("stage", "sft")]
-    if config.auto_keys and stage.prepares_steps:
-        raise ConfigError(
-            f"odb.{config.auto_keys[0]}: {AUTO!r} does not go with odb: {AUTO} tries micro-batches one by one, and "
-            f"stage {stage.name} prepares whole optimizer steps; set a number."
-        )
-    if config.layout == "flat" and value_of("shift_attn"):
-        raise ConfigError(
-            f"shift_attn: {value_of('shift_attn')!r} does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}; remove it, "
-            "or set `layout: padded`, or auto."
-        )
-
-
-def _check_losses(config: ODBConfig, model_args: Any, value_of: ValueOf) -> None:
-    """A kernel whose samples would have to weigh differently. `odb_factory.accounting.losses` finds it too, minutes
-    later; this knows the arguments only."""
-    if STAGES[value_of("stage", "sft")].equal_weights:
-        return  # samples of different weight never meet there
-    key, needs = (next((key for key in keys if value_of(key)), None) for keys in (FUSED_LOSS, NEED_LOGITS))
-    if key is None or needs is None or any(map(value_of, TAKE_LABELS_AWAY)):
-        return
-    if _weights_differ(config, model_args, value_of):
-        raise ConfigError(
-            f"{key}: {value_of(key)} computes the loss without logits, {needs}: {value_of(needs)} keeps odb from doing "
-            f"so, and `loss_scaling: {config.loss_scaling}` gives the samples of a micro-batch different weights here; "
-            f"set `loss_scaling: exact` in the odb: block, {needs}: false, or {key}: false."
-        )
-
-
-def _weights_differ(config: ODBConfig, model_args: Any, value_of: ValueOf) -> bool:
-    if config.loss_scaling != "stock":
-        return False  # all tokens of a micro-batch weigh the same
-    from llamafactory.model import load_tokenizer
-
-    # LLaMA-Factory takes the mean of means for every model with a processor.
-    if not value_of("use_asft_loss") and load_tokenizer(model_args)["processor"] is None:
-        return value_of("world_size") > 1 and not value_of("average_tokens_across_devices")
-    rows, samples = int(value_of("per_device_train_batch_size")), config.global_batch_size
-    if not isinstance(samples, int):
-        samples = value_of("world_size") * value_of("gradient_accumulation_steps") * rows
-    return samples > rows
 
 
 def why_not_flat(trainer: Any) -> str | None:

@@ -20,7 +20,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
-from odb_factory.config import ODBConfig, ODBKeys, ResolvedConfig, make_config
+from odb_factory.config import ODBConfig, ODBKeys, ResolvedConfig, make_config, refusals_of_auto
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
@@ -42,7 +42,8 @@ from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Taken, put_step_info
 from odb_factory.model.flat_row import end_row
 from odb_factory.planning import Collation, Cost
-from odb_factory.version import why_gradients_are_lost
+from odb_factory.refusals import Refusal, refuse
+from odb_factory.version import GRADIENTS_LOST
 
 T_co = TypeVar("T_co", covariant=True)
 logger = get_logger(__name__)
@@ -63,16 +64,26 @@ class LoopOptions(ODBKeys, total=False):
     config: ODBConfig | None
 
 
-NOT_IN_A_LOOP = {
-    "audit": "does not say where to; give audit_dir= instead.",
-    "oom": "takes the micro-batches of an optimizer step once more, which a custom loop does by itself; leave it out, "
-    "and lower token_budget if memory is short.",
-    "balance_encoder": "acts in the forwards of a trainer; leave it out.",
-    "recompute": "switches gradient checkpointing of a trainer's model; leave it out.",
-    "lr_scale": "has no effect in a custom loop, which sets its learning rate; leave it out, and scale by "
-    "optimizer_step_samples of the step info.",
-}
-"""Keys that only a trainer can honour, and what another value than the default would need."""
+def _only_in_a_trainer(key: str, why: str, way_out: str = "leave it out") -> Refusal:
+    default = getattr(ODBConfig, key)
+    return Refusal(f"odb.{key}", lambda s: getattr(s.odb, key) not in (default, False), why, way_out)
+
+
+LOOP = (
+    Refusal("odb.loss_scaling", lambda s: s.given.get("loss_scaling") == "stock",
+        "is the loss of a trainer, and a custom loop computes its own",
+        f"leave it out (exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}"),
+    *refusals_of_auto(lambda _: True, "runs the model before training, which a custom loop does by itself",
+        "set a number"),
+    _only_in_a_trainer("audit", "does not say where to", "give audit_dir= instead"),
+    _only_in_a_trainer("oom",
+        "takes the micro-batches of an optimizer step once more, which a custom loop does by itself",
+        "leave it out, and lower token_budget if memory is short"),
+    _only_in_a_trainer("balance_encoder", "acts in the forwards of a trainer"),
+    _only_in_a_trainer("recompute", "switches gradient checkpointing of a trainer's model"),
+    _only_in_a_trainer("lr_scale", "has no effect in a custom loop, which sets its learning rate",
+        "leave it out, and scale by optimizer_step_samples of the step info"),
+)  # fmt: skip
 
 
 def loop_config(config: ODBConfig | None, keys: ODBKeys) -> ResolvedConfig:
@@ -81,18 +92,7 @@ def loop_config(config: ODBConfig | None, keys: ODBKeys) -> ResolvedConfig:
     Raises `ConfigError` for keys that have no effect outside of a trainer.
     """
     config = make_config(config, keys)
-    if keys.get("loss_scaling") == "stock":
-        raise ConfigError(
-            "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes its own; leave it out "
-            f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
-        )
-    for key in config.auto_keys:
-        raise ConfigError(
-            f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."
-        )
-    for key, why in NOT_IN_A_LOOP.items():
-        if (value := getattr(config, key)) not in (getattr(ODBConfig, key), False):
-            raise ConfigError(f"odb.{key}: {value!r} {why}")
+    refuse(LOOP, {"odb": config, "given": keys})
     if config.loss_scaling == "stock":
         config = dataclasses.replace(config, loss_scaling="exact")
     if config.layout == "auto":
@@ -130,8 +130,8 @@ def _is_deepspeed() -> bool:
 
 def _check_accumulation(*, is_prepared: bool) -> None:
     """Raise `ConfigError` if accelerate would end optimizer steps by its own count, or DeepSpeed lose micro-batches."""
-    if _is_deepspeed() and (lost := why_gradients_are_lost(AcceleratorState().deepspeed_plugin.deepspeed_config)):
-        raise ConfigError(lost)
+    if _is_deepspeed():
+        refuse([GRADIENTS_LOST], {"deepspeed": AcceleratorState().deepspeed_plugin.deepspeed_config})
     theirs = GradientState().num_steps
     if is_prepared and theirs != 1:
         raise ConfigError(

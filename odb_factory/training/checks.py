@@ -6,9 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import math
 import operator
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping, Sized
 from enum import Enum
@@ -20,7 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.pool import look
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -30,8 +30,9 @@ from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation
 from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.refusals import Refusal, Settings, refuse
 from odb_factory.training.arguments import replaced
-from odb_factory.version import offloads_optimizer, why_gradients_are_lost
+from odb_factory.version import GRADIENTS_LOST, offloads_optimizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
@@ -46,7 +47,8 @@ DEEPSPEED_REPLICA = (
 )  # fmt: skip
 METHODS = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler", "get_batch_samples")
 """Methods of the Trainer that odb overrides, and one that it relies on."""
-STEP_IN_BACKWARD = ("lomo", "adalomo")
+STEP_IN_BACKWARD = ("_layerwise", "lomo")
+"""Ends of the names of optimizers."""
 TRIES = 20
 """Batches tried for whether a trainer makes rows of its own: TRL's GKDTrainer draws for each batch whether it does."""
 PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or use LLaMA-Factory's stages dpo, rm, kto"
@@ -64,133 +66,127 @@ def log_without_effect(args: Any) -> None:
         )
 
 
-def check_arguments(args: Any, config: ODBConfig, memory_meter: MemoryMeter | None = None) -> None:
+def _replica(key: str) -> Refusal:
+    """All ranks must be data-parallel ranks. key: of the number of ranks that share a replica of the model."""
+    why = "their lengths would be cut after samples were grouped by them"
+    if "tp_size" in key or "tensor" in key:
+        why = "a Trainer's figures, checkpoints and evaluation take every rank for a data-parallel one"
+    return Refusal(
+        key,
+        lambda s: isinstance(size := s.at(key), int) and size > 1,
+        f"ranks would share one replica of the model, which odb does not support here ({why})",
+        "set it to 1 (ZeRO, FSDP and HSDP are supported; tensor parallelism in a loop with ODBDataLoader)",
+    )
+
+
+ARGUMENTS = (
+    Refusal("gradient_accumulation_steps", lambda s: s.gradient_accumulation_steps < 1,
+        "is not the number of micro-batches of an optimizer step", "choose 1 or more"),
+    Refusal("num_train_epochs", lambda s: s.max_steps <= 0 and s.num_train_epochs <= 0, "leaves nothing to train on",
+        "choose more than 0, or set max_steps"),
+    *(_replica(f"parallelism_config.{name}") for name in SHARED_REPLICA),
+    *(_replica(f"deepspeed.{name}") for name in DEEPSPEED_REPLICA),
+    GRADIENTS_LOST,
+    Refusal("deepspeed.scheduler.type", lambda s: s.deepspeed.get("scheduler") and not s.odb.keeps,
+        "counts optimizer steps, which `global_batch_size: fill` does not know ahead",
+        "remove `scheduler` there and use lr_scheduler_type, or keep the optimizer steps"),
+    Refusal("n_gpu", lambda s: s.n_gpu > 1, "devices in one process (DataParallel) would cut every batch apart",
+        "start one process a device with torchrun (FORCE_TORCHRUN=1), or show it one device"),
+    Refusal("optim", lambda s: str(getattr(s.optim, "value", s.optim)).endswith(STEP_IN_BACKWARD),
+        "changes weights in every backward, of which odb makes several an optimizer step",
+        "choose another optimizer, or train without odb"),
+    Refusal("auto_find_batch_size", lambda s: s.auto_find_batch_size,
+        "does not go with odb, which sizes batches by tokens",
+        "remove the key, and lower `token_budget` if memory is short"),
+    Refusal("accelerator_config.split_batches",
+        lambda s: s.at("accelerator_config.split_batches") and s.world_size > 1,
+        "does not go with odb: stock would cut each batch apart among the ranks",
+        "remove it and divide per_device_train_batch_size by {s.world_size}"),
+    Refusal("accelerator_config.dispatch_batches", lambda s: s.at("accelerator_config.dispatch_batches"),
+        "does not go with odb, where every rank forms its own batches", "remove the key or set it to false"),
+    Refusal("ddp_static_graph", lambda s: s.ddp_static_graph and s.world_size > 1,
+        "does not go with odb: torch takes the first backward for every later one, and an optimizer step has a "
+        "number of its own of them", "remove the key"),
+    *refusals_of_auto(lambda s: s.memory_meter is None,
+        "tries micro-batches on an accelerator whose memory torch counts, and this training runs on {s.device.type}",
+        "set a number (`odb-factory plan` says what it does with the data)"),
+    *refusals_of_auto(lambda s: s.is_stream,
+        "tries rows of the dataset before training, and those of a stream cannot be read by their number",
+        "set a number"),
+    Refusal("odb.oom", lambda s: s.odb.oom != "raise" and why_not_split(s),
+        "works in one process, with DDP and ZeRO-1, and {found}",
+        "leave it out (raise), and lower token_budget if memory is short"),
+)  # fmt: skip
+"""Training arguments that odb cannot work with, or not with these keys of the block."""
+
+
+def check_arguments(
+    args: Any, config: ODBConfig, memory_meter: MemoryMeter | None = None, *, is_stream: bool = False
+) -> None:
     """Raise `ConfigError` for training arguments and block keys that cannot work; needs no model.
 
-    memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
+    memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU. is_stream: rows of the dataset
+    cannot be read by their number.
     """
-    deepspeed = deepspeed_config(args)
-    if args.gradient_accumulation_steps < 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
-            "optimizer step; choose 1 or more."
-        )
-    if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        raise ConfigError(
-            f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set "
-            "max_steps."
-        )
-    parallelism = getattr(args, "parallelism_config", None)
-    sizes = {f"parallelism_config.{name}": getattr(parallelism, name, None) for name in SHARED_REPLICA}
-    for path in DEEPSPEED_REPLICA:
-        section: Any = deepspeed
-        for name in path.split("."):
-            section = section.get(name) if isinstance(section, dict) else None
-        sizes[f"deepspeed {path}"] = section
-    _check_replicas(sizes)
-    if (lost := why_gradients_are_lost(deepspeed)) is not None:
-        raise ConfigError(lost)
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
-            "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
-        )
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD:
-        raise ConfigError(
-            f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
-            "choose another optimizer, or train without odb."
-        )
-    if args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
-            "lower `token_budget` if memory is short."
-        )
-    if getattr(args.accelerator_config, "split_batches", False) and args.world_size > 1:
-        raise ConfigError(
-            "accelerator_config.split_batches: True does not go with odb: stock would cut each batch apart among the "
-            f"ranks; remove it and divide per_device_train_batch_size by {args.world_size}."
-        )
-    if getattr(args, "ddp_static_graph", None) and args.world_size > 1:
-        raise ConfigError(
-            "ddp_static_graph: True does not go with odb: torch takes the first backward for every later one, and an "
-            "optimizer step has a number of its own of them; remove the key."
-        )
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        raise ConfigError(
-            "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
-            "remove the key or set it to false."
-        )
-    scheduler = deepspeed.get("scheduler")
-    if scheduler and not config.keeps:
-        raise ConfigError(
-            f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
-            "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
-            "keep the optimizer steps."
-        )
-    if config.auto_keys and memory_meter is None and memory.find_meter(args.device) is None:
-        raise ConfigError(
-            f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator whose memory torch counts, and "
-            f"this training runs on {args.device.type!r}; set a number (`odb-factory plan` says what it does with the "
-            "data)."
-        )
-    if config.oom != "raise" and (why := why_not_split(args)) is not None:
-        raise ConfigError(
-            f"odb.oom: {config.oom!r} works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and "
-            "lower token_budget if memory is short."
-        )
-
-
-def _check_replicas(sizes: Mapping[str, Any]) -> None:
-    """All ranks must be data-parallel ranks. sizes: number of ranks that share a replica, by setting."""
-    for what, size in sizes.items():
-        if isinstance(size, int) and size > 1:
-            why = "rows would be cut along their length after they were grouped, the lengths of their samples not"
-            if re.search(r"tp_size|tensor", what):
-                why = "a Trainer's figures, checkpoints and evaluation take every rank for a data-parallel one"
-            raise ConfigError(
-                f"{what}: {size} ranks would share one replica of the model, which odb does not support here ({why}); "
-                "set it to 1 (ZeRO, FSDP and HSDP are supported; tensor parallelism in a loop with ODBDataLoader)."
-            )
-
-
-def check_stream(config: ODBConfig) -> None:
-    """Raise `ConfigError` for settings that need a dataset whose rows have numbers; the dataset is a stream."""
-    if config.auto_keys:
-        raise ConfigError(
-            f"odb.{config.auto_keys[0]}: 'auto' tries rows of the dataset before training, and those of a stream "
-            "cannot be read by their number; set a number."
-        )
+    meter = memory_meter or (memory.find_meter(args.device) if config.auto_keys else None)
+    own = {"odb": config, "deepspeed": deepspeed_config(args), "memory_meter": meter, "is_stream": is_stream}
+    refuse(ARGUMENTS, own, args)
 
 
 def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
     """Raise `ConfigError` if no micro-batch without media can be within `max_patches`."""
     _, least = collation.dummies(0, 0)
-    if isinstance(config.max_patches, int) and config.max_patches < least:
-        what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
-        raise ConfigError(
-            f"odb.max_patches: {config.max_patches} is less than the {least} patches of the {what} that the collator "
-            "adds to every group without media; raise it."
-        )
+    what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
+    row = Refusal(
+        "odb.max_patches",
+        lambda s: isinstance(s.odb.max_patches, int) and s.odb.max_patches < least,
+        f"is less than the {least} patches of the {what} that the collator adds to every group without media",
+        "raise it",
+    )
+    refuse([row], {"odb": config})
+
+
+TRAINER = (
+    # TRL 1.x sets a text before transformers 5.19, which only asks whether there is a function.
+    Refusal("compute_loss_func", lambda s: s.compute_loss_func is not None and not callable(s.compute_loss_func),
+        "is no function", "install a newer transformers if the trainer has set it, or train without odb"),
+    # Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly.
+    Refusal("model.__class__.__name__", lambda s: not _is_causal(s.model),
+        "has labels that are not those of a causal language model (text or vision-language), one for each next token",
+        "use the Trainer without odb"),
+    *(_replica(f"model.{name}") for name in ("_tp_size", "tp_size")),
+    *(_replica(f"accelerator.parallelism_config.{name}") for name in SHARED_REPLICA),
+    Refusal("accelerator.parallelism_config.dp_shard_size",
+        lambda s: s.process_group is None and _replicas(s) not in (1, s.accelerator.num_processes),
+        "and dp_replicate_size do not make the {s.accelerator.num_processes} ranks of this training, so its "
+        "data-parallel ranks are unknown", "give them as enable_odb(process_group=...)"),
+)  # fmt: skip
+"""Of a trainer and its model as loaded, and of accelerate as started, also from its environment variables."""
+
+
+def _is_causal(model: Any) -> bool:
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "", ForCausalLMLoss)
+    has_other_head = type(model).__name__.endswith(HEADS_WITHOUT_A_SHIFT)
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return loss is ForCausalLMLoss and not has_other_head and not is_encoder_decoder
+
+
+def _replicas(s: Settings) -> int:
+    """HSDP: replicas of shards. If the data-parallel ranks are all ranks, the default group is theirs."""
+    names = ("dp_replicate_size", "dp_shard_size")
+    return math.prod(s.at(f"accelerator.parallelism_config.{name}") or 1 for name in names)
 
 
 def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     if isinstance(trainer.train_dataset, Sized) and len(trainer.train_dataset) == 0:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
-    if trainer.compute_loss_func is not None and not callable(trainer.compute_loss_func):
-        # TRL 1.x sets a text before transformers 5.19, which only asks whether there is a function.
-        raise ConfigError(
-            f"compute_loss_func: {trainer.compute_loss_func!r} is no function; a {type(trainer).__name__} that sets it "
-            "needs a newer transformers, or train without odb."
-        )
     # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
     losses = getattr(trainer, "loss", None)
     found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
     if found is not None:
         raise ConfigError(f"loss: {found} {IN_BATCH}.")
-    _check_labels(trainer.model)
-    _check_model_parallelism(trainer)
+    refuse(TRAINER, {"model": unwrapped(trainer.model), "process_group": trainer.odb.process_group}, trainer)
     check_methods(trainer)
 
 
@@ -307,26 +303,6 @@ def check_hooks(trainer: Any) -> None:
         )
 
 
-def _check_model_parallelism(trainer: Any) -> None:
-    """The model as loaded and accelerate as started (also from its environment variables) share no replica."""
-    model = unwrapped(trainer.model)
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    size = max(getattr(model, name, None) or 1 for name in ("_tp_size", "tp_size"))
-    sizes = {"the model's tensor parallel size (tp_plan)": size}
-    sizes |= {f"accelerate's {name}": getattr(parallelism, name, None) for name in SHARED_REPLICA}
-    _check_replicas(sizes)
-    if parallelism is None:
-        return
-    # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
-    replicas, shards = (getattr(parallelism, name, None) or 1 for name in ("dp_replicate_size", "dp_shard_size"))
-    ranks = trainer.accelerator.num_processes
-    if replicas * shards not in (1, ranks) and trainer.odb.process_group is None:
-        raise ConfigError(
-            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards} is not the {ranks} ranks of "
-            "this training, so its data-parallel ranks are unknown; give them as enable_odb(process_group=...)."
-        )
-
-
 # `oom: split`, `skip`: a rank computes its micro-batches again without the others, so no collective may run inside.
 
 
@@ -363,26 +339,6 @@ def deepspeed_config(args: Any) -> dict[str, Any]:
         return given.config
     plugin = getattr(args, "deepspeed_plugin", None)
     return {} if plugin is None else plugin.deepspeed_config
-
-
-# Labels
-
-
-def _check_labels(model: Any) -> None:
-    """Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly."""
-    model = unwrapped(model)
-    name = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ConfigError(
-            f"model: {name} is an encoder-decoder model, whose labels are those of its decoder; odb trains causal "
-            "language models (text and vision-language). Use the Trainer without odb."
-        )
-    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "", ForCausalLMLoss)
-    if loss is not ForCausalLMLoss or name.endswith(HEADS_WITHOUT_A_SHIFT):
-        raise ConfigError(
-            f"model: the labels of {name} are not those of a causal language model, one for each next token, so odb "
-            "cannot weigh its loss; use the Trainer without odb."
-        )
 
 
 # Methods

@@ -66,7 +66,17 @@ from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.recompute import Recompute, can_be_measured, find_recompute
 from odb_factory.training.run import ODBRun
 from odb_factory.training.shared_encoder import SharedEncoder
-from odb_factory.training.stock import Rows, SampleModel, StockLoss, assumed, cut, measure, number_like, short_rows
+from odb_factory.training.stock import (
+    Rows,
+    SampleModel,
+    StockLoss,
+    UnknownWeights,
+    assumed,
+    cut,
+    measure,
+    number_like,
+    short_rows,
+)
 from odb_factory.training.trainer_loss import routers_weigh, why_logits
 
 logger = get_logger(__name__)
@@ -443,7 +453,8 @@ class Training:
             try:
                 stock = measure(trainer, self._rows_to_measure(), self._parts.collate_fn, odb.gather)
             except ConfigError as error:
-                if odb.config.loss_scaling == "stock":
+                is_own = isinstance(error, UnknownWeights)  # then other weights can be given to the losses of samples
+                if odb.config.loss_scaling == "stock" or (odb.config.loss_scaling != "none" and not is_own):
                     self._refusal = error  # raised once a checkpoint has been compared, whose message may be the cause
                 else:
                     logger.warning("%s", error)

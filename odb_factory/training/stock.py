@@ -54,7 +54,9 @@ FROM_PADDING = (
     "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
     "-100, or pad on the right"
 )
+READS_PADDING = "its loss depends on the padding of a row"
 NOT_FINITE, RAISES = "a micro-batch has a gradient that is not finite", "its step raises "
+NO_LOGITS, OTHER_VALUES = "its logits cannot be read: ", "the values of its losses are those of no rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,12 @@ class StockLoss:
 def assumed(trainer: Any) -> StockLoss:
     """The rule of a loss that cannot be measured here, such as that of pairs."""
     return StockLoss(MEAN_OF_STEP if trainer.model_accepts_loss_kwargs else MEAN_OF_MICRO_BATCH)
+
+
+class UnknownWeights(ConfigError):
+    """What stock weighs the samples fits no rule, or cannot be seen; nothing shows that their losses are not their own.
+
+    So other weights can be given to them (`loss_scaling`)."""
 
 
 class Rows(NamedTuple):
@@ -163,7 +171,8 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
 
     rows: of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the JSON of all
     ranks. Collective.
-    Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits.
+    Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits,
+    `UnknownWeights` if other weights would be right.
     """
     model: Any = model_with_labels(trainer.model)
     own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows.features)}
@@ -171,7 +180,7 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
     has_logits, has_rows = (all(rank[key] for rank in ranks) for key in own)
     changes: Sequence[Sequence[int]] = (NONE_IN_THE_LAST, SUPERVISED, ())
     attempts = [*itertools.product([True] * has_rows, changes), *itertools.product([False], changes[:2])]
-    why = ""
+    why, kind = "", ConfigError
     for is_real, supervised in attempts if has_logits else ():
         measurement = _Measurement(trainer, model)
         try:
@@ -187,7 +196,7 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
             continue
         answers = gather(measurement.run(batches))
         why = next((answer["problem"] for answer in answers if answer["problem"]), "")
-        if why == FROM_PADDING and supervised:
+        if why in (FROM_PADDING, READS_PADDING) and supervised:
             continue  # the labels that were changed may be what is predicted from padding
         if why.startswith((NOT_FINITE, RAISES)) and supervised is NONE_IN_THE_LAST:
             continue  # stock cannot train on a row without a supervised token
@@ -197,13 +206,16 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
         if stock is not None:
             logger.debug("stock takes %s (measured)", stock.mean)
             return replace(stock, number=measurement.number)
+        kind = UnknownWeights
         if not why.startswith("these rows"):
             break
     if not has_logits or "cannot be collated" in why:  # another model than a causal one
         stock, why = _by_values(trainer, rows, collate, gather)
         if stock is not None:
             return stock
-    raise ConfigError(
+    if why.startswith(NO_LOGITS) or why == OTHER_VALUES:
+        kind = UnknownWeights
+    raise kind(
         f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
         "odb would train another loss; train without odb."
     )
@@ -246,7 +258,7 @@ def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) ->
             fits += map(is_near, one["stock"], sums)
         if all(fits):
             return StockLoss(mean), ""
-    return None, "the values of its losses are those of no rule"
+    return None, OTHER_VALUES
 
 
 def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
@@ -411,7 +423,7 @@ class _Measurement:
                 self.is_computed = False  # the layers return zeros, which needs no memory
                 step(dict(inputs))
             if one.leaf is None:
-                raise _Unmeasured(f"{type(self._model).__name__} computes its loss without its output embedding")
+                raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
         return watched
 
     def _step(self, watched: _Watched, inputs: Any) -> None:
@@ -434,7 +446,7 @@ class _Measurement:
                 outside = stock[row].clone()
                 outside[start:end] = 0
                 if outside.norm() > TOLERANCE * scale:
-                    raise _Unmeasured(FROM_PADDING)
+                    raise _Unmeasured(FROM_PADDING if start else READS_PADDING)
                 theirs = stock[row, start:end]
                 rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
                 if not units:
@@ -586,7 +598,7 @@ class _Watched:
         items: Any = enumerate(output) if is_tuple else [("logits", output.get("logits"))]
         key, logits = next(((key, value) for key, value in items if _is_like(value, leaf)), (None, None))
         if logits is None:
-            raise _Unmeasured("the model returns no logits of its positions")
+            raise _Unmeasured(f"{NO_LOGITS}the model returns none")
         self._is_plain = logits is leaf
         self.of_samples = []
         for row, (start, end) in enumerate(self.spans):

@@ -45,7 +45,6 @@ from odb_factory.training.checks import (
     check_arguments,
     check_dummy_media,
     check_methods,
-    check_stream,
     check_trainer,
     compare_output_dirs,
     log_without_effect,
@@ -493,10 +492,9 @@ def enable_odb(
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
     check_process_group(process_group)
-    check_arguments(trainer.args, config, memory_meter)
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    check_arguments(trainer.args, config, memory_meter, is_stream=is_stream)
     log_without_effect(trainer.args)
-    if isinstance(trainer.train_dataset, IterableDataset):
-        check_stream(config)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):

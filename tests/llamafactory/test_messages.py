@@ -6,6 +6,7 @@ import copy
 import importlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,21 +87,20 @@ def test_an_override_takes_the_block_out(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value"),
     [
-        ("cutoff_len", "abc", "is not a whole number"),
-        ("cutoff_len", "2048", "without quotes"),
-        ("learning_rate", "abc", "is not a number"),
-        ("num_train_epochs", "x", "is not a number"),
-        ("gradient_accumulation_steps", [2], "is not a whole number"),
-        ("bf16", "no", "is not true or false"),
+        ("cutoff_len", "abc"),
+        ("cutoff_len", "2048"),
+        ("learning_rate", "abc"),
+        ("num_train_epochs", "x"),
+        ("gradient_accumulation_steps", [2]),
+        ("bf16", "no"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_named(config: dict[str, Any], key: str, value: object, words: str) -> None:
+def test_a_value_of_a_wrong_type_is_named(config: dict[str, Any], key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         get_train_args(config | {key: value})
-    assert str(caught.value).startswith(f"{key}: {value!r} ") and words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{key}: {value!r} ") and "\n" not in str(caught.value)
 
 
 def test_texts_that_llamafactory_takes_are_no_mistakes(config: dict[str, Any]) -> None:
@@ -128,55 +128,60 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
     assert lines[-1] in ours
 
 
+ODB = "odb:\n  token_budget: 1\n"
+LONG = "9" * 5000
+
+
 @pytest.mark.parametrize(
-    ("text", "overrides", "words"),
+    ("text", "overrides", "start"),
     [
-        ("odb:\n  token_bugdet: 1\n", (), ("odb.token_bugdet", "token_budget")),
-        ("odb:\n  join: true\n  join: false\n", (), ("line 3", "duplicate key join")),
-        ("odb:\n\ttoken_budget: 1\n", (), ("line 2", "cannot be read")),
-        ("odb:\n  token_budget: 1\nseed: 1\nodb:\n  token_budget: 2\n", (), ("line 4", "duplicate key odb")),
-        ("seed: 1\nodb: {token_budget: 1", (), ("line 2", "cannot be read")),
-        ("odb:\n  token_budget: 1\n", ("odb.token_budget",), ("odb.token_budget", "None")),
-        ("odb:\n  token_budget: 1\n", ("odb={token_budget: [",), ("odb={token_budget: [", "cannot be read")),
-        ("seed: 1\n", ("odb={token_budget:100}",), ("odb.token_budget:100", "`token_budget: 100`")),
-        ("odb:\n  token_budget: 1\n", ("--odb.token_budget=2",), ("--odb", "odb.KEY=VALUE")),
-        ("odb:\n  token_budget: 1\noverlong: drop\n", (), ("overlong", "indent")),
-        ("odb:\ntoken_budget: 1\n", (), ("token_budget", "1", "indent")),
-        ("odb:\n  token_budget: 1\ndataloader_num_workers: -1\n", (), ("dataloader_num_workers", "-1")),
-        ("odb:\n  token_budget: 1\nresume_from_checkpoint: 5\n", (), ("resume_from_checkpoint", "5", "folder")),
-        ("odb:\n  token_budget: 1\nresume_from_checkpoint: true\noutput_dir: no/pe\n", (), ("True", "no/pe", "remove")),
-        ("odb:\n  token_budget: 1\ndo_train: true\npacking: true\n", (), ("packing", "True", "remove")),
-        ("obd:\n  token_budget: 1\n", (), ("obd", "block `odb:`")),
-        ("seed: 1\n", ("obd.token_budget=1",), ("obd", "odb.KEY=VALUE")),
-        # As flat keys, and as forks of LLaMA-Factory have them.
-        ("odb.token_budget: 1\n", (), ("odb.token_budget", "block `odb:`", "indented")),
-        ("enable_odb: true\nodb_token_budget: 1\n", (), ("enable_odb", "block `odb:`", "indented")),
-        ("token_budget: 1\n", (), ("token_budget", "block `odb:`", "indented")),
-        ("odb_token_budget: 1\n", (), ("odb_token_budget", "block `odb:`", "indented")),
-        # What no YAML reader makes a number, a text or a list of.
-        ("odb:\n  token_budget: !!set {1024}\n", (), ("my.yaml", "cannot be read")),
-        (f"odb:\n  token_budget: {'9' * 5000}\n", (), ("my.yaml", "cannot be read", "digits")),
-        ("odb:\n  token_budget: 1\n  ~: 2\n", (), ("my.yaml", "cannot be read", "Key")),
-        ("odb:\n  token_budget: 1\nx: \0\n", (), ("my.yaml", "cannot be read")),
-        (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ("my.yaml", "cannot be read")),
-        (f"odb:\n  token_budget: '{'9' * 5000}'\n", (), ("odb.token_budget", " ... ", "without quotes")),
-        ("odb:\n  token_budget: 1\nmodel_name_or_path: /no/pe\n", (), ("model_name_or_path", "'/no/pe'", "hub")),
-        ("odb:\n  token_budget: 1\nmodel_name_or_path: a/b/c\n", (), ("model_name_or_path", "'a/b/c'", "hub")),
+        ("odb:\n  token_bugdet: 1\n", (), "odb.token_bugdet: 1 "),
+        (ODB + "  rehears: false\n  joins: true\n", (), "odb.rehears: False .* odb.joins: True "),
+        ("odb:\n  join: true\n  join: false\n", (), ".*my.yaml: .*line 3"),
+        ("odb:\n\ttoken_budget: 1\n", (), ".*my.yaml: .*line 2"),
+        (ODB + "seed: 1\nodb:\n  token_budget: 2\n", (), ".*my.yaml: .*line 4"),
+        ("seed: 1\nodb: {token_budget: 1", (), ".*my.yaml: .*line 2"),
+        (ODB, ("odb.token_budget",), "odb.token_budget: "),
+        (ODB, ("odb={token_budget: [",), ".*odb={token_budget: [[]: "),
+        ("seed: 1\n", ("odb={token_budget:100}",), "odb.token_budget:100: "),
+        (ODB, ("--odb.token_budget=2",), "--odb: "),
+        (ODB + "overlong: drop\n", (), "overlong: 'drop' "),
+        ("odb:\ntoken_budget: 1\n", (), "token_budget: "),
+        (ODB + "dataloader_num_workers: -1\n", (), "dataloader_num_workers: -1 "),
+        (ODB + "resume_from_checkpoint: 5\n", (), "resume_from_checkpoint: 5 "),
+        (ODB + "resume_from_checkpoint: true\noutput_dir: no/pe\n", (), "resume_from_checkpoint: True .*no/pe"),
+        (ODB + "do_train: true\npacking: true\n", (), "packing: True "),
+        (ODB + "do_train: true\npacking: true\nuse_mca: true\n", (), "use_mca: True .* packing: True "),
+        ("obd:\n  token_budget: 1\n", (), "obd: "),
+        ("seed: 1\n", ("obd.token_budget=1",), "obd: "),
+        # As flat keys, and as forks of LLaMA-Factory have them
+        ("odb.token_budget: 1\n", (), "odb.token_budget: "),
+        ("enable_odb: true\nodb_token_budget: 1\n", (), "enable_odb: "),
+        ("token_budget: 1\n", (), "token_budget: "),
+        ("odb_token_budget: 1\n", (), "odb_token_budget: "),
+        # What no YAML reader makes a number, a text or a list of
+        ("odb:\n  token_budget: !!set {1024}\n", (), "odb.token_budget|.*cannot be read"),
+        (f"odb:\n  token_budget: {LONG}\n", (), ".*my.yaml: .*digits"),
+        (ODB + "  ~: 2\n", (), ".*my.yaml: .*Key"),
+        (ODB + "x: \0\n", (), ".*my.yaml: "),
+        (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ".*my.yaml: "),
+        (f"odb:\n  token_budget: '{LONG}'\n", (), "odb.token_budget: "),
+        (ODB + "model_name_or_path: /no/pe\n", (), "model_name_or_path: '/no/pe' "),
+        (ODB + "model_name_or_path: a/b/c\n", (), "model_name_or_path: 'a/b/c' "),
     ],
 )
 def test_what_the_yaml_shows_is_said_before_the_launch(
-    tmp_path: Path, text: str, overrides: tuple[str, ...], words: tuple[str, ...]
+    tmp_path: Path, text: str, overrides: tuple[str, ...], start: str
 ) -> None:
-    message = refusal(tmp_path, text, *overrides)
-    assert all(word in message for word in words), message
+    """start: a pattern of the message's first words."""
+    assert re.match(start, message := refusal(tmp_path, text, *overrides)), message
 
 
 @pytest.mark.parametrize("variable", ["USE_MCA", "USE_MEGATRON_BRIDGE"])
 def test_other_backends_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as `datasets.map` with several processes leaves it
     monkeypatch.setenv(variable, "1")
-    message = refusal(tmp_path, "odb:\n  token_budget: 1\n")
-    assert message.startswith(f"{variable}: '1' selects ") and f"unset {variable}" in message
+    assert refusal(tmp_path, ODB).startswith(f"{variable}: '1' ")
 
 
 def test_what_keeps_ray_from_training_is_said_by_its_driver(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,45 +18,44 @@ from odb_factory.llamafactory import hooks
 
 FILL = {"token_budget": 256, "global_batch_size": "fill"}
 FLAT = {"token_budget": 256, "layout": "flat"}
-BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"odb": {"token_budget": "auto"}}, ("odb.token_budget: 'auto' tries micro-batches on an acc",)),
-    ({"odb": {"token_budget": 256, "max_patches": "auto"}}, ("odb.max_patches: 'auto' tries micro-ba",)),
-    ({"odb": {"token_budget": "auto"}, "stage": "kto"}, ("odb.token_budget: 'auto' does not go with",)),
-    ({"odb": {"token_bugdet": 256}}, ("odb.token_bugdet: 256", "token_budget")),
-    ({"odb": {"token_budget": "many"}}, ("odb.token_budget: 'many'",)),
-    ({"odb": None}, ("odb: None is not a block", "token_budget")),
-    ({"odb": FILL | {"loss_scaling": "stock"}}, ("odb.loss_scaling: 'stock'",)),
-    ({"packing": True}, ("packing: True does not go", "remove")),
-    ({"stage": "pt", "packing": True}, ("packing: True does not go", "layout: flat")),
-    ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, ("neat_packing: True", "remove one")),
-    ({"shift_attn": True, "odb": FLAT}, ("shift_attn: True", "padded")),
-    ({"use_mca": True}, ("use_mca: True", "remove")),
-    ({"use_unsloth": True}, ("use_unsloth: True", "remove")),
-    ({"use_kt": True}, ("use_kt: True", "remove")),
-    ({"use_hyper_parallel": True}, ("use_hyper_parallel: True", "remove")),
-    ({"use_galore": True, "galore_layerwise": True}, ("galore_layerwise: True", "galore_layerwise: false")),
-    ({"use_apollo": True, "apollo_layerwise": True}, ("apollo_layerwise: True", "apollo_layerwise: false")),
-    ({"use_badam": True, "badam_mode": "ratio"}, ("badam_mode: 'ratio'", "badam_mode: layer")),
-    ({"optim": "galore_adamw_layerwise"}, ("optim: 'galore_adamw_layerwise'", "another optimizer")),
-    ({"optim": "adalomo"}, ("optim: 'adalomo'", "another optimizer")),
-    ({"auto_find_batch_size": True}, ("auto_find_batch_size: True", "token_budget")),
-    ({"accelerator_config": {"dispatch_batches": True}}, ("accelerator_config.dispatch_batches: True", "false")),
-    ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss: False", "true")),
-    ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage: 'ppo'", "its own batches")),
-    ({"stage": "dpo", "pref_bco_weight": 0.5}, ("pref_bco_weight: 0.5", "running mean", "remove")),
-    ({"mixture_of_depths": "convert"}, ("mixture_of_depths: 'convert'", "padding", "remove")),
-    ({"num_train_epochs": 0}, ("num_train_epochs: 0",)),
-    ({"gradient_accumulation_steps": 0}, ("gradient_accumulation_steps: 0",)),
-    ({"dataloader_num_workers": "2"}, ("dataloader_num_workers: '2'",)),
-    ({"resume_from_checkpoint": "no/such"}, ("resume_from_checkpoint: 'no/such' is not a folder",)),
+BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
+    ({"odb": {"token_budget": "auto"}}, "odb.token_budget: 'auto'"),
+    ({"odb": {"token_budget": 256, "max_patches": "auto"}}, "odb.max_patches: 'auto'"),
+    ({"odb": {"token_budget": "auto"}, "stage": "kto"}, "odb.token_budget: 'auto'"),
+    ({"odb": {"token_bugdet": 256}}, "odb.token_bugdet: 256"),
+    ({"odb": {"token_budget": 256, "resume": "epoch"}}, "odb.resume: 'epoch'"),
+    ({"odb": {"token_budget": "many"}}, "odb.token_budget: 'many'"),
+    ({"odb": None}, "odb: None"),
+    ({"odb": FILL | {"loss_scaling": "stock"}}, "odb.loss_scaling: 'stock'"),
+    ({"packing": True}, "packing: True"),
+    ({"stage": "pt", "packing": True}, "packing: True"),
+    ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, "neat_packing: True"),
+    ({"shift_attn": True, "odb": FLAT}, "shift_attn: True"),
+    ({"use_mca": True}, "use_mca: True"),
+    ({"use_unsloth": True}, "use_unsloth: True"),
+    ({"use_kt": True}, "use_kt: True"),
+    ({"use_hyper_parallel": True}, "use_hyper_parallel: True"),
+    ({"use_galore": True, "galore_layerwise": True}, "galore_layerwise: True"),
+    ({"use_apollo": True, "apollo_layerwise": True}, "apollo_layerwise: True"),
+    ({"use_badam": True, "badam_mode": "ratio"}, "badam_mode: 'ratio'"),
+    ({"optim": "galore_adamw_layerwise"}, "optim: "),
+    ({"optim": "adalomo"}, "optim: "),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size: True"),
+    ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config.dispatch_batches: True"),
+    ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: False"),
+    ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, "stage: 'ppo'"),
+    ({"stage": "dpo", "pref_bco_weight": 0.5}, "pref_bco_weight: 0.5"),
+    ({"mixture_of_depths": "convert"}, "mixture_of_depths: 'convert'"),
+    ({"num_train_epochs": 0}, "num_train_epochs: 0"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0"),
+    ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
+    ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
 ]
-WITH_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"odb": {"token_budget": 16, "overlong": "error"}}, ("overlong",)),
-    (
-        {"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True},
-        ("odb.lr_scale: 'sqrt' goes by the first",),
-    ),
-    ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ("checkpoint-3",)),
+"""Changes to a YAML, and what the message begins with (a pattern)."""
+WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
+    ({"odb": {"token_budget": 16, "overlong": "error"}}, ".*overlong"),
+    ({"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True}, "odb.lr_scale: 'sqrt'"),
+    ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ".*checkpoint-3"),
 ]
 
 
@@ -79,7 +79,7 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def refused(model: Path, data_dir: Path, output_dir: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def refused(model: Path, data_dir: Path, output_dir: Path, changes: dict[str, Any], start: str) -> None:
     if "use_hyper_parallel" in changes and not hasattr(FinetuningArguments, "use_hyper_parallel"):
         pytest.skip("this release has no use_hyper_parallel")
     config = training_config(model, data_dir, output_dir, template="qwen", odb={"token_budget": 256, "audit": True})
@@ -89,26 +89,26 @@ def refused(model: Path, data_dir: Path, output_dir: Path, changes: dict[str, An
     with pytest.raises(ODBError) as caught:
         run_exp(config | changes)
     message = str(caught.value)
-    assert all(word in message for word in words) and "\n" not in message, message
+    assert re.match(start, message) and "\n" not in message, message
     assert files_of(output_dir) == before
 
 
 def ids(value: Any) -> str:
-    return "-".join(value) if isinstance(value, dict) else value[0][:40]
+    return "-".join(value) if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize(("changes", "words"), BEFORE_A_MODEL, ids=ids)
-def test_before_a_model_is_loaded(tiny_text: Path, data_dir, output_dir, tmp_path, changes, words) -> None:
+@pytest.mark.parametrize(("changes", "start"), BEFORE_A_MODEL, ids=ids)
+def test_before_a_model_is_loaded(tiny_text: Path, data_dir, output_dir, tmp_path, changes, start) -> None:
     """The model has no weights: loading it would be another error."""
     model = tmp_path / "model"
     shutil.copytree(tiny_text, model, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
-    refused(model, data_dir, output_dir, changes, words)
+    refused(model, data_dir, output_dir, changes, start)
     assert hooks._active is None
 
 
-@pytest.mark.parametrize(("changes", "words"), WITH_A_MODEL, ids=ids)
-def test_with_a_model(tiny_text: Path, data_dir, output_dir, changes, words) -> None:
-    refused(tiny_text, data_dir, output_dir, changes, words)
+@pytest.mark.parametrize(("changes", "start"), WITH_A_MODEL, ids=ids)
+def test_with_a_model(tiny_text: Path, data_dir, output_dir, changes, start) -> None:
+    refused(tiny_text, data_dir, output_dir, changes, start)
 
 
 def test_the_log_of_the_run_before_goes_with_the_first_step(tiny_text: Path, data_dir, output_dir) -> None:

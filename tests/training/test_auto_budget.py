@@ -197,7 +197,7 @@ def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
     refused("odb.token_budget: 'auto' tries .* on an accelerator.*set a number", {"token_budget": "auto"})
     refused("odb.max_patches: 'auto' tries", {"token_budget": 64, "max_patches": "auto"})
     refused("those of a stream", {"token_budget": "auto"}, CAPACITY, dataset=Stream(), max_steps=1)
-    with pytest.raises(ConfigError, match=r"odb.token_budget: 'auto' runs the model .* give a number"):
+    with pytest.raises(ConfigError, match="^odb.token_budget: 'auto' "):
         ODBDataLoader([], token_budget="auto", collate_fn=pad)
 
 

@@ -23,22 +23,21 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 
 from odb_factory import Collation, ConfigError, Cost, DataError, ODBConfig, enable_odb
 from odb_factory.data.observe import count_supervised, measure_batch
 from odb_factory.training.checks import check_arguments, log_without_effect
 
-CONFIG = ODBConfig(token_budget=1024)
+HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def refuses(trainer: Trainer, match: str) -> None:
-    """Training it ends in one line, before any step."""
-    with pytest.raises((ConfigError, DataError), match=match) as refused:
+def refuses(trainer: Trainer, key: str) -> None:
+    """Training it ends in one line that names this first, before any step."""
+    with pytest.raises((ConfigError, DataError)) as refused:
         trainer.train()
-    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith(key) and "\n" not in str(refused.value)
     assert trainer.state.global_step == 0
     assert trainer.odb.training is None
 
@@ -73,26 +72,74 @@ def acts_in_backward(trainer: Trainer) -> None:
     next(iter(trainer.model.parameters())).register_post_accumulate_grad_hook(step_at_once)
 
 
-REFUSED: list[tuple[Callable[[Trainer], None], str]] = [
-    (has(loss=MultipleNegativesRankingLoss), "^loss: MultipleNegativesRankingLoss compares the samples of a micro-"),
-    (has(loss=lambda: {"pairs": MultipleNegativesRankingLoss()}), "^loss: MultipleNegativesRankingLoss compares the "),
-    (has(model=t5), "^model: .*T5ForConditionalGeneration.* causal language model"),
-    (has(model=classifier), "^model: .*Qwen2ForSequenceClassification.* causal language model"),
+def loss_of_a_text(trainer: Trainer) -> None:
+    """As TRL 1.x sets it with transformers before 5.19."""
+    trainer.compute_loss_func = "non-None value to disable scaling"
+
+
+class Generates(Trainer):
+    """As TRL's GKDTrainer: in some steps the answers are the model's own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if random.random() < 0.5:
+            inputs["input_ids"] = self.model.generate(inputs["input_ids"], max_new_tokens=2)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class Rolls(Trainer):
+    """As TRL's GRPOTrainer: rows are made in `_prepare_inputs`."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs({key: value.repeat(2, 1) for key, value in inputs.items()})
+
+
+class Needs(Trainer):
+    """Its rows come from a server that is not there before training."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self.server.rows(inputs)
+
+
+class Contrasts(Trainer):
+    """Samples of a micro-batch are compared with each other."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        means = model(**inputs).logits.mean(1)
+        return torch.nn.functional.cross_entropy(means @ means.T, torch.arange(len(means)))
+
+
+REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
+    (Trainer, has(loss=MultipleNegativesRankingLoss), "loss: MultipleNegativesRankingLoss "),
+    (Trainer, has(loss=lambda: {"pairs": MultipleNegativesRankingLoss()}), "loss: MultipleNegativesRankingLoss "),
+    (Trainer, has(model=t5), "model.__class__.__name__: 'T5ForConditionalGeneration'"),
+    (Trainer, has(model=classifier), "model.__class__.__name__: 'Qwen2ForSequenceClassification'"),
     (
+        Trainer,
         has(model=lambda: BertForTokenClassification(BertConfig(**SMALL))),
-        "^model: .*BertForTokenClassification.* causal language model",
+        "model.__class__.__name__: 'BertForTokenClassification'",
     ),
-    (has(train_dataset=lambda: Rows(num_rows=0)), "^train_dataset: it has no row"),
-    (tensor_parallel, "^the model's tensor parallel size"),
-    (acts_in_backward, "step_at_once acts on the gradient of .* in every backward"),
+    (Trainer, has(train_dataset=lambda: Rows(num_rows=0)), "train_dataset: "),
+    (Trainer, tensor_parallel, "model._tp_size: 2 "),
+    (Trainer, acts_in_backward, "training.test_checks.step_at_once "),
+    (Trainer, loss_of_a_text, "compute_loss_func: 'non-None value"),
+    # By what they do with a batch, whatever their names
+    (Generates, has(), "trainer: a Generates "),
+    (Rolls, has(), "trainer: a Rolls "),
+    (Needs, has(), "trainer: a Needs "),
+    (Contrasts, has(), "how Contrasts weighs "),
 ]
 
 
-@pytest.mark.parametrize(("change", "match"), REFUSED, ids=[match for _, match in REFUSED])
-def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, change: Any, match: str) -> None:
-    trainer = make(tiny_text, tmp_path, block=BLOCK)
+@pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
+@pytest.mark.parametrize(("kind", "change", "key"), REFUSED, ids=[key for *_, key in REFUSED])
+def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, kind: Any, change: Any, key: str, block) -> None:
+    """Random numbers are drawn as if nothing had been tried, and no method stays replaced."""
+    trainer = make(tiny_text, tmp_path, block=block, trainer_class=kind)
     change(trainer)
-    refuses(trainer, match)
+    state = random.getstate()
+    refuses(trainer, key)
+    assert random.getstate() == state
+    assert not {"generate", "compute_loss"} & (vars(trainer) | vars(trainer.model)).keys()
 
 
 # Labels
@@ -158,29 +205,6 @@ def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text,
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
-class Generates(Trainer):
-    """As TRL's GKDTrainer: in some steps the answers are the model's own."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        if random.random() < 0.5:
-            inputs["input_ids"] = self.model.generate(inputs["input_ids"], max_new_tokens=2)
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-class Rolls(Trainer):
-    """As TRL's GRPOTrainer: rows are made in `_prepare_inputs`."""
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return super()._prepare_inputs({key: value.repeat(2, 1) for key, value in inputs.items()})
-
-
-class Needs(Trainer):
-    """Its rows come from a server that is not there before training."""
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return self.server.rows(inputs)
-
-
 class Loops(Trainer):
     """As TRL's PPOTrainer."""
 
@@ -196,24 +220,6 @@ class Adds(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        (Generates, "^trainer: a Generates generates answers"),
-        (Rolls, "^trainer: a Rolls trains on other rows"),
-        (Needs, "^trainer: a Needs makes its rows"),
-    ],
-)
-def test_a_trainer_that_makes_its_rows_is_refused(tiny_text, tmp_path, kind: Any, match: str) -> None:
-    """By what it does with a batch, whatever its name; random numbers are drawn as if nothing had been tried."""
-    trainer = make(tiny_text, tmp_path, block=BLOCK, trainer_class=kind)
-    state = random.getstate()
-    refuses(trainer, match)
-    assert (
-        random.getstate() == state and not {"generate", "compute_loss"} & (vars(trainer) | vars(trainer.model)).keys()
-    )
 
 
 def test_a_trainer_with_a_loop_of_its_own_is_refused(tiny_text, tmp_path) -> None:
@@ -241,107 +247,105 @@ def test_a_trainer_that_compares_rows_of_a_sample_is_refused_and_not_sent_elsewh
     def twice(items: list[Any]) -> Any:
         return pad([*items, *items])
 
-    refuses(trained(Compares, twice), "^trainer: a Compares makes 2 rows of a sample .*train without odb.$")
+    refuses(trained(Compares, twice), "trainer: a Compares makes 2 rows of a sample ")
     trained(Compares, pad).train()
     trained(Trainer, twice).train()
-
-
-def test_a_loss_function_that_is_none_is_refused(tiny_text, tmp_path) -> None:
-    """TRL 1.x sets a text with transformers before 5.19."""
-    trainer = make(tiny_text, tmp_path, block=BLOCK)
-    trainer.compute_loss_func = "non-None value to disable scaling"
-    refuses(trainer, "^compute_loss_func: 'non-None value")
 
 
 def test_a_trainer_that_prepares_its_inputs_and_leaves_its_rows_alone_trains(tiny_text, tmp_path) -> None:
     make(tiny_text, tmp_path, block=BLOCK, trainer_class=Adds, max_steps=2).train()
 
 
-# Parallelism
-
-
-@pytest.mark.parametrize(
-    ("key", "section"),
-    [
-        ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
-        ("sequence_parallel_size", {"sequence_parallel_size": 2}),
-    ],
-)
-def test_parallelism_of_deepspeed_is_refused(tmp_path, monkeypatch, key: str, section: dict[str, Any]) -> None:
-    """As LLaMA-Factory's `examples/deepspeed/ds_z2_autotp_config.json` has it; before a model is loaded."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    args = arguments(tmp_path)
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-    args.hf_deepspeed_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}} | section)
-    with pytest.raises(ConfigError, match=f"^deepspeed {key}: 2 ranks"):
-        check_arguments(args, CONFIG)
-    args.hf_deepspeed_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
-    check_arguments(args, CONFIG)
-
-
-@pytest.mark.parametrize("name", ["tp_size", "cp_size"])
-def test_parallelism_of_accelerate_is_refused(tiny_text, tmp_path, name: str) -> None:
-    from accelerate import ParallelismConfig
-
-    args = arguments(tmp_path)
-    args.parallelism_config = ParallelismConfig(**{name: 2})
-    with pytest.raises(ConfigError, match=f"^parallelism_config.{name}: 2 ranks"):
-        check_arguments(args, CONFIG)
-    args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    check_arguments(args, CONFIG)
-    # Started by `accelerate launch`, it is in accelerate alone.
-    trainer = make(tiny_text, tmp_path, block=BLOCK)
-    trainer.accelerator.state.parallelism_config = ParallelismConfig(**{name: 2})
-    try:
-        refuses(trainer, f"^accelerate's {name}: 2 ranks")
-    finally:
-        trainer.accelerator.state.parallelism_config = None
-
-
 # Arguments
 
 
-OPTIMIZERS = ("galore_adamw_layerwise", "apollo_adamw_layerwise", "lomo")
+def deepspeed(**section: Any) -> dict[str, Any]:
+    return {"deepspeed": {"zero_optimization": {"stage": 2}} | section}
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    *(({"gradient_accumulation_steps": n}, "gradient_accumulation_steps", {}) for n in (0, -1)),
+    *(({"num_train_epochs": n}, "num_train_epochs", {"num_train_epochs": n, "max_steps": 1}) for n in (0, -1)),
+    *(
+        ({"optim": name}, "optim", {})
+        for name in ("galore_adamw_layerwise", "apollo_adamw_layerwise", "lomo", "adalomo")
+    ),
+    ({"_n_gpu": 2}, "n_gpu", {}),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size", {}),
+    ({"accelerator_config.dispatch_batches": True}, "accelerator_config.dispatch_batches", {}),
+    (
+        {"world_size": 2, "accelerator_config.split_batches": True},
+        "accelerator_config.split_batches",
+        {"accelerator_config.split_batches": True},
+    ),
+    ({"world_size": 2, "ddp_static_graph": True}, "ddp_static_graph", {"ddp_static_graph": True}),
+    # As LLaMA-Factory's `examples/deepspeed/ds_z2_autotp_config.json` has it
+    (deepspeed(tensor_parallel={"autotp_size": 2}), "deepspeed.tensor_parallel.autotp_size", deepspeed()),
+    (deepspeed(sequence_parallel_size=2), "deepspeed.sequence_parallel_size", deepspeed()),
+    (
+        deepspeed(scheduler={"type": "WarmupLR"}) | {"odb": {"global_batch_size": "fill"}},
+        "deepspeed.scheduler.type",
+        deepspeed(scheduler={"type": "WarmupLR"}),
+    ),
+    ({"parallelism": {"tp_size": 2}}, "parallelism_config.tp_size", {"parallelism": HSDP}),
+    ({"parallelism": {"cp_size": 2}}, "parallelism_config.cp_size", {"parallelism": HSDP}),
+    ({"odb": {"max_patches": "auto"}}, "odb.max_patches", {}),
+    ({"odb": {"oom": "split"}, "fsdp": ["full_shard"]}, "odb.oom", {"fsdp": ["full_shard"]}),
+]
+"""Arguments, the key that is refused, and arguments that work."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
-        *(("gradient_accumulation_steps", count, f"^gradient_accumulation_steps: {count} ") for count in (0, -1)),
-        *(("num_train_epochs", epochs, f"^num_train_epochs: {epochs}") for epochs in (0, -1)),
-        *(("optim", name, f"^optim: '{name}' changes weights in every backward") for name in OPTIMIZERS),
-    ],
+    ("given", "key", "cure"), ARGUMENTS, ids=[f"{key}-{n}" for n, (_, key, _) in enumerate(ARGUMENTS)]
 )
-def test_arguments_that_cannot_work_are_refused(tmp_path, name: str, value: Any, match: str) -> None:
-    args = arguments(tmp_path)
-    setattr(args, name, value)
-    with pytest.raises(ConfigError, match=match):
-        check_arguments(args, CONFIG)
-    check_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1), CONFIG)
+def test_arguments_that_cannot_work_are_refused(tmp_path, monkeypatch, given, key: str, cure) -> None:
+    """Before a model is loaded."""
+    from accelerate import ParallelismConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+
+    def check(changes: dict[str, Any]) -> None:
+        args, block = arguments(tmp_path), {"token_budget": 1024}
+        for name, value in changes.items():
+            if name == "world_size":
+                monkeypatch.setattr(type(args), name, value)
+            elif name == "deepspeed":
+                args.hf_deepspeed_config = HfDeepSpeedConfig(value)
+            elif name == "parallelism":
+                args.parallelism_config = ParallelismConfig(**value)
+            elif name == "odb":
+                block |= value
+            else:
+                owner, _, attribute = name.rpartition(".")
+                setattr(getattr(args, owner) if owner else args, attribute, value)
+        check_arguments(args, ODBConfig(**block))
+
+    with pytest.raises(ConfigError) as refused:
+        check(given)
+    assert str(refused.value).startswith(f"{key}: ") and "\n" not in str(refused.value)
+    monkeypatch.undo()
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    check(cure)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size"])
+def test_parallelism_of_accelerate_launch_is_refused(tiny_text, tmp_path, name: str) -> None:
+    """It is in accelerate alone."""
+    from accelerate import ParallelismConfig
+
+    trainer = make(tiny_text, tmp_path, block=BLOCK)
+    trainer.accelerator.state.parallelism_config = ParallelismConfig(**{name: 2})
+    try:
+        refuses(trainer, f"accelerator.parallelism_config.{name}: 2 ranks")
+    finally:
+        trainer.accelerator.state.parallelism_config = None
 
 
 def test_what_has_no_effect_is_told_so(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     log_without_effect(arguments(tmp_path, accelerator_config={"use_seedable_sampler": False}))
     (told,) = [message for message in caplog.messages if "seedable" in message and "has no effect" in message]
     assert "\n" not in told
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"accelerator_config": {"split_batches": True}}, "^accelerator_config.split_batches: .*_batch_size by 2"),
-        ({"ddp_static_graph": True}, "^ddp_static_graph: True .* remove the key"),
-    ],
-)
-def test_what_cannot_work_on_several_ranks_is_refused(tmp_path, monkeypatch, given: Any, match: str) -> None:
-    if not given.keys() <= TrainingArguments.__dataclass_fields__.keys():
-        pytest.skip(f"this release of transformers has no {min(given)}")
-    args = arguments(tmp_path, **given)
-    check_arguments(args, CONFIG)
-    monkeypatch.setattr(type(args), "world_size", 2)
-    with pytest.raises(ConfigError, match=match):
-        check_arguments(args, CONFIG)
 
 
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
@@ -356,7 +360,7 @@ def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
     assert trainer.state.global_step == NUM_ROWS // 8
     assert sum(ids(tmp_path).values()) == NUM_ROWS // 8 * 8
     filled = make(tiny_text, tmp_path, dataloader_drop_last=True, block=FILL)
-    refuses(filled, "^drop_last: True .*keep the optimizer steps")
+    refuses(filled, "drop_last: True ")
 
 
 def test_the_start_line_names_the_optimizer_step_and_its_cut(tiny_text, tmp_path, caplog) -> None:
