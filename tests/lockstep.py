@@ -38,12 +38,12 @@ class Hang(BaseException):
 
 @dataclass
 class Epoch:
-    """What one rank saw: its plans, the ids in its buffer and its metadata in each, what it rejected, its error."""
+    """What one rank saw: its plans, the ids in its buffer and its metadata in each, why it rejected rows, its error."""
 
     plans: list[list[Task]] = field(default_factory=list)
     buffers: list[list[int]] = field(default_factory=list)
     metadata: list[RankMetadata] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
     undrawn: int = 0
     error: BaseException | None = None
 
@@ -243,7 +243,7 @@ def run_shards(
             draw(rank),
             EpochContext(
                 ranks=Recorded(lockstep, rank),
-                leave_out=lambda ids, *_, rank=rank, **__: epochs[rank].rejected.extend(ids),
+                leave_out=lambda reason, message, rank=rank: epochs[rank].rejected.append(reason),
                 **context,
             ),
             Place(epoch=epoch, **place),
@@ -412,7 +412,7 @@ def check_promises(
     assert not any(step.remainder for step in steps[:-1]) and steps[-1].epoch_steps == len(steps)
     if join:
         assert [epoch.rejected for epoch in epochs] == [
-            [row.id for row in shard if isinstance(row, Rejection)] for shard in shards
+            [row.reason for row in shard if isinstance(row, Rejection)] for shard in shards
         ]
         assert len(emitted) == len(costs) and steps[-1].remainder == 0, "I2"
     else:

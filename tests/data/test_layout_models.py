@@ -7,7 +7,6 @@ softmax of eager attention) the bound is that of float32.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from data.layout_models import (
     Case,
     Drawn,
     Sample,
-    prepared,
     register_flash,
     set_attention,
     text_case,
@@ -30,12 +28,9 @@ from data.layout_models import (
     vision_model,
 )
 from packaging.version import parse
-from stock import load_stock
-from support import training_config
 
 from odb_factory.accounting.losses import weighted_token_loss
 from odb_factory.data.flat import flatten
-from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention
 from odb_factory.model.flat_row import flat_row
 
@@ -135,24 +130,3 @@ def test_vision_language_models(family: str, attention: str) -> None:
         for name, samples in groups.items()
     }
     compare(model, cases, family, attention)
-
-
-def test_llamafactorys_own_collator(tiny_vl: Path, data_dir: Path, tmp_path: Path) -> None:
-    """Qwen3-VL: its mrope positions of four rows, its dummy image, its processed pictures."""
-    trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
-    config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures,texts", cutoff_len=512, **trained)
-    stock = load_stock(config)
-    rows, collator, model = stock.datasets["train_dataset"], stock.collator, prepared(stock.model, "sdpa")
-    collator.compute_dtype = torch.float64
-    dummy = STAGES["sft"].collation(collator, 14).dummy_media_tokens
-    assert dummy > 2
-    cases = {}
-    for name, chosen in {"images": (0, 1, 2), "mixed": (3, 4, 30, 24), "without": (25, 3, 40)}.items():
-        features = [rows[k] for k in chosen]
-        images = [len(one["images"] or ()) for one in features]
-        assert (min(images) > 0, max(images) > 0) == {"images": (1, 1), "mixed": (0, 1), "without": (0, 0)}[name]
-        batch = collator([{key: one[key] for key in one} for one in features])
-        assert batch["position_ids"].shape[0] == 4
-        tokens = [len(one["input_ids"]) for one in features]
-        cases[name] = (Case(dict(batch), tokens, max(images) > 0, 0 if max(images) else dummy), [])
-    compare(model, cases, "qwen3_vl, LLaMA-Factory", "sdpa")

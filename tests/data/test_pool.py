@@ -18,7 +18,7 @@ import pytest
 import torch
 from toy import Rows, item, pad
 
-from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info
+from odb_factory import DataError, ODBDataLoader, pop_step_info
 from odb_factory.random_numbers import random_states
 
 TESTS = Path(__file__).parents[1]
@@ -283,12 +283,3 @@ def _group(group: int) -> list[int]:
 
     fields: Iterator[tuple[str, list[str]]] = ((pid, of(pid)) for pid in os.listdir("/proc") if pid.isdigit())
     return [int(pid) for pid, one in fields if one and int(one[2]) == group and one[0] != "Z"]
-
-
-def test_a_closed_loader_says_so() -> None:
-    loader = ODBDataLoader(Rows(), num_workers=1, collate_fn=pad, **OPTIONS)
-    next(iter(loader))
-    loader.close()
-    assert_no_child()
-    with pytest.raises(ConfigError, match="has been closed"):
-        iter(loader)

@@ -366,30 +366,6 @@ def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
         pop_step_info(rest[-1])
 
 
-@pytest.mark.parametrize("is_flat_first", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
-def test_a_padded_and_a_flat_batch_share_a_backward(kind: str, is_flat_first: bool) -> None:
-    """I10: recomputed layers are of the batch that they were computed for."""
-    model = make_model(kind, torch.float64).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.arange(5, 29).view(2, 12)
-    rows = {"input_ids": ids, "labels": ids}  # no mask tells them from a flat row
-    with make(dataset=Rows(labelled, 24), collate_fn=collate) as loader:
-        unpad(model, loader)
-        batch = next(iter(loader))
-        info = pop_step_info(batch)
-        assert len(info.segments) > 1
-        both = [batch, rows] if is_flat_first else [rows, batch]
-        for one in both:
-            model(**one).loss.backward()
-        expected = gradients(model)
-        model.zero_grad()
-        sum(model(**one).loss for one in both).backward()
-        assert largest_difference(gradients(model), expected) < 1e-6
-        row = row_in_progress()
-        assert row is not None and row.segments == info.segments
-
-
 def big_padded_batch(model: Any, ids: list[int]) -> float:
     """Backward of the loss of all samples as one padded batch, by its definition; returns the loss."""
     batch = collate([labelled(k) for k in ids])

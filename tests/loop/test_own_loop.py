@@ -463,7 +463,6 @@ def test_a_row_without_tokens_is_left_out_as_one_without_labels() -> None:
         ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
         ({"in_order": False}, "in_order: False"),
         ({"timeout": 5}, "timeout: 5"),
-        ({"drop_last": True, "global_batch_size": "fill"}, "drop_last: True"),
         ({"pin_memory_device": "cuda"}, "pin_memory_device: 'cuda' is set, but there is no such key"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"already_split": True}, "already_split: this dataset has an index"),
@@ -489,6 +488,11 @@ def test_what_torch_takes_reaches_torch() -> None:
     """`drop_last=False` and the like come from frameworks that build a DataLoader anew."""
     with make(drop_last=False, num_workers=1, timeout=7, persistent_workers=True) as loader:
         assert (loader.timeout, loader.persistent_workers, loader.drop_last) == (7, True, False)
+
+
+def test_filled_steps_drop_no_last_batch() -> None:
+    with make(drop_last=True, global_batch_size="fill") as loader, pytest.raises(ConfigError, match="drop_last: True"):
+        list(loader)
 
 
 def test_rows_that_are_known_by_names_are_refused() -> None:
