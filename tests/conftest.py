@@ -39,7 +39,6 @@ OTHER_THAN_FOLDER = {
     "llamafactory/test_block.py",
     "llamafactory/test_families.py",
     "llamafactory/test_releases.py",
-    "loop/test_one_rank_waits.py",
     "loop/test_own_loop_ranks.py",
     "loop/test_replicas.py",
     "training/test_auto_budget.py",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from plan_checks import check_groups
 from thread_ranks import Seat
 
 from odb_factory.data.cursor import Place
@@ -242,7 +243,7 @@ def run_shards(
             draw(rank),
             EpochContext(
                 ranks=Recorded(lockstep, rank),
-                leave_out=lambda reason, _, rank=rank: epochs[rank].rejected.append(reason),
+                leave_out=lambda reason, message, rank=rank: epochs[rank].rejected.append(reason),
                 **context,
             ),
             Place(epoch=epoch, **place),
@@ -326,6 +327,47 @@ def usable(rows: Iterable[Row]) -> list[Sample]:
     return [row for row in rows if isinstance(row, Sample)]
 
 
+def check_optimizer_steps(epochs: Sequence[Epoch], costs: Mapping[int, Cost], budget: Budget) -> None:
+    """I1, I4, I6, I8: the same optimizer steps on all ranks, each of as many micro-batches as it says, in one piece,
+    with the totals of all ranks, by which losses are weighed. A task has the samples of its micro-batch, in order; an
+    idle one a real sample."""
+    steps = [of_all_ranks(step) for step in epochs[0].steps]
+    for epoch in epochs:
+        assert [of_all_ranks(step) for step in epoch.steps] == steps
+        assert all(tasks[-1][0].ends_optimizer_step for tasks in epoch.plans if tasks), (
+            "a plan is whole optimizer steps"
+        )
+        for step, micro_batches in zip(epoch.steps, epoch.optimizer_steps):
+            assert [one.index for one in micro_batches] == list(range(step.num_micro_batches))
+            assert [one.ends_optimizer_step for one in micro_batches] == [False] * (len(micro_batches) - 1) + [True]
+            assert all(one.step is step for one in micro_batches)
+        for one, samples in epoch.tasks:
+            if one.idle:
+                assert len(samples) == 1 and samples[0].cost == costs[samples[0].id]
+                continue
+            assert tuple(item.id for item in samples) == one.ids
+            assert one.units == tuple(costs[id].units for id in one.ids)
+            assert one.tokens == sum(costs[id].tokens for id in one.ids)
+    assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
+    for tasks in zip(*(epoch.plans for epoch in epochs)):
+        groups = [[[costs[id] for id in one.ids] for one, _ in of_rank] for of_rank in tasks]
+        check_groups(groups, budget)
+        for k, micro_step in enumerate(zip(*groups)):
+            totals = [of_rank[k][0].totals for of_rank in tasks]
+            assert totals == totals[:1] * len(epochs), "I6: all ranks plan the same"
+            check_sums(totals[0], micro_step)
+    for index, step in enumerate(steps):
+        check_sums(step, [[costs[id] for id in one.ids] for epoch in epochs for one in epoch.optimizer_steps[index]])
+
+
+def check_sums(totals: Any, groups: Sequence[Sequence[Cost]]) -> None:
+    """Of an optimizer step or a micro-step: those of its micro-batches."""
+    every = [cost for group in groups for cost in group]
+    assert totals.samples == len(every) and totals.active_ranks == sum(map(bool, groups))
+    assert totals.tokens == sum(cost.tokens for cost in every)
+    assert totals.units == sum(cost.units for cost in every)
+
+
 def check_promises(
     shards: Sequence[Sequence[Row]],
     epochs: Sequence[Epoch],
@@ -355,16 +397,11 @@ def check_promises(
         return
     assert [epoch.error for epoch in epochs] == [None] * len(epochs)
 
-    plans = [len(tasks) for tasks in epochs[0].plans]
-    totals = [one.totals for one in epochs[0].micro_batches]
+    check_optimizer_steps(epochs, costs, budget)
     steps = epochs[0].steps
-    assert all([len(tasks) for tasks in epoch.plans] == plans for epoch in epochs), "I1"
-    check_whole_optimizer_steps(epochs)
     sizes = [step.num_micro_batches for step in steps]
     assert sizes[:-1] == [accumulation] * (len(steps) - 1), "I1"
     assert sizes[-1] == accumulation or (join and 0 < sizes[-1] < accumulation), "only the last may be smaller"
-    assert all([one.totals for one in epoch.micro_batches] == totals for epoch in epochs), "I6: all plan the same"
-
     assert all(count == 1 for count in emitted.values()) and costs.keys() >= set(emitted), "I2, I3: no id twice"
     for rank, epoch in zip(held, epochs):
         assert balance or rank.keys() >= set(epoch.ids), "only balanced samples leave their rank"
@@ -380,14 +417,11 @@ def check_promises(
         assert len(emitted) == len(costs) and steps[-1].remainder == 0, "I2"
     else:
         assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"
+    totals = [one.totals for one in epochs[0].micro_batches]
     assert all(step.active_ranks for step in totals), "I7: never all at once"
-
-    for k, step in enumerate(totals):
-        groups = [[costs[id] for id in epoch.micro_batches[k].ids] for epoch in epochs]
-        assert all(len({cost.modality for cost in group}) <= 1 for group in groups)
-        assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
-        if balance and step.active_ranks < len(epochs):
-            assert step.samples == step.active_ranks, "I7: there are too few for all ranks"
+    if balance:
+        few = [step for step in totals if step.active_ranks < len(epochs)]
+        assert all(step.samples == step.active_ranks for step in few), "I7: there are too few for all ranks"
 
     # A balanced round sends out a sample for each rank, or all there are.
     most_rounds = max(map(len, held)) + (len(costs) // len(held) if balance else 0)
@@ -401,21 +435,6 @@ def check_promises(
             gone = set(buffer) - set(after)
             closing = not join and k == len(epoch.buffers)
             assert gone or not buffer or closing or balance, "I5: progress on every rank that holds a sample"
-
-
-def check_whole_optimizer_steps(epochs: Sequence[Epoch]) -> None:
-    """I1, I6: the same optimizer steps on all ranks, each of as many micro-batches as it says, in one piece."""
-    steps = [of_all_ranks(step) for step in epochs[0].steps]
-    for epoch in epochs:
-        assert [of_all_ranks(step) for step in epoch.steps] == steps
-        assert [tasks[-1][0].ends_optimizer_step for tasks in epoch.plans if tasks] == [True] * len(
-            list(filter(None, epoch.plans))
-        ), "a plan is whole optimizer steps"
-        for step, micro_batches in zip(epoch.steps, epoch.optimizer_steps):
-            assert [one.index for one in micro_batches] == list(range(step.num_micro_batches))
-            assert [one.ends_optimizer_step for one in micro_batches] == [False] * (len(micro_batches) - 1) + [True]
-            assert all(one.step is step for one in micro_batches)
-    assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
 
 
 def check_kept(
@@ -440,7 +459,7 @@ def check_kept(
         assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs), "all ranks end alike"
         return
     assert [epoch.error for epoch in epochs] == [None] * len(epochs)
-    check_whole_optimizer_steps(epochs)
+    check_optimizer_steps(epochs, costs, budget)
     assert [len(epoch.plans) for epoch in epochs] == [len(expected)] * world_size, "I5: a plan is an optimizer step"
     rejected: Counter[str] = Counter()
     for k, wanted in enumerate(expected):
@@ -450,19 +469,12 @@ def check_kept(
         assert sorted(ids) == sorted(row.id for row in usable(wanted)), "I2, I9"
         rejected += Counter(row.reason for row in wanted if isinstance(row, Rejection))
         assert step.index == first_step + k and step.rejected == rejected
-        assert step.samples == len(ids) and step.tokens == sum(costs[id].tokens for id in ids)
         assert step.done == min((step.index + 1) * size, end)
         assert step.remainder == (stock.remainder if step.last else 0)
         if not ids:
             assert len(micro_steps) == 1 and step.active_ranks == 0
-        for micro_step in micro_steps:
-            groups = [[costs[id] for id in one.ids] for one in micro_step]
-            totals = micro_step[0].totals
-            assert all(one.totals == totals for one in micro_step), "I6: all ranks plan the same"
-            assert all(len({cost.modality for cost in group}) <= 1 for group in groups)
-            assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
-            assert totals.active_ranks == sum(map(bool, groups))
-            assert any(groups) or not ids, "I7: never all at once"
+        for totals in [micro_step[0].totals for micro_step in micro_steps]:
+            assert totals.active_ranks or not ids, "I7: never all at once"
             if balance and totals.active_ranks < world_size:
                 assert totals.samples == totals.active_ranks, "I7: there are too few for all ranks"
         for rank, epoch in enumerate(epochs):

@@ -22,6 +22,14 @@ def numbered(world: World) -> tuple[list[Cost], list[int]]:
     return [cost for own in world for cost in own], [rank for rank, own in enumerate(world) for _ in own]
 
 
+def check_groups(groups: Sequence[Sequence[Sequence[Cost]]], budget: Budget) -> None:
+    """I1, I4 of a plan: [rank][micro_step] of the costs of a group."""
+    assert len({len(own) for own in groups}) == 1, "I1: the same K on all ranks"
+    for group in filter(None, itertools.chain(*groups)):
+        assert len(group) == 1 or within(group, budget), "I4"
+        assert len({cost.modality for cost in group}) == 1, "modalities share no micro-batch"
+
+
 def check_micro_batches(
     micro_batches: Sequence[Sequence[Sequence[int]]],
     costs: Sequence[Cost],
@@ -31,16 +39,13 @@ def check_micro_batches(
 ) -> None:
     """I1, I2, I4, I7. micro_batches: [rank][micro_step], numbers of samples. owner: the rank that each sample stays on;
     None: ranks share them. complete: all samples have to be there; else (`fill`) some may wait."""
-    assert len({len(own) for own in micro_batches}) == 1, "I1: the same K on all ranks"
     times = Counter(i for own in micro_batches for group in own for i in group)
     assert set(times.values()) <= {1} and set(times) <= set(range(len(costs))), "I2: no sample twice"
     assert not complete or len(times) == len(costs), "I2: every sample"
     assert all(any(step) for step in zip(*micro_batches)), "a sample in every micro-step"
+    check_groups([[[costs[i] for i in group] for group in own] for own in micro_batches], budget)
     for rank, own in enumerate(micro_batches):
-        for group in filter(None, own):
-            assert len(group) == 1 or within([costs[i] for i in group], budget), "I4"
-            assert len({costs[i].modality for i in group}) == 1, "modalities share no micro-batch"
-            assert owner is None or all(owner[i] == rank for i in group), "a rank keeps its samples"
+        assert owner is None or all(owner[i] == rank for group in own for i in group), "a rank keeps its samples"
         busy = [bool(group) for group in own]
         assert busy == sorted(busy, reverse=True), "I7: a rank idles after its last micro-batch"
     if not complete:
@@ -148,3 +153,5 @@ def check_round(world: Sequence[BufferMetadata], budget: Budget, plan: Plan, bal
             left = {cost.modality for i, cost in enumerate(window.costs) if i not in gone}
             assert balance or window.exhausted, "I7: a rank idles when it has run out of samples"
             assert left.isdisjoint({window.costs[i].modality for i in gone}), "I7"
+    if plan.final and plan.totals and not balance:
+        assert any(map(all, plan.groups)), "I7: the rank with most groups sets the length"

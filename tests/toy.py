@@ -1,17 +1,26 @@
-"""Samples that tell what they are: datasets and a collator that worker processes of any start method can import."""
+"""Samples that tell what they are: datasets, a collator and the loader of the core over them, which worker processes of
+any start method can import."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Dataset, IterableDataset
 
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import MediaCut, RowDropped
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.samples import MicroBatch, OptimizerStep, SampleInfo
-from odb_factory.planning import MicroStepTotals
+from odb_factory.planning import Cost, MicroStepTotals
 
 NUM_ROWS = 60
 
@@ -58,6 +67,89 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     padded = np.stack([np.pad(row, (0, length - len(row))) for row in rows])
     ids = torch.from_numpy(padded).long()
     return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+
+# The loader of the core
+
+
+class Observer:
+    """Of rows (number, tokens, fate): every id of row k is k + 1. One of no tokens is dropped.
+
+    hangs: (row, epoch) that is never done.
+    """
+
+    def __init__(self, hangs: tuple[int, int] | None = None):
+        self.hangs, self.seen = hangs, Counter[int]()
+
+    def __call__(self, row: tuple[Any, ...]) -> tuple[dict[str, Any], Cost]:
+        number, length, *fate = row
+        if self.hangs == (number, self.seen[number]):
+            time.sleep(3600)
+        self.seen[number] += 1
+        match fate:
+            case ["unreadable"]:
+                raise OSError("image file is truncated\nat byte 17")
+            case ["cut"]:
+                raise MediaCut("cutoff_len 8 cuts its visual placeholders.")
+        if not length:
+            raise RowDropped("invalid", "it is empty")
+        ids = [number + 1] * length
+        units = 0 if fate == ["unsupervised"] else max(length - 1, 1)
+        return {"input_ids": ids, "labels": ids, "fate": "".join(fate)}, Cost(length, 0, units)
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return f"row {index}"
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As `pad`, unless it is the fate of a row."""
+    fates = {item["fate"] for item in items}
+    if "uncollatable" in fates:
+        raise OSError("image file is truncated\nat byte 17")
+    if "loner" in fates and len(items) > 1:
+        raise ValueError("sizes differ")
+    return pad(items)
+
+
+@contextmanager
+def core_loader(
+    rows: Sequence[Any],
+    *,
+    stream: Any = None,
+    shuffle: bool = False,
+    seed: int = 7,
+    resolved: str | None = None,
+    **options: Any,
+) -> Iterator[ODBLoader]:
+    """`ODBLoader` over rows (of `Observer`, or their lengths alone), closed at the end.
+
+    stream: a dataset that is iterated, in place of `rows`. resolved: what `layout` was resolved to. options: of the
+    config (default: `fill`), of `OptimizerStepRule`, `DataLoaderParts` and `ODBLoader`.
+    """
+
+    def of(kind: Any) -> dict[str, Any]:
+        return {key: options.pop(key) for key in kind.__dataclass_fields__ if key in options}
+
+    config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False} | of(ODBConfig)
+    rule = OptimizerStepRule(**of(OptimizerStepRule))
+    random_order = SeedableRandomSampler(rows, generator=torch.Generator(), data_seed=seed)  # type: ignore[arg-type]
+    parts: dict[str, Any] = {
+        "dataset": [row if isinstance(row, tuple) else (k, row) for k, row in enumerate(rows)],
+        "sampler": random_order if shuffle else range(len(rows)),
+        "collate_fn": collate,
+    }
+    if stream is not None:
+        parts |= {"dataset": stream, "sampler": None, "already_split": stream.is_split}
+    parts |= of(DataLoaderParts)
+    if parts.get("num_workers"):
+        parts = {"multiprocessing_context": "fork"} | parts
+    layout: Any = resolved or config.get("layout", "padded")
+    defaults = {"observer": Observer(), "layout": layout, "rule": rule, "seed": seed}
+    loader = ODBLoader(DataLoaderParts(**parts), ODBConfig(**config), **defaults | options)
+    try:
+        yield loader
+    finally:
+        loader.close()
 
 
 def a_micro_batch(**changes: Any) -> MicroBatch:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
 import random
 from collections import Counter, defaultdict
 from itertools import chain
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from accounting.steps import Row, cut, measured, optimizer_step, random_rows
-from support import read_audit
 
 from odb_factory.accounting.statistics import summary_line
 from odb_factory.accounting.step_accounting import StepAccounting
@@ -97,39 +94,6 @@ def test_an_interval_restarts_and_the_run_continues() -> None:
     assert accounting.metrics()["odb/micro_batches"] == round(5 / 3, 2)
 
 
-def test_a_resume_continues_the_audit(tmp_path: Path) -> None:
-    rows = random_rows(random.Random(1), 8)
-    steps = [optimizer_step(rows, [[[0, 1, 2], [3, 4, 5, 6, 7]]], index=index)[0] for index in range(4)]
-    whole, before, after = (_accounting(folder=tmp_path / name) for name in ("whole", "parts", "parts"))
-    _run(whole, [*chain.from_iterable(steps)])
-    _run(before, [*chain.from_iterable(steps[:3])])
-    before.close()
-    after.resume_at(before.optimizer_steps)
-    _run(after, steps[3])
-    for accounting in (whole, after):
-        accounting.close()
-    assert after.optimizer_steps == whole.optimizer_steps and after.total["samples"] == 8
-    assert read_audit(tmp_path / "parts") == read_audit(tmp_path / "whole")
-
-
-def test_rows_dropped_in_an_epoch_that_was_left_are_counted() -> None:
-    rows = random_rows(random.Random(1), 4)
-    accounting = _accounting()
-    for epoch, dropped in enumerate((3, 1)):
-        (first,) = optimizer_step(rows, [[[0, 1, 2, 3]]], epoch=epoch, rejected=Counter(unreadable=dropped))
-        _run(accounting, first)
-    assert accounting.metrics()["odb/skipped"] == 4
-
-
-def test_the_audit_has_the_weight_of_each_row_where_they_differ(tmp_path: Path) -> None:
-    rows = [Row(9, n, False, 0, k) for k, n in enumerate((2, 4, 8, 8))]
-    accounting = _accounting(folder=tmp_path, loss_scaling="stock")
-    _run(accounting, optimizer_step(rows, [[[0, 1], [2, 3]]], stock_mean="micro_batch")[0])
-    accounting.close()
-    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
-    assert [line["weight"] for line in lines] == [pytest.approx([1 / 8, 1 / 16]), pytest.approx(1 / 2)]
-
-
 def test_an_audit_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     accounting = _accounting(folder=tmp_path / "file")
@@ -157,27 +121,6 @@ def test_what_the_collator_changed_is_said(scaling: str, found: Measured, messag
     else:
         with pytest.raises(DataError, match=message):
             accounting.begin(one, found)
-
-
-def _measured(micro_batch: MicroBatch, *units: int) -> Measured:
-    return dataclasses.replace(measured(micro_batch, 70), units_by_row=units)
-
-
-def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 1)]
-    ((one,),) = optimizer_step(rows, [[[0, 1]]], stock_mean="micro_batch")
-    with caplog.at_level(logging.WARNING, "odb_factory"):
-        for units in ((2, 4), (4, 2), (4, 2)):
-            _accounting(loss_scaling="stock").begin(one, _measured(one, 2, 4))
-            accounting = _accounting(loss_scaling="exact")
-            accounting.begin(one, _measured(one, *units))
-            accounting.begin(one, _measured(one, *units))
-    said = [record.message for record in caplog.records if "the order of the rows" in record.message]
-    assert len(said) == 2, "once a run, and not for rows in their order"
-    with pytest.raises(DataError, match="their labels in another order"):
-        _accounting(loss_scaling="stock").begin(one, _measured(one, 4, 2))
 
 
 SEGMENTS = (9, 12, 3)

@@ -95,14 +95,11 @@ def _is_as_defined(model: nn.Module, wrapped: nn.Module | None = None) -> Any:
     return output
 
 
-def test_text_and_vision_models_compute_it_in_their_own_forward(tiny_text: Path, tiny_vl: Path) -> None:
+def test_models_compute_it_in_their_own_forward(tiny_text: Path, tiny_vl: Path) -> None:
+    """What a mixture of experts adds for its routers stays in."""
     _is_as_defined(_text(tiny_text))
     _is_as_defined(_vision(tiny_vl))
-
-
-def test_what_a_mixture_of_experts_adds_for_its_routers_stays_in() -> None:
-    model = _experts()
-    assert _is_as_defined(model).aux_loss.item() > 0.5
+    assert _is_as_defined(_experts()).aux_loss.item() > 0.5
 
 
 def test_peft_and_ddp_are_looked_through(tiny_text: Path) -> None:
@@ -150,13 +147,9 @@ def test_a_loss_made_elsewhere_is_refused_by_name(tiny_text: Path, kind: str) ->
     called: nn.Module = FusedLoss(model) if kind == "fused" else model
     if kind == "not of transformers":
         model, called = nn.Linear(1, 1), nn.Identity()
-    name = "Linear" if kind == "not of transformers" else "Qwen2ForCausalLM"
     with pytest.raises(ConfigError) as refused, TokenLoss(model, "stock").weighing(ROW_WEIGHTS):
         called(_batch()["labels"]) if isinstance(called, nn.Identity) else called(**_batch())
-    assert str(refused.value).startswith("odb.loss_scaling: 'stock' ")
-    assert f" {name} computes its loss without " in str(refused.value)
-    assert "`loss_scaling: exact`" in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith("odb.loss_scaling: 'stock' ") and "\n" not in str(refused.value)
 
 
 def _flat() -> tuple[dict[str, Tensor], tuple[int, ...]]:
@@ -189,10 +182,10 @@ def test_segments_of_a_flat_row_weigh_what_rows_do(tiny_text: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-14)
 
 
-def test_logits_of_other_segments_are_refused() -> None:
-    for shape in ((1, 17, 5), (2, 9, 5)):
-        with pytest.raises(DataError, match=r"rows of \d+ tokens and the micro-batch is one row of 18"):
-            weighted_token_loss(torch.zeros(shape), torch.zeros(shape[:2]).long(), ROW_WEIGHTS, segments=(9, 6, 3))
+@pytest.mark.parametrize(("shape", "segments"), [((1, 17, 5), (9, 6, 3)), ((2, 9, 5), (9, 6, 3)), ((1, 4, 5), ())])
+def test_logits_of_other_rows_are_refused(shape: tuple[int, ...], segments: tuple[int, ...]) -> None:
+    with pytest.raises(DataError):
+        weighted_token_loss(torch.zeros(shape), torch.zeros(shape[:2]).long(), ROW_WEIGHTS, segments=segments)
 
 
 def _nothing_waits(device: str) -> None:
@@ -218,11 +211,6 @@ def test_nothing_waits_for_a_cuda_device() -> None:
         _nothing_waits("cuda")
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def test_another_number_of_rows_is_refused() -> None:
-    with pytest.raises(DataError, match="logits of 1 rows and the micro-batch has 2 samples"):
-        weighted_token_loss(torch.zeros(1, 4, 5), torch.zeros(1, 4, dtype=torch.long), ROW_WEIGHTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -72,18 +72,8 @@ _MROPE = {
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": OPENS, "vision_end_token_id": CLOSES}
 _GRID = {"num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
+# One family for each way to tell a model where images stand: positions of three rows and of four, none, marks.
 VISION: dict[str, Vision] = {
-    "qwen2_vl": Vision(
-        4,
-        lambda: transformers.Qwen2VLConfig(
-            text_config=_NO_HEAD | _MROPE,
-            vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "patch_size": 14} | _GRID,
-            **_IDS,
-        ),
-        "Qwen2VLForConditionalGeneration",
-        _patches(14),
-        rows_of_positions=4,
-    ),
     "qwen2_5_vl": Vision(
         4,
         lambda: transformers.Qwen2_5_VLConfig(
@@ -123,53 +113,6 @@ VISION: dict[str, Vision] = {
         "Qwen3VLForConditionalGeneration",
         _patches(16),
         rows_of_positions=4,
-    ),
-    "glm4v": Vision(
-        4,
-        lambda: transformers.Glm4vConfig(
-            text_config=_NO_HEAD
-            | {
-                "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]},
-                "rope_parameters": _MROPE["rope_parameters"] | {"partial_rotary_factor": 1.0},
-            },
-            vision_config={
-                "depth": 1,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "out_hidden_size": 32,
-                "patch_size": 14,
-                "image_size": 56,
-            }
-            | _GRID,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            image_start_token_id=OPENS,
-            image_end_token_id=CLOSES,
-            video_start_token_id=154,
-            video_end_token_id=155,
-        ),
-        "Glm4vForConditionalGeneration",
-        _patches(14),
-        rows_of_positions=4,
-    ),
-    "internvl": Vision(
-        1,
-        lambda: transformers.InternVLConfig(
-            text_config={"model_type": "qwen2"} | _NO_HEAD,
-            vision_config={
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": [28, 28],
-                "patch_size": [14, 14],
-            },
-            image_token_id=IMAGE,
-            downsample_ratio=0.5,
-            vision_feature_layer=-1,
-        ),
-        "InternVLForConditionalGeneration",
-        _images,
     ),
     "llava": Vision(
         4,

@@ -7,61 +7,20 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from accelerate.data_loader import SeedableRandomSampler
 from thread_ranks import run_ranks
 from torch.utils.data import IterableDataset
-from toy import pad
+from toy import core_loader
 
-from odb_factory.config import ODBConfig
-from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import RowDropped
-from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.samples import MicroBatch
-from odb_factory.planning import Cost
 
 LENGTHS = [3 + k * 7 % 23 if k % 11 else 0 for k in range(60)]
 KEEP: dict[str, Any] = {"global_batch_size": "keep", "balance": True, "accumulation": 4}
 
 
-class Observer:
-    """A row is (its number, its length); 0: dropped."""
-
-    def __call__(self, item: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
-        _, length = item
-        if length == 0:
-            raise RowDropped("invalid", "it is empty")
-        ids = [1] * length
-        return {"input_ids": ids, "labels": ids}, Cost(length, 0, length)
-
-    def describe(self, dataset: Any, index: int) -> str:
-        return f"row {index}"
-
-
-def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
-    """options: of the config (default: `fill`) and `OptimizerStepRule`; seed, observer, num_workers, collate_fn;
-    stream (the class of a dataset that is iterated); dataset (in place of one of rows)."""
-    stream, seed = options.pop("stream", None), options.pop("seed", 7)
-    observer, dataset = options.pop("observer", None) or Observer(), options.pop("dataset", None)
-    rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
-    config = {"token_budget": 32, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
-    workers = options.pop("num_workers", 0)
-    return ODBLoader(
-        DataLoaderParts(
-            dataset=stream(lengths, seat.rank, seat.world_size) if stream else dataset or list(enumerate(lengths)),
-            sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
-            collate_fn=options.pop("collate_fn", pad),
-            num_workers=workers,
-            multiprocessing_context="fork" if workers else None,
-            already_split=stream is not None and stream.is_split,
-        ),
-        ODBConfig(**config | options),
-        observer=observer,
-        layout=options.get("layout", "padded"),
-        rule=OptimizerStepRule(**rule),
-        seed=seed,
-        ranks=seat,
-    )
+def loader_of(lengths: Sequence[int], seat: Any, stream: Any = None, **options: Any) -> Any:
+    """stream: the class of a dataset that is iterated. options: of `core_loader`."""
+    rows = stream(lengths, seat.rank, seat.world_size) if stream else None
+    return core_loader(lengths, stream=rows, ranks=seat, **{"shuffle": True, "token_budget": 32} | options)
 
 
 def run(
@@ -81,9 +40,8 @@ def run(
     taken: list[list[MicroBatch]] = [[] for _ in range(world_size)]
 
     def drive(seat: Any) -> dict[str, Any]:
-        loader = make_loader(lengths, seat, **options)
         num_steps = 0
-        try:
+        with loader_of(lengths, seat, **options) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             if go_to is not None:
@@ -100,8 +58,6 @@ def run(
                             return loader.state_dict()
                 loader.set_epoch(loader.epoch + 1)
             return loader.state_dict()
-        finally:
-            loader.close()
 
     after = run_ranks(world_size, drive, limit_s=30)
     failed = [ended for ended in after if isinstance(ended, Exception)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odb_factory.data.agreement import compare, difference, name_ranks
-from odb_factory.errors import CollectiveError, ConfigError
+from odb_factory.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -29,21 +29,6 @@ def test_the_line_stays_short() -> None:
     line = difference(ranks)
     assert line is not None and "and 16 more" in line and len(line) < 1200 and "\n" not in line
     assert name_ranks(range(128)) == "128 ranks (0, 1, 2, ...)"
-
-
-def test_types_are_told_apart_and_every_rank_raises_the_same() -> None:
-    """1 and True are equal numbers; each rank is given what both have sent."""
-    sent: list[list[bytes]] = [[], []]
-    for of_rank, value in zip(sent, (1, True)):
-        with pytest.raises(EOFError):  # the other rank sends nothing
-            compare({"a": value}, lambda message, of_rank=of_rank: (of_rank.append(message), [message, b""])[1])
-    lines = set()
-    for value in (1, True):
-        answers = iter(zip(*sent))
-        with pytest.raises(CollectiveError) as error:
-            compare({"a": value}, lambda message, answers=answers: next(answers))
-        lines.add(str(error.value))
-    assert len(lines) == 1 and "a (1 on rank 0; True on rank 1)" in lines.pop()
 
 
 def test_a_rank_alone_raises_its_own_problem() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH, StockSteps, split_by_weight
-from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
+from odb_factory.planning import Budget, Cost, make_metadata, plan_optimizer_step
 
 STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=MEAN_OF_MICRO_BATCH)
 
@@ -60,8 +60,3 @@ def test_nothing_changes_where_all_weigh_the_same() -> None:
     buffers = buffers_of(random.Random(1), STOCK, 2, 8, left_out=0)
     for separated, buffer in zip(split_by_weight(buffers, STOCK), buffers, strict=True):
         assert (separated.rows == buffer.rows).all()
-
-
-def test_ranks_without_a_sample_are_left_as_they_are() -> None:
-    empty = [BufferMetadata(make_metadata([], [], True).rows, True) for _ in range(2)]
-    assert split_by_weight(empty, STOCK) == empty

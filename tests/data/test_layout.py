@@ -117,11 +117,6 @@ def test_without_a_mask_the_lengths_say_where_padding_begins() -> None:
     assert all(torch.equal(with_mask[key], without[key]) for key in with_mask)
 
 
-def test_a_mask_counts_more_than_an_estimate_of_the_cost() -> None:
-    _, segments = flatten(collate(items([3, 5])), [7, 7])
-    assert segments.lengths == (3, 5)
-
-
 def test_boundaries_are_those_of_the_segments() -> None:
     flat, segments = flatten(collate(items([3, 5])), [3, 5], pad_to_multiple_of=16, with_boundaries=True)
     assert segments.lengths == (3, 5, 8)
@@ -208,7 +203,7 @@ def test_a_batch_that_is_not_as_told_is_refused(batch: dict[str, Any], tokens: l
 
 
 def test_dummy_media_that_are_not_there_are_missed() -> None:
-    with pytest.raises(LayoutError, match="dummy media"):
+    with pytest.raises(LayoutError):
         flatten(collate(items([5, 3])), [5, 3], 2)
 
 

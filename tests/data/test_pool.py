@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 import torch
 from toy import Rows, item, pad
 
-from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info
+from odb_factory import DataError, ODBDataLoader, pop_step_info
 from odb_factory.random_numbers import random_states
 
 TESTS = Path(__file__).parents[1]
@@ -29,7 +28,11 @@ OPTIONS: dict[str, Any] = {"token_budget": 100, "batch_size": 8}
 class Drawing(Rows):
     """Each row brings random numbers of all three kinds."""
 
+    broken: int | None = None
+
     def __getitem__(self, k: int) -> Any:
+        if k == self.broken:
+            raise OSError("no such file")
         return super().__getitem__(k) | {"drawn": _drawn()}
 
 
@@ -41,9 +44,11 @@ def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
     return pad(items) | {"of_rows": [one.get("drawn") for one in items], "drawn": _drawn()}
 
 
-def epochs(count: int = 2, **options: Any) -> list[list[Any]]:
-    """Of each epoch: ids, random numbers of the rows and of the collator."""
-    with ODBDataLoader(Drawing(), shuffle=True, collate_fn=drawing, **OPTIONS | options) as loader:
+def epochs(count: int = 2, broken: int | None = None, **options: Any) -> list[list[Any]]:
+    """Of each epoch: ids, random numbers of the rows and of the collator. broken: a row that cannot be read."""
+    rows = Drawing()
+    rows.broken = broken
+    with ODBDataLoader(rows, shuffle=True, collate_fn=drawing, **OPTIONS | options) as loader:
         return [
             [
                 (pop_step_info(batch).samples, batch["input_ids"].tolist(), batch["of_rows"], batch["drawn"])
@@ -53,13 +58,15 @@ def epochs(count: int = 2, **options: Any) -> list[list[Any]]:
         ]
 
 
-def test_micro_batches_and_random_numbers_do_not_depend_on_workers() -> None:
-    """I6, in both epochs; the random numbers of the training process stay as they were."""
+@pytest.mark.parametrize("mode", ["keep", "fill"])
+def test_micro_batches_and_random_numbers_do_not_depend_on_workers(mode: Any) -> None:
+    """I6, in both epochs, also of rows left out; the random numbers of the training process stay as they were."""
     torch.manual_seed(5)
     before = random_states()
-    expected = epochs(num_workers=0)
+    options = {"global_batch_size": mode, "on_error": "skip", "broken": 7}
+    expected = epochs(num_workers=0, **options)
     assert str(random_states()) == str(before)
-    assert epochs(num_workers=1) == epochs(num_workers=2, persistent_workers=True) == expected
+    assert epochs(num_workers=1, **options) == epochs(num_workers=2, persistent_workers=True, **options) == expected
     assert expected[0] != expected[1]
     numbers = [number for _, _, of_rows, own in expected[0] + expected[1] for one in (*of_rows, own) for number in one]
     assert len(set(numbers)) == len(numbers)
@@ -158,42 +165,34 @@ def odd(items: list[dict[str, Any]]) -> Any:
     raise Odd(lambda: None)
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("killed", "row 100 .*was killed.*out-of-memory killer"),
-        ("exit", r"row 100 .*exit code 3"),
-        ("sys.exit", "SystemExit: 3"),
-        ("odd error", "row 100 .*Odd"),
-    ],
-)
-def test_a_worker_that_fails_is_one_line_with_row_and_cause(how: str, words: str) -> None:
-    with ODBDataLoader(Failing(how), num_workers=2, collate_fn=pad, **OPTIONS) as loader:
-        with pytest.raises(DataError) as caught:
-            list(map(pop_step_info, loader))
-    message = str(caught.value)
-    assert re.search(words, message) and "\n" not in message, message
-    assert_no_child()
-
-
-@pytest.mark.timeout(120)
-def test_an_error_of_the_collator_that_cannot_be_pickled_names_its_rows() -> None:
-    with ODBDataLoader(Rows(), num_workers=1, collate_fn=odd, cost_fn=lambda item: 5, **OPTIONS) as loader:
-        with pytest.raises(DataError, match=r"row.* \d+.*Odd") as caught:
-            list(loader)
-    assert "\n" not in str(caught.value)
+def killed(items: list[dict[str, Any]]) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fails_to_begin(worker_id: int) -> None:
     raise ValueError("no such disk")
 
 
-def test_a_worker_init_fn_that_fails_is_one_line() -> None:
-    with pytest.raises(DataError, match="no such disk") as caught:
-        with ODBDataLoader(Rows(), num_workers=1, collate_fn=pad, worker_init_fn=fails_to_begin, **OPTIONS) as loader:
-            list(loader)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dataset": Failing("killed")}, "row 100 .*out-of-memory killer"),
+        ({"dataset": Failing("exit")}, r"row 100 .*exit code 3"),
+        ({"dataset": Failing("sys.exit")}, "SystemExit: 3"),
+        ({"dataset": Failing("odd error")}, "row 100 .*Odd"),
+        ({"collate_fn": odd, "cost_fn": lambda item: 5}, r"row.* \d+.*Odd"),
+        ({"collate_fn": killed, "cost_fn": lambda item: 5}, "out-of-memory killer"),
+        ({"worker_init_fn": fails_to_begin}, "no such disk"),
+    ],
+)
+def test_a_worker_that_fails_is_one_line_with_row_and_cause(options: dict[str, Any], words: str) -> None:
+    dataset = options.pop("dataset", None) or Rows()
+    with pytest.raises(DataError, match=words) as caught:
+        with ODBDataLoader(dataset, **{"num_workers": 2, "collate_fn": pad} | OPTIONS | options) as loader:
+            list(map(pop_step_info, loader))
     assert "\n" not in str(caught.value)
+    assert_no_child()
 
 
 def assert_no_child() -> None:
@@ -284,12 +283,3 @@ def _group(group: int) -> list[int]:
 
     fields: Iterator[tuple[str, list[str]]] = ((pid, of(pid)) for pid in os.listdir("/proc") if pid.isdigit())
     return [int(pid) for pid, one in fields if one and int(one[2]) == group and one[0] != "Z"]
-
-
-def test_a_closed_loader_says_so() -> None:
-    loader = ODBDataLoader(Rows(), num_workers=1, collate_fn=pad, **OPTIONS)
-    next(iter(loader))
-    loader.close()
-    assert_no_child()
-    with pytest.raises(ConfigError, match="has been closed"):
-        iter(loader)

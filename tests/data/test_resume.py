@@ -11,16 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from data.stops import (
     KEEP,
     LENGTHS,
-    Observer,
     SplitStream,
     Stream,
     ids_of,
-    make_loader,
+    loader_of,
     num_steps,
     of_steps,
     run,
@@ -29,9 +27,9 @@ from data.stops import (
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_ranks import Table, run_ranks
+from thread_ranks import run_ranks
+from toy import Observer
 
-from odb_factory.data.cursor import Remaining
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH
 from odb_factory.errors import CollectiveError, ConfigError, DataError
 
@@ -93,17 +91,6 @@ def test_a_stop_at_any_step_loses_no_sample(mode: dict[str, Any]) -> None:
                 )
 
 
-@pytest.mark.parametrize("mode", [*MODES[:4], MODES[7]], ids=str)
-def test_a_state_that_was_loaded_and_not_used_is_the_same_state(mode: dict[str, Any]) -> None:
-    """A second stop before the first step loses nothing."""
-    _, state = run(LENGTHS, stop_after=3, **mode)
-    options = {key: value for key, value in mode.items() if key != "world_size"}
-    loader = make_loader(LENGTHS, Table(mode["world_size"]).seat(0), **options)
-    loader.load_state_dict(state)
-    assert loader.state_dict() == state
-    loader.close()
-
-
 changes = st.fixed_dictionaries(
     {
         "world_size": st.integers(1, 4),
@@ -147,94 +134,36 @@ def test_any_ranks_and_settings_after_any(
         assert taken == of_steps(run(lengths, stream=stream, **kept)[0])
 
 
-WAYS = [
-    {"world_size": 2},
-    {"world_size": 3, "balance": False},
-    {"world_size": 1, "token_budget": 64, "buffer_size": 100},
-    {"world_size": 5, "token_budget": 20, "overlong": "singleton"},
-    {"world_size": 1, "num_workers": 2},
-]
-
-
-@pytest.mark.parametrize("stream", [None, Stream])
-def test_another_way_may_be_taken_at_every_optimizer_step(stream: Any) -> None:
-    """I9: ranks, budget, balance, buffer and workers change at each stop; every step has the samples it had."""
-    whole, _ = run(LENGTHS, epochs=2, stream=stream, **EIGHT)
-    expected = of_steps(whole)
-    ways = WAYS[:-1] if stream else WAYS
-    state, taken, figures = None, {}, {}
-    for stop in range(num_steps(whole)):
-        done, state = run(LENGTHS, epochs=2, state=state, stop_after=1, stream=stream, **EIGHT | ways[stop % len(ways)])
-        taken |= of_steps(done)
-        step = done[0][0].step
-        figures[step.epoch, step.index] = (step.done, step.rejected, step.remainder, step.last, step.tokens)
-    assert taken == expected
-    assert figures == {
-        (s.epoch, s.index): (s.done, s.rejected, s.remainder, s.last, s.tokens) for s in (one.step for one in whole[0])
-    }
-
-
 def test_the_state_is_a_cursor() -> None:
-    """Less than a kilobyte, whatever the dataset."""
+    """Small, whatever the dataset."""
     settings = KEEP | {"global_batch_size": 64, "token_budget": 160}
     _, state = run([5] * 20_000, stop_after=20, world_size=2, **settings)
     assert state["optimizer_steps"] == 20 and state["planned"] == 1280
     assert len(json.dumps(state)) < 500
     after, _ = run([5] * 20_000, state=state, stop_after=1, **settings)
     assert after[0][0].step.index == 20
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_what_is_left_of_a_filled_epoch(data: st.DataObject) -> None:
-    """I2: after any draws of any ranks, again and again, exactly the positions that were not trained on are left."""
-    size, remaining, done = data.draw(st.integers(1, 60)), Remaining(), set[int]()
-    for world_size in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)):
-        order = [
-            [*held.tolist(), *range(first, size, world_size)] for held, first in zip(*remaining.of_ranks(world_size))
-        ]
-        assert sorted(p for mine in order for p in mine) == sorted(set(range(size)) - done)
-        drawn = [data.draw(st.integers(0, len(mine))) for mine in order]
-        taken = sorted(p for mine, number in zip(order, drawn) for p in mine[:number])
-        waiting = data.draw(st.sets(st.sampled_from(taken))) if taken else set()
-        done |= set(taken) - waiting
-        remaining = remaining.after(np.array(drawn), np.array(sorted(waiting), dtype=np.int64))
-    assert set(remaining.held) | set(range(remaining.first, size)) == set(range(size)) - done
-    assert list(remaining.held) == sorted(p for p in remaining.held if p < remaining.first)
+    _, state = run([1 + k % 20 for k in range(20_000)], stop_after=50, buffer_size=1024)
+    assert len(json.dumps(state)) < 10_000, "with `fill` a number for each sample that is held back"
 
 
 def test_a_loop_may_fetch_ahead_of_what_it_has_trained_on() -> None:
-    """A prefetching loop has the next micro-batch, or the end of the epoch, when it says that a step is done."""
+    """A prefetching loop has the next micro-batch, or the end of the epoch, when it says that a step is done. A step
+    that was not named is done with a later one."""
 
     def drive(seat: Any) -> list[dict[str, Any]]:
-        loader, states = make_loader(LENGTHS, seat, **EIGHT), []
-        before = None
-        for one, _, _ in loader:
-            if before is not None and before.ends_optimizer_step:
-                loader.consume(before.step)
-                states.append(loader.state_dict())
-            before = one
-        loader.consume(before.step)
-        states.append(loader.state_dict())
-        loader.close()
-        return states
+        states, before = [], None
+        with loader_of(LENGTHS, seat, **EIGHT) as loader:
+            for one, _, _ in loader:
+                if before is not None and before.ends_optimizer_step and before.step.index not in (1, 2, 3):
+                    loader.consume(before.step)
+                    states.append(loader.state_dict())
+                before = one
+            loader.consume(before.step)
+            return [*states, loader.state_dict()]
 
     (states,) = run_ranks(1, drive)
-    assert [(state["epoch"], state["optimizer_steps"]) for state in states] == [*((0, k) for k in range(1, 8)), (1, 0)]
-
-
-def test_steps_that_were_not_named_one_by_one_are_done_with_a_later_one() -> None:
-    _, expected = run(LENGTHS, stop_after=5, **EIGHT)
-
-    def drive(seat: Any) -> dict[str, Any]:
-        loader = make_loader(LENGTHS, seat, **EIGHT)
-        step = next(one.step for one, _, _ in loader if one.step.index == 4 and one.ends_optimizer_step)
-        loader.consume(step)
-        state = loader.state_dict()
-        loader.close()
-        return state
-
-    assert run_ranks(1, drive) == [expected]
+    assert [(state["epoch"], state["optimizer_steps"]) for state in states] == [(0, 1), (0, 5), (0, 6), (0, 7), (1, 0)]
+    assert states[1] == run(LENGTHS, stop_after=5, **EIGHT)[1]
 
 
 # From a training without odb
@@ -267,6 +196,7 @@ def refused(state: Any, *words: str, lengths: Any = LENGTHS, **options: Any) -> 
         ({}, {"seed": 8}, "seed was 7, is 8"),
         ({}, {"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
         (EIGHT, {"seed": 8}, "seed was 7, is 8"),
+        (EIGHT, {"order": 1}, "order"),
         (EIGHT, {"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
         (EIGHT, {"global_batch_size": 16}, "global_batch_size was 8, is 16"),
         (EIGHT, {"drop_last": True, "batch_size": 8}, "samples was 60, is 56"),
@@ -277,15 +207,13 @@ def refused(state: Any, *words: str, lengths: Any = LENGTHS, **options: Any) -> 
     ids=str,
 )
 def test_another_training_is_refused(mode: dict[str, Any], changed: dict[str, Any], word: str) -> None:
+    """order: a sampler that draws by another rule than before."""
     _, state = run(LENGTHS, stop_after=4, **mode)
-    refused(state, word, **{"lengths": LENGTHS} | mode | changed)
-
-
-def test_another_order_with_the_same_seed_is_refused() -> None:
-    """A sampler that draws by another rule than before."""
-    _, state = run(LENGTHS, stop_after=4, **EIGHT)
-    state["data"]["order"] += 1
-    refused(state, "order", **EIGHT)
+    other_order = changed.get("order", 0)
+    if other_order:
+        state["data"]["order"] += other_order
+    changes = {key: value for key, value in changed.items() if key != "order"}
+    refused(state, word, **{"lengths": LENGTHS} | mode | changes)
 
 
 @pytest.mark.parametrize("mode", [{}, EIGHT], ids=["fill", "keep"])
@@ -323,20 +251,6 @@ def test_a_stream_that_was_split_goes_on_with_the_same_ranks_alone() -> None:
         run(LENGTHS, world_size=2, **options | {"global_batch_size": 7})
 
 
-@pytest.mark.parametrize("nothing", [None, [], "x", {}, 7, {"version": 9}], ids=str)
-def test_what_is_no_state_is_refused(nothing: Any) -> None:
-    loader = make_loader(LENGTHS, Table(1).seat(0))
-    with pytest.raises(DataError, match="ignore_data_skip"):
-        loader.load_state_dict(nothing)
-    loader.close()
-
-
-def test_size_of_a_filled_state() -> None:
-    """A number for each sample that is held back."""
-    _, state = run([1 + k % 20 for k in range(20_000)], stop_after=50, buffer_size=1024)
-    assert len(json.dumps(state)) < 10_000
-
-
 # Ranks that are not in agreement
 
 
@@ -360,16 +274,14 @@ def test_orders_that_differ_anywhere_are_noticed(alike: int, size: int, drop_las
     """I11: at the optimizer step in which they differ, before it is trained on; those before it are alike."""
 
     def drive(seat: Any) -> Any:
-        loader = make_loader([5] * 200, seat, **KEEP | {"global_batch_size": size, "drop_last": drop_last})
-        loader._order.sampler = Turned(200, alike, seat.rank)
+        options = KEEP | {"global_batch_size": size, "drop_last": drop_last}
         steps = []
-        try:
-            for one, _, _ in loader:
-                steps.append(one.step.index)
-        except CollectiveError as error:
-            return steps, str(error)
-        finally:
-            loader.close()
+        with loader_of([5] * 200, seat, sampler=Turned(200, alike, seat.rank), **options) as loader:
+            try:
+                for one, _, _ in loader:
+                    steps.append(one.step.index)
+            except CollectiveError as error:
+                return steps, str(error)
         return steps, ""
 
     for steps, message in run_ranks(2, drive):
@@ -377,21 +289,15 @@ def test_orders_that_differ_anywhere_are_noticed(alike: int, size: int, drop_las
         assert max(steps, default=-1) == alike // size - 1
 
 
-def begin(seat: Any, state: dict[str, Any] | None = None, **options: Any) -> str:
-    """The error that a rank begins with; "": none."""
-    loader = make_loader(LENGTHS, seat, **options)
-    try:
-        if state is not None:
-            loader.load_state_dict(state)
-        loader.begin()
-    except CollectiveError as error:
-        return str(error)
-    finally:
-        loader.close()
-    return ""
-
-
 def test_ranks_that_stand_at_different_optimizer_steps_stop_before_the_first() -> None:
     _, state = run(LENGTHS, stop_after=4, **EIGHT)
-    for message in run_ranks(2, lambda seat: begin(seat, state if seat.rank else None, **EIGHT)):
-        assert "optimizer steps done in it (0 on rank 0; 4 on rank 1)" in message
+
+    def drive(seat: Any) -> None:
+        with loader_of(LENGTHS, seat, **EIGHT) as loader:
+            if seat.rank:
+                loader.load_state_dict(state)
+            loader.begin()
+
+    for ended in run_ranks(2, drive):
+        assert isinstance(ended, CollectiveError)
+        assert "optimizer steps done in it (0 on rank 0; 4 on rank 1)" in str(ended)

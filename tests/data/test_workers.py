@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import random
 import time
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
 from toy import NUM_ROWS, Rows, item, pad
 from transformers.trainer_utils import seed_worker
 
-from odb_factory import ConfigError, DataError
+from odb_factory import DataError
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver
@@ -118,7 +117,7 @@ def test_no_collection_looks_through_what_a_worker_was_forked_with() -> None:
 
 
 class Changing(Rows):
-    """A dataset that its owner changes between epochs."""
+    """Its owner changes it between epochs."""
 
     shift = 0
 
@@ -136,21 +135,6 @@ def test_a_dataset_that_changes_between_epochs_is_seen_as_in_torch(persistent: b
     assert (min(first_ids) > 1000) is not persistent
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"drop_last": True, "batch_size": 2}, "drop_last: True .* set it to False"),
-        ({"in_order": False}, "in_order: False .* leave it at True"),
-        ({"timeout": 5, "num_workers": 0}, "timeout: 5 .* leave it at 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_an_option_without_a_meaning_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error, wrapped(**options):
-        pass
-    assert "\n" not in str(error.value)
-
-
 class Slow(Rows):
     def __getitem__(self, k: int) -> Any:
         time.sleep(30)
@@ -163,7 +147,7 @@ def sleeping(items: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize(("dataset", "collate_fn"), [(Slow(), pad), (Rows(), sleeping)], ids=["observes", "collates"])
 def test_timeout_bounds_the_wait_for_a_worker(dataset: Rows, collate_fn: Any) -> None:
     started = time.monotonic()
-    with pytest.raises(Exception, match="within timeout: 1 s.*row .*raise `timeout`") as error:
+    with pytest.raises(Exception, match="timeout: 1 s.*row ") as error:
         with wrapped(dataset, collate_fn, timeout=1) as loader:
             list(loader)
     assert "\n" not in str(error.value)
@@ -194,22 +178,16 @@ def test_memory_is_pinned_for_every_accelerator_that_torch_pins_for(
 # Seeds
 
 
-def test_random_numbers_follow_the_global_seed_and_draw_nothing_from_it() -> None:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    first = drawn()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len(set(first)) == len(first), "other numbers in each epoch, too"
-    assert drawn() == first
-    torch.manual_seed(1005)
-    assert not set(drawn()) & set(first)
+@pytest.mark.parametrize("by_generator", [False, True])
+def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) -> None:
+    """The global seed, or that of its own generator."""
 
+    def numbers(seed: int) -> list[Any]:
+        torch.manual_seed(77 if by_generator else seed)
+        return drawn(generator=torch.Generator().manual_seed(seed) if by_generator else None)
 
-def test_random_numbers_follow_the_generator_of_the_dataloader() -> None:
-    with_5 = drawn(generator=torch.Generator().manual_seed(5))
-    torch.manual_seed(77)
-    assert drawn(generator=torch.Generator().manual_seed(5)) == with_5
-    assert not set(drawn(generator=torch.Generator().manual_seed(6))) & set(with_5)
+    with_5 = numbers(5)
+    assert numbers(5) == with_5 and not set(numbers(1005)) & set(with_5)
 
 
 class Hurried(Rows):
@@ -264,17 +242,6 @@ def test_a_model_in_the_collator_is_sent_without_weights() -> None:
     assert all(batch["sent"] == NUM_ROWS for batch in batches)
 
 
-@pytest.mark.parametrize("part", ["dataset", "collate_fn"])
-def test_what_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
-    parts = {"dataset": Rows(make=lambda k: item(k))} if part == "dataset" else {"collate_fn": lambda items: pad(items)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with wrapped(**parts, multiprocessing_context="spawn") as loader:
-            with pytest.raises(ConfigError, match=f"{part}: .* cannot be sent to a worker process.*'fork'") as error:
-                list(loader)
-    assert "\n" not in str(error.value)
-
-
 def unsendable(items: list[dict[str, Any]]) -> dict[str, Any]:
     return pad(items) | {"made_by": lambda: None}
 
@@ -288,33 +255,16 @@ def test_a_batch_that_cannot_be_sent_to_the_trainer_is_named() -> None:
     assert message.startswith("rows ") and "cannot be sent to the training process" in message and "\n" not in message
 
 
-def test_the_start_method_is_that_of_the_platform() -> None:
-    """Not `fork` where there is one: it is Python's choice, or the user's."""
-    method = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        with wrapped(collate_fn=lambda items: pad(items)) as loader:
-            with pytest.raises(ConfigError, match="spawn"):
-                list(loader)
-    finally:
-        multiprocessing.set_start_method(method, force=True)
-
-
 # Idle micro-batches
 
 
-def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
-    """Of a rank whose shard had none; the order of the next epoch stays what it was."""
+def test_a_sample_for_idle_micro_batches_is_the_smallest_of_the_first_that_can_be_collated() -> None:
+    """One of the sampler, whose next order stays what it was. Where none can, a line counts them."""
     subset = SubsetRandomSampler(range(40, NUM_ROWS), generator=torch.Generator().manual_seed(1))
     with wrapped(sampler=subset, num_workers=0) as loader:
-        an_epoch(loader)
         before = subset.generator.get_state()
-        assert loader._workers.stand_in().id >= 40
+        assert loader.stand_in().id >= 40
         assert torch.equal(subset.generator.get_state(), before)
-
-
-def test_it_is_the_smallest_of_the_first_that_can_be_collated() -> None:
-    """Those that cannot are found out once; where none can, a line counts them."""
     lengths = {number: len(Rows()[number]["input_ids"]) for number in range(16)}
     smallest, second = sorted(lengths, key=lambda number: (lengths[number], number))[:2]
     broken = {smallest}
@@ -329,5 +279,5 @@ def test_it_is_the_smallest_of_the_first_that_can_be_collated() -> None:
         broken |= set(lengths)
         assert loader.stand_in().id == second
     with wrapped(dataset=Rows(num_rows=16), collate_fn=collate, num_workers=0) as loader:
-        with pytest.raises(DataError, match="no row .* can be trained on: 16 that cannot be collated; "):
+        with pytest.raises(DataError, match="16 that cannot be collated"):
             loader.stand_in()

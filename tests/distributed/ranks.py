@@ -8,11 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,15 +21,13 @@ import torch
 import torch.distributed as dist
 from distributed import forks
 from support import free_port
+from toy import Observer, core_loader
 
-from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean
+from odb_factory.data.order import StockMean
 from odb_factory.data.ranks import Ranks
-from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]
-IGNORE = -100
 GROUP_TIMEOUT = "ODB_TEST_GROUP_TIMEOUT"
 """In the environment: the timeout of the default process group (seconds), as `ddp_timeout` sets it."""
 
@@ -114,88 +110,22 @@ def _kill_group(process: forks.Forked) -> None:
 # In a rank
 
 
-class Observer:
-    """A row is (its number, its length). Every id of row k is k + 1, so that a batch tells what it is made of.
-
-    hangs: (row, epoch) that is never done.
-    """
-
-    def __init__(self, hangs: tuple[int, int] | None = None):
-        self.hangs, self.seen = hangs, Counter()
-
-    def __call__(self, row: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
-        index, length = row
-        if self.hangs and index == self.hangs[0] and self.seen[index] == self.hangs[1]:
-            time.sleep(3600)
-        self.seen[index] += 1
-        ids = [index + 1] * length
-        return {"input_ids": ids, "labels": ids}, Cost(len(ids), 0, len(ids) - 1)
-
-    def describe(self, dataset: list[int], index: int) -> str:
-        return f"row {index}"
-
-
-class Collator:
-    """Pads; refuses row `bad`."""
-
-    def __init__(self, bad: int | None = None):
-        self.bad = bad
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        if any(feature["input_ids"][0] - 1 == self.bad for feature in features):
-            raise OSError("image file is truncated")
-        length = max(len(feature["input_ids"]) for feature in features)
-
-        def pad(key: str, filler: int) -> torch.Tensor:
-            return torch.tensor([feature[key] + [filler] * (length - len(feature[key])) for feature in features])
-
-        return {"input_ids": pad("input_ids", 0), "labels": pad("labels", IGNORE)}
-
-
-@contextmanager
 def toy_loader(
     num_rows: int,
     *,
-    workers: tuple[int, int] = (1, 1),
     timeout_s: float = 30,
     bad: int | None = None,
     hangs: tuple[int, int] | None = None,
-    start_method: str = "fork",
     process_group: dist.ProcessGroup | None = None,
-    agree_on: dict[str, Any] | None = None,
-    seed: int = 0,
-    sampler: Any = None,
     **options: Any,
-) -> Iterator[ODBLoader]:
-    """Rows of 2 to 40 tokens, dealt out in turn. workers: those that observe and those that collate.
-
-    options: of the config (default: `fill`, not balanced) and of `OptimizerStepRule` (default: 2 micro-batches).
-    """
-    rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
-    if "stock_mean" in rule:  # JSON knows its name only
-        rule["stock_mean"] = StockMean(rule["stock_mean"])
-    config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
-    config_of = ODBConfig(**config | options)
-    loader = ODBLoader(
-        DataLoaderParts(
-            dataset=[(k, 2 + k * 7 % 39) for k in range(num_rows)],
-            sampler=range(num_rows) if sampler is None else sampler,
-            collate_fn=Collator(bad),
-            num_workers=workers[0],
-            persistent_workers=True,
-            multiprocessing_context=start_method if any(workers) else None,
-        ),
-        config_of,
-        observer=Observer(hangs),
-        rule=OptimizerStepRule(**{"accumulation": 2} | rule),
-        seed=seed,
-        ranks=Ranks(process_group, timeout_s),
-        agree_on=agree_on,
-    )
-    try:
-        yield loader
-    finally:
-        loader.close()
+) -> AbstractContextManager[ODBLoader]:
+    """Rows of 2 to 40 tokens, dealt out in turn. bad: a row that cannot be collated; hangs: of `Observer`."""
+    rows = [(k, 2 + k * 7 % 39, "uncollatable" if k == bad else "") for k in range(num_rows)]
+    if "stock_mean" in options:  # JSON knows its name only
+        options["stock_mean"] = StockMean(options["stock_mean"])
+    defaults = {"num_workers": 1, "persistent_workers": True, "accumulation": 2, "seed": 0}
+    observer, ranks = Observer(tuple(hangs) if hangs else None), Ranks(process_group, timeout_s)
+    return core_loader(rows, observer=observer, ranks=ranks, **defaults | options)
 
 
 def main(function: str, kwargs: str, result: str) -> None:

@@ -200,15 +200,20 @@ def test_engine_grid(train, stock, name: str, num_ranks: int) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """Words of the answer of each row of either rank's shard; 0: a row that LLaMA-Factory drops."""
+    """Words of the answer of each row of either rank's shard; 0: a row that LLaMA-Factory drops. pictures: every second
+    row of rank 0 has one."""
 
     shards: tuple[list[int], list[int]]
     token_budget: int = 256
-    changes: dict[str, Any] = field(default_factory=dict)
+    pictures: bool = False
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [row(words) if words else INVALID for pair in zip(*self.shards, strict=True) for words in pair]
+        return [
+            row(words, ["picture.png"] * (self.pictures and k % 2)) if words else INVALID
+            for k, pair in enumerate(zip(*self.shards, strict=True))
+            for words in pair
+        ]
 
     @property
     def usable(self) -> list[int]:
@@ -226,10 +231,12 @@ WORLDS = {
     "16 and 9": World((cycle(16, 16), cycle(9, 16))),
     "200 and 161": World((cycle(200, 200), cycle(161, 200)), token_budget=1024),
     "30 times longer": World(([5] * 14, [150] * 14), token_budget=512),
+    "12 and none": World((cycle(12, 12), cycle(0, 12)), pictures=True),
 }
 
 
 def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[Path, Audits]:
+    noise((96, 64)).convert("RGB").save(folder / "picture.png")
     write_dataset(folder, {"rows": world.rows})
     odb = {"token_budget": world.token_budget, "buffer_size": 16, "audit": True}
     odb |= {"global_batch_size": "fill", "balance": False} | changes.pop("odb", {})
@@ -251,62 +258,44 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     return folder / "out", audits
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", WORLDS)
-def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
-    """I1, I2, I4, I7 with `join: true`: all rows of both, whatever their number and length."""
-    world = WORLDS[name]
-    out, audits = run_world(world, tiny_text, tmp_path, odb={"layout": "padded"} if name == "30 times longer" else {})
-    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, fill=True)
+def cell(name: str, nightly: bool = True, **odb: Any) -> Any:
+    return pytest.param(name, odb, marks=[pytest.mark.nightly] * nightly, id=f"{name}, {odb}")
+
+
+@pytest.mark.parametrize(
+    ("name", "odb"),
+    [
+        cell("16 and 9"),
+        cell("200 and 161"),
+        cell("30 times longer", layout="padded"),
+        cell("30 times longer", nightly=False, balance=True),
+        cell("16 and 9", join=False),  # planning: tests/data/test_fill_epoch.py
+    ],
+)
+def test_unequal_shards(tiny_text, tmp_path, name: str, odb: dict[str, Any]) -> None:
+    """I1, I2, I4, I7: all rows of both, whatever their number and length. Without `join` I3: no idle step, nothing
+    twice, and the rest is counted."""
+    world, join = WORLDS[name], odb.get("join", True)
+    out, audits = run_world(world, tiny_text, tmp_path, odb=odb)
+    check_audits(
+        audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, fill=True, join=join
+    )
     missing = len(world.rows) - len(world.usable)
-    check_books(out, audits, left_out={"invalid": missing} if missing else {})
-    if not missing:
-        assert not any(line["idle"] for audit in audits for line in audit), "each has rows for as many micro-batches"
-
-
-def test_balanced_ranks_share_unequal_shards(tiny_text, tmp_path) -> None:
-    """I2, I4, I7: one has all the long rows, and both have as much to do."""
-    world = WORLDS["30 times longer"]
-    out, audits = run_world(world, tiny_text, tmp_path, odb={"balance": True})
-    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, fill=True)
-    summary = check_books(out, audits, left_out={})
-    tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
-    assert min(tokens) > 0.8 * max(tokens)
-    assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
+    remainder = len(world.usable) - sum(len(line["ids"]) for audit in audits for line in audit)
+    summary = check_books(out, audits, left_out={"invalid": missing} if missing else {}, remainder=remainder)
+    assert (remainder > 0) == (not join)
+    if odb.get("balance"):
+        tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
+        assert min(tokens) > 0.8 * max(tokens), "one has all the long rows, and both have as much to do"
+        assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
+    elif not missing or not join:
+        assert summary["idle_micro_batches"] == 0, "each has rows for as many micro-batches"
 
 
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:
     """I2 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or not."""
-    noise((96, 64)).convert("RGB").save(tmp_path / "picture.png")
-    world = World((cycle(12, 12), cycle(0, 12)))
-    rows = [row(words, ["picture.png"] * (k % 2)) for k, words in enumerate(world.shards[0])]
-    write_dataset(tmp_path, {"rows": [item for one in rows for item in (one, INVALID)]})
-    config = training_config(
-        tiny_vl,
-        tmp_path,
-        tmp_path / "out",
-        dataset="rows",
-        disable_shuffling=True,
-        gradient_accumulation_steps=ACCUMULATION,
-        deepspeed=deepspeed_config(3, tmp_path),
-        use_cpu=False,
-        odb={"token_budget": 256, "buffer_size": 16, "audit": True, "global_batch_size": "fill", "balance": False},
-    )
-    run_to_end(config)
-    audits = read_audits(tmp_path / "out", 2)
+    world = WORLDS["12 and none"]
+    out, audits = run_world(world, tiny_vl, tmp_path, deepspeed=deepspeed_config(3, tmp_path), use_cpu=False)
     check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=256, fill=True)
     assert all(line["idle"] for line in audits[1])
-    check_books(tmp_path / "out", audits, left_out={"invalid": 12})
-
-
-@pytest.mark.nightly  # planning: tests/data/test_fill_epoch.py
-def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path) -> None:
-    """I1, I3: no idle step, nothing twice, and the rest is counted."""
-    world = WORLDS["16 and 9"]
-    out, audits = run_world(world, tiny_text, tmp_path, odb={"join": False})
-    check_audits(
-        audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, join=False, fill=True
-    )
-    emitted = sum(len(line["ids"]) for audit in audits for line in audit)
-    summary = check_books(out, audits, left_out={"invalid": 7}, remainder=len(world.usable) - emitted)
-    assert summary["remainder"] > 0 == summary["idle_micro_batches"]
+    check_books(out, audits, left_out={"invalid": 12})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.ranks import GROUP_TIMEOUT, Outcome, run_ranks, toy_loader
+from distributed.ranks import GROUP_TIMEOUT, run_ranks, toy_loader
 
 from odb_factory.data.ranks import Ranks
 from odb_factory.ending import ending
@@ -54,78 +54,67 @@ def _no_room(*_: Any, **__: Any) -> Any:
     raise MemoryError("no room")
 
 
-def run(folder: Path, **kwargs: Any) -> list[Outcome]:
-    ended = run_ranks("distributed.test_failing_ranks:train", folder, limit_s=LIMIT_S, may_fail=True, **kwargs)
-    assert all(outcome.value and outcome.value != "done" for outcome in ended), str(ended)
-    return ended
+RANK_1_FAILS = ("rank 1 left the training: ValueError: rank 1 cannot go on", "rank 1 cannot go on")
+KEEP = {"global_batch_size": "keep", "batch_size": 3, "balance": True, "layout": "flat", "world_size": 5}
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    # The other rank waits in a collective of the training meanwhile, its planner with nothing to plan.
+    "a row cannot be collated": ({"bad": 201}, ("rank 1 left the training: row 201", "row 201")),
+    "an early row cannot be collated": ({"bad": 61}, ("rank 1 left the training: row 61", "row 61")),
+    # A rank that hangs in its own data is alive: it is waited for as long as the process group's timeout says.
+    "a row never comes": ({"hangs": (201, 0), "timeout_s": 3}, ("ddp_timeout",) * 2),
+    "a row of the first round never comes": ({"hangs": (1, 0), "timeout_s": 3}, ("ddp_timeout",) * 2),
+    # Every epoch has one round: all are in round 0, of different epochs.
+    "a row of another epoch never comes": (
+        {"hangs": (201, 1), "timeout_s": 3, "buffer_size": NUM_ROWS},
+        ("ddp_timeout",) * 2,
+    ),
+    # Whatever the planners are about at that step.
+    **{f"step {k} raises": ({"failing": [1], "fails_at": k}, RANK_1_FAILS) for k in range(20, 28)},
+    # The last one to look still finds the cause, not the errors that followed from it.
+    **{
+        f"rank {k} of three raises": ({"failing": [k], "world_size": 3}, (f"rank {k} cannot go on",) * 3)
+        for k in range(3)
+    },
+    # Ranks that are no neighbours learn of it too: in the training, while rows are collated, while samples travel.
+    "one of five raises": ({"failing": [3], "fails_at": 5, **KEEP}, ("cannot go on",) * 5),
+    "one of five cannot collate": ({"bad": 101, **KEEP}, ("row 101",) * 5),
+    "one of five cannot send": ({"cannot_redistribute": 2, **KEEP}, ("no room",) * 5),
+    # The others are in the collective already, where no metadata reach them.
+    "one of two cannot send": (
+        {"cannot_redistribute": 1, "balance": True},
+        ("rank 1 left the training: redistributing samples: MemoryError: no room", "MemoryError: no room"),
+    ),
+    # Nobody listens to the others; nobody waits long for it.
+    "all raise": ({"failing": [0, 1]}, ("", "")),
+    # The collective that its planner is in never ends, for rank 1 hangs in its own data; the process ends all the same,
+    # and so frees rank 1 from a collective of the training.
+    "one raises while its planner waits": (
+        {"failing": [0], "fails_at": 1, "hangs": (161, 0), "pause_s": 3},
+        ("rank 0 cannot go on", "rank 0 left the training: ValueError: rank 0 cannot go on"),
+    ),
+}
+"""The arguments of `train`, and what each rank ends with."""
+SLOW = {"an early row cannot be collated", "a row never comes", "a row of the first round never comes"}
+SLOW |= {*(f"step {k} raises" for k in range(22, 28)), "rank 0 of three raises", "rank 2 of three raises"}
 
 
-@pytest.mark.parametrize("bad", [pytest.param(61, marks=pytest.mark.nightly), 201])
-def test_a_row_that_cannot_be_collated(tmp_path, bad: int) -> None:
-    """The other rank waits in a collective of the training meanwhile, its planner with nothing to plan."""
-    first, second = run(tmp_path, bad=bad)
-    assert f"row {bad}" in second.value and "truncated" in second.value
-    assert f"rank 1 left the training: row {bad}" in first.value
-
-
-@pytest.mark.parametrize(
-    ("hangs", "options"),
-    [
-        pytest.param((201, 0), {}, marks=pytest.mark.nightly),
-        pytest.param((1, 0), {}, marks=pytest.mark.nightly),  # in the first round
-        ((201, 1), {"buffer_size": NUM_ROWS}),  # every epoch has one round: all are in round 0, of different epochs
-    ],
-)
-def test_a_row_that_never_comes(tmp_path, monkeypatch, hangs: tuple[int, int], options: dict[str, Any]) -> None:
-    """A rank that hangs in its own data is alive: it is waited for as long as the process group's timeout says. Then
-    both ranks end."""
-    monkeypatch.setenv(GROUP_TIMEOUT, "15")
-    first, second = run(tmp_path, hangs=hangs, timeout_s=3, **options)
-    for outcome in (first, second):
-        assert "ddp_timeout" in outcome.value, outcome
-
-
-@pytest.mark.parametrize("fails_at", [20, 21, *(pytest.param(k, marks=pytest.mark.nightly) for k in range(22, 28))])
-def test_a_step_that_raises(tmp_path, fails_at: int) -> None:
-    """Whatever the planners are about at that step."""
-    first, second = run(tmp_path, failing=[1], fails_at=fails_at)
-    assert second.value == "rank 1 cannot go on"
-    assert "rank 1 left the training: ValueError: rank 1 cannot go on" in first.value
-
-
-@pytest.mark.parametrize("failing", [*(pytest.param(k, marks=pytest.mark.nightly) for k in (0, 2)), 1])
-def test_one_of_three_fails(tmp_path, failing: int) -> None:
-    """The last one to look still finds the cause, not the errors that followed from it."""
-    ended = run(tmp_path, world_size=3, failing=[failing])
-    for rank, outcome in enumerate(ended):
-        assert f"rank {failing} cannot go on" in outcome.said + outcome.value, (rank, outcome)
-
-
-KEEP = {"global_batch_size": "keep", "batch_size": 3, "balance": True, "layout": "flat"}
-
-
-@pytest.mark.parametrize("how", [{"failing": [3], "fails_at": 5}, {"bad": 101}, {"cannot_redistribute": 2}])
-def test_one_of_five_fails(tmp_path, how: dict[str, Any]) -> None:
-    """Ranks that are no neighbours learn of it too: in the training, while rows are collated, while samples travel."""
-    ended = run(tmp_path, world_size=5, **how, **KEEP)
-    for rank, outcome in enumerate(ended):
-        said = outcome.said + outcome.value
-        assert any(text in said for text in ("cannot go on", "row 101", "no room")), (rank, outcome)
-        assert outcome.returncode == 0, (rank, outcome)
-
-
-def test_one_fails_while_its_planner_waits(tmp_path) -> None:
-    """The collective that its planner is in never ends, for rank 1 hangs in its own data; the process ends all the
-    same, and so frees rank 1 from a collective of the training."""
-    first, second = run(tmp_path, failing=[0], fails_at=1, hangs=(161, 0), pause_s=3)
-    assert first.value == "rank 0 cannot go on"
-    assert "rank 0 left the training: ValueError: rank 0 cannot go on" in second.said + second.value
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in SLOW)) for name in FAULTS])
+def test_nobody_is_left_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each rank ends far below the timeout of its collectives, and says the first cause."""
+    options, texts = FAULTS[name]
+    if "timeout_s" in options:
+        monkeypatch.setenv(GROUP_TIMEOUT, "15")
+    ended = run_ranks("distributed.test_failing_ranks:train", tmp_path, limit_s=LIMIT_S, may_fail=True, **options)
+    assert all(outcome.value and outcome.value != "done" for outcome in ended), ended
+    for rank, (outcome, text) in enumerate(zip(ended, texts, strict=True)):
+        assert text in outcome.said + outcome.value, (rank, outcome)
+        assert len(ended) < 5 or outcome.returncode == 0, (rank, outcome)
 
 
 def lives_on(rank: int) -> float:
     """Rank 1 fails and stays alive; how long rank 0 waits for it (seconds). No worker, so that it waits itself."""
     started = time.monotonic()
-    with toy_loader(NUM_ROWS, timeout_s=50, workers=(0, 0)) as loader:
+    with toy_loader(NUM_ROWS, timeout_s=50, num_workers=0) as loader:
         try:
             for number, _ in enumerate(loader):
                 if number == FAILS_AT and rank == 1:
@@ -141,15 +130,3 @@ def test_a_failed_rank_that_lives_on_is_not_waited_for(tmp_path) -> None:
     """Once it has said why it ends, nobody waits for its answer."""
     first, _ = run_ranks("distributed.test_failing_ranks:lives_on", tmp_path, limit_s=LIMIT_S, may_fail=True)
     assert first.value < 40, first
-
-
-def test_all_fail_at_once(tmp_path) -> None:
-    """Nobody listens to the others; nobody waits long for it."""
-    run(tmp_path, failing=[0, 1])
-
-
-def test_a_rank_that_fails_while_it_hands_samples_over(tmp_path) -> None:
-    """The others are in the collective already, where no metadata reach them."""
-    first, second = run(tmp_path, cannot_redistribute=1, balance=True)
-    assert "rank 1 left the training: redistributing samples: MemoryError: no room" in first.value
-    assert "MemoryError: no room" in second.value

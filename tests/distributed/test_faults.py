@@ -186,22 +186,3 @@ def test_a_pause_at_a_step_border(config, tmp_path) -> None:
             assert ended.returncodes == [0, 0], str(ended)
         losses.append([line["loss"] for line in read_log(tmp_path / name) if "loss" in line])
     assert losses[0] == losses[1] and len(losses[0]) == 12
-
-
-@pytest.mark.nightly  # in a loop: tests/distributed/test_patience.py
-def test_asleep_for_ever(config) -> None:
-    """A callback that never returns: after `ddp_timeout` both ranks end."""
-    config |= {"ddp_timeout": 60, "use_cpu": False}  # of a CPU that is asked for, transformers sets no timeout
-    with Run(config, nodes=NODES, env=shimmed("pause_at_a_step_border") | {"ODB_TEST_PAUSE_S": "3600"}) as run:
-        run.wait_for("Running training")
-        both_fail(run, 60 + 2 * LIMIT_S)
-
-
-@pytest.mark.nightly  # in a loop: test_failing_ranks.py; out of memory in a Trainer: tests/training/test_oom.py
-def test_forward_raises_on_one_rank(config) -> None:
-    config["odb"]["layout"] = "padded"  # without a check before training, which would be where it raises
-    with Run(config, nodes=NODES, env=shimmed("failing_forward")) as run:
-        run.wait_for("Running training")
-        ended = both_fail(run)
-    said_by(ended, 1, "RuntimeError: the test's model fails")
-    said_by(ended, 0, "[odb]", "rank 1", "the test's model fails")

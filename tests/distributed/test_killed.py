@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 from distributed.launch import Run, parent
-from distributed.ranks import TESTS, Collator, Observer
+from distributed.ranks import TESTS
 from distributed.rows import row
 from support import MARK, end_marked_processes, marked_processes, proc_words, shimmed, training_config, write_dataset
+from toy import core_loader
 
-from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 
 LIMIT_S = 10
 """From the end of the trainer to that of its last worker."""
@@ -40,59 +39,43 @@ def all_end(alive: Callable[[], dict[int, list[str]]]) -> dict[int, list[str]]:
 # A toy loader in each stage of its workers' lives
 
 
-class SlowCollator(Collator):
-    """Begins, and is never done."""
+class Slow:
+    """A collator that begins, and is never done; `while_unpickled`: an observer that never comes out of its pickle."""
 
-    def __init__(self, begun: Path):
-        super().__init__()
-        self.begun = begun
+    def __init__(self, begun: Path, while_unpickled: bool = False):
+        self.begun, self.while_unpickled = begun, while_unpickled
 
-    def __call__(self, features: list[dict[str, Any]]) -> Any:
+    def __call__(self, items: Any) -> Any:
         self.begun.touch()
         time.sleep(3600)
 
-
-class SlowStart(Observer):
-    """Begins to be unpickled, and is never done."""
-
-    def __init__(self, begun: Path):
-        super().__init__()
-        self.begun = begun
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state["begun"].touch()
-        time.sleep(3600)
+        self.__dict__.update(state)
+        if self.while_unpickled:
+            self(None)
 
 
-def toy(
-    start_method: str, rows: list[int], workers: tuple[int, int], *, observer: Any = None, collate_fn: Any = None
-) -> ODBLoader:
-    return ODBLoader(
-        DataLoaderParts(
-            dataset=list(enumerate(rows)),
-            sampler=range(len(rows)),
-            collate_fn=collate_fn or Collator(),
-            num_workers=workers[0],
-            multiprocessing_context=start_method,
-        ),
-        ODBConfig(token_budget=10**6, buffer_size=1, global_batch_size="fill", balance=False),
-        observer=observer or Observer(),
-        rule=OptimizerStepRule(),
-    )
+NEVER_CLOSED: list[Any] = []
+
+
+def opened(rows: list[int], start_method: str, **options: Any) -> ODBLoader:
+    options |= {"token_budget": 10**6, "buffer_size": 1, "num_workers": 1, "multiprocessing_context": start_method}
+    NEVER_CLOSED.append(core_loader(rows, **options))
+    return NEVER_CLOSED[-1].__enter__()
 
 
 def be_killed(start_method: str, folder: str) -> None:
     """Have a worker blocked by a full pipe, one in a collation, and one that is still reading its arguments."""
     begun = [Path(folder, name) for name in ("collation", "arguments")]
     # A chunk of rows has a megabyte, and one chunk is asked for.
-    full = toy(start_method, [50_000] * 100, (1, 0))
+    full = opened([50_000] * 100, start_method)
     full.begin()
-    slow = iter(toy(start_method, [5] * 20, (1, 0), collate_fn=SlowCollator(begun[0])))
+    slow = iter(opened([5] * 20, start_method, collate_fn=Slow(begun[0])))
     threading.Thread(target=next, args=(slow,), daemon=True).start()
     if start_method == "fork":
         begun.pop()
     else:
-        starting = toy(start_method, [5] * 20, (1, 0), observer=SlowStart(begun[1]))
+        starting = opened([5] * 20, start_method, observer=Slow(begun[1], while_unpickled=True))
         threading.Thread(target=starting.begin, daemon=True).start()
     while not all(path.exists() for path in begun):
         time.sleep(0.05)
@@ -187,74 +170,60 @@ MOMENTS: dict[str, Callable[[Run, bool], bool]] = {
 }
 
 
-def kill_one(
-    model: Path,
-    folder: Path,
-    moment: str,
-    ranks: int,
-    under_torchrun: bool,
-    how: signal.Signals = signal.SIGKILL,
-    more_words: int = 0,
-    start_method: str | None = None,
+PLAIN, TORCHRUN_1, TORCHRUN_2 = (1, False), (1, True), (2, True)
+"""(ranks, under torchrun)."""
+CELLS: list[tuple[str, tuple[int, bool], dict[str, Any]]] = [
+    *((moment, ranks, {}) for moment in MOMENTS for ranks in (PLAIN, TORCHRUN_1, TORCHRUN_2)),
+    *(
+        (moment, PLAIN, {"start_method": name})
+        for moment in ("first worker", "mid-epoch")
+        for name in ("spawn", "forkserver")
+    ),
+    *(("mid-epoch", ranks, {"how": f"SIG{name}"}) for ranks in (PLAIN, TORCHRUN_2) for name in ("TERM", "INT", "ABRT")),
+]
+
+
+@pytest.mark.parametrize(
+    ("moment", "ranks", "changes"),
+    [
+        # One worker is blocked in a collation, the other by a full pipe: rows are long, and the buffer is full.
+        ("collation", PLAIN, {"more_words": 1500}),
+        *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in CELLS),
+    ],
+    ids=str,
+)
+def test_no_worker_outlives_a_killed_training(
+    moment: str, ranks: tuple[int, bool], changes: dict[str, Any], tiny_text: Path, tmp_path: Path
 ) -> None:
-    write_dataset(folder, {"rows": [row(3 + more_words + (k * 11) % 38) for k in range(NUM_ROWS)]})
-    epochs = 1 if moment == "exit" else 3
+    """Whenever, whatever the start method, and whatever signal ends it."""
+    num_ranks, under_torchrun = ranks
+    words = 3 + changes.get("more_words", 0)
+    write_dataset(tmp_path, {"rows": [row(words + (k * 11) % 38) for k in range(NUM_ROWS)]})
     config = training_config(
-        model,
-        folder,
-        folder / "out",
+        tiny_text,
+        tmp_path,
+        tmp_path / "out",
         dataset="rows",
         disable_shuffling=True,
-        num_train_epochs=epochs,
+        num_train_epochs=1 if moment == "exit" else 3,
         odb={"token_budget": 256, "buffer_size": 32, "audit": True},
+        ddp_backend="gloo" if under_torchrun else None,
     )
-    if under_torchrun:
-        config["ddp_backend"] = "gloo"
-    env = {"ODB_TEST_COLLATES": str(folder / "out_logs" / "collates")}
+    env = {"ODB_TEST_COLLATES": str(tmp_path / "out_logs" / "collates")}
     env |= shimmed("endless_collation") if moment == "collation" else {}
-    env |= shimmed("start_method") | {"ODB_TEST_START_METHOD": start_method} if start_method else {}
     env |= {} if under_torchrun else {"FORCE_TORCHRUN": "0"}
-    with Run(config, num_ranks=ranks, env=env) as run:
+    if "start_method" in changes:
+        env |= shimmed("start_method") | {"ODB_TEST_START_METHOD": changes["start_method"]}
+    how = signal.Signals[changes.get("how", "SIGKILL")]
+    with Run(config, num_ranks=num_ranks, env=env) as run:
         run.wait_until(lambda: MOMENTS[moment](run, under_torchrun), f"never came to {moment}")
         pid = trainer(run, under_torchrun)
         os.kill(pid, how)
         if how != signal.SIGKILL:  # it may take the time to end its workers itself
-            all_end(lambda: {pid: words} if (words := proc_words(pid, "cmdline")) else {})
+            all_end(lambda: {pid: line} if (line := proc_words(pid, "cmdline")) else {})
         if not under_torchrun:
             run.launchers[0].wait(10)
         left = all_end(lambda: of_rank_0(run, under_torchrun))
         assert not left, f"{left}\n{run.so_far()}"
         run.end(60)
         assert not run.left_behind()
-
-
-def test_no_worker_outlives_a_killed_training(tiny_text: Path, tmp_path: Path) -> None:
-    """One worker is blocked in a collation, the other by a full pipe: rows are long, and the buffer is full."""
-    kill_one(tiny_text, tmp_path, "collation", 1, False, more_words=1500)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("ranks", "under_torchrun"), [(1, False), (1, True), (2, True)], ids=["plain", "1", "2"])
-def test_whenever_a_training_is_killed(
-    moment: str, ranks: int, under_torchrun: bool, tiny_text: Path, tmp_path: Path
-) -> None:
-    kill_one(tiny_text, tmp_path, moment, ranks, under_torchrun)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("moment", ["first worker", "mid-epoch"])
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_whatever_the_start_method_of_a_killed_training(
-    start_method: str, moment: str, tiny_text: Path, tmp_path: Path
-) -> None:
-    kill_one(tiny_text, tmp_path, moment, 1, False, start_method=start_method)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGABRT])
-@pytest.mark.parametrize(("ranks", "under_torchrun"), [(1, False), (2, True)], ids=["plain", "2"])
-def test_whatever_signal_ends_a_training(
-    how: signal.Signals, ranks: int, under_torchrun: bool, tiny_text: Path, tmp_path: Path
-) -> None:
-    kill_one(tiny_text, tmp_path, "mid-epoch", ranks, under_torchrun, how)

@@ -18,35 +18,23 @@ from support import training_config
 from odb_factory.errors import ODBError
 
 LORA = {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": 16}
-# What both ranks have, what rank 1 has, and what both say.
-ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "lora_alpha": (LORA, {"lora_alpha": 128}, "lora_alpha (16 on rank 0; 128 on rank 1)"),
-    "finetuning_type": ({}, LORA, "finetuning_type ('full' on rank 0; 'lora' on rank 1)"),
-    "loss": ({}, {"use_dft_loss": True}, "use_dft_loss (False on rank 0; True on rank 1)"),
-    "rope_scaling": ({}, {"rope_scaling": "linear"}, "rope_scaling (None on rank 0; 'linear' on rank 1)"),
-    "pixels": (
-        {"image_max_pixels": 65536},
-        {"image_max_pixels": 16384},
-        "image_max_pixels (65536 on rank 0; 16384 on rank 1)",
-    ),
-    "cutoff_len": ({}, {"cutoff_len": 100}, "cutoff_len (2048 on rank 0; 100 on rank 1)"),
-    "learning rate": ({}, {"learning_rate": 0.5}, "learning_rate (0.001 on rank 0; 0.5 on rank 1)"),
-    "block": ({}, {"odb": {"token_budget": 99}}, "odb.token_budget (1024 on rank 0; 99 on rank 1)"),
-    "nested": (
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.1}},
-        {"lr_scheduler_kwargs": {"min_lr": 0.2}},
-        "lr_scheduler_kwargs.min_lr (0.1 on rank 0; 0.2 on rank 1)",
-    ),
-    "no training": ({}, {"do_train": False}, "do_train (True on rank 0; False on rank 1)"),
+COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.1}}
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lora_alpha (16 on rank 0; 128 on rank 1)": (LORA, {"lora_alpha": 128}),
+    "finetuning_type": ({}, LORA),
+    "use_dft_loss": ({}, {"use_dft_loss": True}),
+    "rope_scaling": ({}, {"rope_scaling": "linear"}),
+    "image_max_pixels": ({"image_max_pixels": 65536}, {"image_max_pixels": 16384}),
+    "cutoff_len": ({}, {"cutoff_len": 100}),
+    "learning_rate": ({}, {"learning_rate": 0.5}),
+    "odb.token_budget (1024 on rank 0; 99 on rank 1)": ({}, {"odb": {"token_budget": 99}}),
+    "lr_scheduler_kwargs.min_lr": (COSINE, {"lr_scheduler_kwargs": {"min_lr": 0.2}}),
+    "do_train": ({}, {"do_train": False}),
     # Rank 1 alone is refused: what differs is named, not who found out first.
-    "refused on rank 1": ({}, {"auto_find_batch_size": True}, "auto_find_batch_size (False on rank 0; True on rank 1)"),
+    "auto_find_batch_size": ({}, {"auto_find_batch_size": True}),
 }
-RELEASES = {
-    "torch": ("2.1.0", "release of torch ('"),
-    "deepspeed": ("0.1.2", "release of deepspeed ("),
-    "peft": (None, "release of peft ('"),
-    "Python": ("3.99.0", "release of Python ('"),
-}
+"""What both say; what both ranks have, and what rank 1 has."""
+RELEASES = {"torch": "2.1.0", "deepspeed": "0.1.2", "peft": None, "Python": "3.99.0"}
 
 
 @contextmanager
@@ -84,11 +72,11 @@ def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     activation.activate()
     os.environ["LOCAL_RANK"] = str(rank)
     found = {}
-    for name, (both, differs, _) in ARGUMENTS.items():
-        found[name] = ended(config | both | (differs if rank else {}))
-    for name, (version, _) in RELEASES.items():
+    for said, (both, differs) in ARGUMENTS.items():
+        found[said] = ended(config | both | (differs if rank else {}))
+    for name, version in RELEASES.items():
         with another_release(name if rank else "none", version):
-            found[name] = ended(config)
+            found[f"release of {name} ("] = ended(config)
     with another_release("torch", "2.1.0+cpu" if rank else "2.1.0+cu126"):
         found["build"] = ended(config)
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
@@ -167,9 +155,8 @@ def test_what_changes_the_model_is_compared_before_it_is_loaded(
     ranks = run_ranks("distributed.test_ranks_that_differ:each", tmp_path, limit_s=200, config=config)
     one, other = (outcome.value for outcome in ranks)
     assert one == other, "both end for the same reason"
-    expected = {name: said for name, (_, _, said) in ARGUMENTS.items()} | {n: said for n, (_, said) in RELEASES.items()}
-    for name, said in expected.items():
-        assert one[name].startswith("the ranks differ in ") and said in one[name] and "\n" not in one[name], one[name]
+    for said in (*ARGUMENTS, *(f"release of {name} (" for name in RELEASES)):
+        assert one[said].startswith("the ranks differ in ") and said in one[said] and "\n" not in one[said], one[said]
     assert one["build"] == one["paths"] == "went on"
     assert one["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
     assert one["both refused"].startswith("accelerator_config.dispatch_batches: True")

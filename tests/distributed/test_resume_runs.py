@@ -1,4 +1,5 @@
-"""Real `llamafactory-cli train`, killed in the middle and started again with the same command."""
+"""Real `llamafactory-cli train`, killed in the middle, or ended by SIGTERM (`enable_jit_checkpoint`), and started again
+with the same command."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from distributed.rows import row
 from distributed.test_engines import ENGINES, deepspeed_config
 from safetensors.torch import load_file
 from same_training import launch
-from support import training_config, without_clock, write_dataset
+from support import read_jsonl, training_config, without_clock, write_dataset
 
 NUM_ROWS = 200
 SAVE_STEPS = 3
@@ -61,15 +63,9 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signal
     out = Path(config["output_dir"])
     with Run(config, num_ranks=num_ranks, env=ENV) as run:
         run.wait_until(lambda: checkpoint_of(out) >= 3 * SAVE_STEPS, "no checkpoint came")
-        for pid in run.processes():
-            try:
-                os.kill(pid, how)
-            except ProcessLookupError:
-                pass
+        end_all(run, how)
         run.end(60)
-    remove_cut_off(out)
-    # The logs of a second run stand beside those of the first.
-    run.folder.rename(run.folder.with_name("first_logs"))
+    make_room(run)
     audits = []
     for rank in range(num_ranks):
         whole, _, _ = (out / f"odb_audit_rank{rank}.jsonl").read_text().rpartition("\n")
@@ -77,11 +73,19 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signal
     return checkpoint_of(out), audits
 
 
-def remove_cut_off(out: Path) -> None:
-    """Remove a checkpoint that a kill has cut off, as a person does: resumed, it would be refused in one line."""
-    for folder in out.glob("checkpoint-*"):
+def end_all(run: Run, how: signal.Signals) -> None:
+    for pid in run.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, how)
+
+
+def make_room(run: Run) -> None:
+    """Remove a checkpoint that a kill has cut off, as a person does: resumed, it would be refused in one line. The logs
+    of a second run stand beside those of the first."""
+    for folder in run.output_dir.glob("checkpoint-*"):
         if not (folder / "trainer_state.json").exists():
             shutil.rmtree(folder)
+    run.folder.rename(run.folder.with_name("first_logs"))
 
 
 def checkpoint_of(out: Path) -> int:
@@ -151,3 +155,68 @@ def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     ]
     first, second = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
     assert len(first) == SAVE_STEPS + 2 and second == first
+
+
+# Preempted
+
+TOLERANCE = 2e-6
+AFTER_STEPS = 6
+
+
+def losses(out: Path) -> dict[int, float]:
+    """By optimizer step, as logged last."""
+    return {line["current_steps"]: line["loss"] for line in read_jsonl(out / "trainer_log.jsonl") if "loss" in line}
+
+
+def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bool) -> None:
+    """SIGTERM to these ranks; `kill`: SIGKILL to all as soon as they save."""
+    out = Path(config["output_dir"])
+    with Run(config, num_ranks=num_ranks, env=ENV) as run:
+        log = out / "trainer_log.jsonl"
+        run.wait_until(lambda: log.exists() and log.read_text().count("\n") >= AFTER_STEPS, "no step was taken")
+        pids = [run.rank_pid(rank) for rank in range(num_ranks)]
+        before = set(out.glob("checkpoint-*"))
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGTERM)
+        if kill:
+            run.wait_until(lambda: bool(set(out.glob("checkpoint-*")) - before), "nothing was saved", 60)
+            end_all(run, signal.SIGKILL)
+        ended = run.end(120)
+        if not kill:
+            assert ended.returncodes == [0], str(ended)
+            for said in ended.ranks:
+                assert "all ranks save optimizer step" in said, str(ended)
+        assert not run.left_behind()
+    make_room(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("engine", "num_ranks", "ranks", "kill"),
+    [
+        ("none", 1, [0], False),
+        ("ddp", 2, [0, 1], False),
+        ("ddp", 2, [1], False),
+        ("ddp", 2, [0, 1], True),
+        ("zero3", 2, [0], False),
+    ],
+)
+def test_a_preempted_run_goes_on(
+    tiny_text: Path, tmp_path: Path, engine: str, num_ranks: int, ranks: list[int], kill: bool
+) -> None:
+    changes: dict[str, Any] = {"enable_jit_checkpoint": True, "num_train_epochs": 2, "save_total_limit": 1}
+    changes |= {"save_steps": 5 if kill else 1000, "gradient_accumulation_steps": 8 // num_ranks}
+    if engine == "zero3":
+        changes |= {"deepspeed": deepspeed_config(3, tmp_path), "use_cpu": False}
+    whole = configuration(tiny_text, tmp_path / "whole", **changes | {"save_strategy": "no"})
+    unbroken(whole, num_ranks)
+    config = configuration(tiny_text, tmp_path / "preempted", **changes)
+    out = Path(config["output_dir"])
+    preempted(config, num_ranks, ranks, kill)
+    if not kill:
+        assert checkpoint_of(out) > AFTER_STEPS
+    to_the_end(config, num_ranks)
+    expected, found = losses(Path(whole["output_dir"])), losses(out)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[step] - expected[step]) for step in expected) < TOLERANCE

@@ -210,9 +210,17 @@ def test_a_flat_layout_is_refused_without_token_rows() -> None:
             list(loader)
 
 
-def test_a_language_model_with_a_cost_function_keeps_its_units() -> None:
-    """I8: labels of tokens are counted where there is one for each of `input_ids`."""
-    rows = [{"input_ids": list(range(4 + k)), "labels": [-100, *range(3 + k)]} for k in range(16)]
+@pytest.mark.parametrize(
+    ("labels", "units"),
+    [
+        (lambda k: [-100, *range(3 + k)], sum(3 + k for k in range(16))),
+        (lambda k: [1] * (1 + k % 3), 16),  # as those of an encoder-decoder model: a row has one loss
+    ],
+    ids=["of tokens", "of another length"],
+)
+def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[int], list[int]], units: int) -> None:
+    """I8, with a cost function."""
+    rows = [{"input_ids": list(range(4 + k)), "labels": labels(k)} for k in range(16)]
 
     def collate(items: list[Any]) -> dict[str, Tensor]:
         padded = {"input_ids": 0, "labels": -100}
@@ -224,20 +232,7 @@ def test_a_language_model_with_a_cost_function_keeps_its_units() -> None:
     with ODBDataLoader(
         rows, STEP, token_budget=64, collate_fn=collate, cost_fn=lambda item: len(item["input_ids"])
     ) as loader:
-        assert sum(pop_step_info(batch).units for batch in loader) == sum(3 + k for k in range(16))
-
-
-def test_labels_of_another_length_are_not_counted_as_tokens() -> None:
-    """As those of an encoder-decoder model: there the only label of a row carries loss."""
-    items = [{"input_ids": [1] * (2 + k), "labels": [1] * (1 + k % 3)} for k in range(16)]
-
-    def collate(items: list[Any]) -> dict[str, Tensor]:
-        return {key: pad_sequence([torch.tensor(item[key]) for item in items], batch_first=True) for key in items[0]}
-
-    with ODBDataLoader(
-        items, STEP, token_budget=64, collate_fn=collate, cost_fn=lambda item: len(item["input_ids"])
-    ) as loader:
-        assert sum(pop_step_info(batch).units for batch in loader) == 16
+        assert sum(pop_step_info(batch).units for batch in loader) == units
 
 
 def test_an_item_to_which_cost_fn_gives_no_unit_is_left_out() -> None:

@@ -10,8 +10,6 @@ import gc
 import inspect
 import json
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -22,14 +20,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from toy import NUM_ROWS, Rows, item, pad
+from loop import loops
+from loop.loops import BUDGET
+from toy import NUM_ROWS, Rows, item
 from training.flat_models import gradients, largest_difference, make_model
 from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
 
-from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
+from odb_factory import ConfigError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
 from odb_factory.model.flat_row import begin_row, row_in_progress
-
-BUDGET = 128
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +53,8 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": rows("labels", -100)}
 
 
-def make(**changes: Any) -> ODBDataLoader:
-    settings = {"token_budget": BUDGET, "batch_size": 16, "collate_fn": pad, "layout": "flat"} | changes
-    return ODBDataLoader(settings.pop("dataset", Rows()), **settings)
+def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
+    return loops.make(dataset, **{"layout": "flat"} | changes)
 
 
 @pytest.mark.parametrize("mode", ["keep", "fill"])
@@ -89,20 +86,6 @@ def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: di
     assert all(sum(line["segments"]) == line["length"] for line in lines)
 
 
-def test_micro_batches_are_filled_up_to_a_multiple() -> None:
-    with make(pad_to_multiple_of=16) as loader:
-        infos = []
-        for batch in loader:
-            info = pop_step_info(batch)
-            assert batch["input_ids"].shape[1] == sum(info.segments) <= BUDGET
-            assert sum(info.segments) % 16 == 0 and len(info.segments) - len(info.ids) in (0, 1)
-            infos.append(info)
-        stats = loader.stats()
-    assert any(len(info.segments) > len(info.ids) for info in infos)
-    tokens, total = sum(info.tokens for info in infos), sum(sum(info.segments) for info in infos)
-    assert stats["odb/padding_ratio"] == pytest.approx(1 - tokens / total, abs=1e-4)
-
-
 def test_auto_is_padded_in_a_loop() -> None:
     with make(layout="auto") as loader:
         batch = next(iter(loader))
@@ -120,16 +103,6 @@ def test_a_collator_that_lays_flat_itself(layout: Any, caplog: pytest.LogCapture
     said = [message for message in caplog.messages if "into one row of" in message]
     assert len(said) == (layout == "padded")
     assert all("With `layout: flat` they are planned as they are laid." in message for message in said)
-
-
-def test_a_batch_that_cannot_be_laid_flat_is_one_line_about_the_collator() -> None:
-    def mllama(items: list[Any]) -> Any:
-        batch = pad(items)
-        return batch | {"cross_attention_mask": torch.ones(*batch["input_ids"].shape, 1, 4)}
-
-    with make(collate_fn=mllama, num_workers=1) as loader, pytest.raises(DataError) as refused:
-        next(iter(loader))
-    assert "odb.layout" in str(refused.value) and "`cross_attention_mask`" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -377,22 +350,6 @@ def gradient(model: Any, loader: Any) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.integration
-def test_a_model_that_is_set_up_runs_in_a_process_that_unpickles_it(tiny_text: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
-    ids = torch.arange(5, 15)[None]
-    with make() as loader:
-        unpad(model, loader)
-    torch.save(model.eval(), tmp_path / "model.pt")
-    code = (
-        "import sys, torch; model = torch.load(sys.argv[1], weights_only=False); "
-        "print(model(torch.arange(5, 15)[None]).logits.sum().item())"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout) == pytest.approx(model(ids).logits.sum().item(), rel=1e-5)
-
-
 def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
     """I10. Neither a thread that is at the end of the epoch, nor the end of another iteration, which may be one of the
     garbage collector, changes it within a forward."""
@@ -407,30 +364,6 @@ def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
         row = row_in_progress()
         assert rest and row is not None and row.segments == info.segments
         pop_step_info(rest[-1])
-
-
-@pytest.mark.parametrize("is_flat_first", [True, False])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
-def test_a_padded_and_a_flat_batch_share_a_backward(kind: str, is_flat_first: bool) -> None:
-    """I10: recomputed layers are of the batch that they were computed for."""
-    model = make_model(kind, torch.float64).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids = torch.arange(5, 29).view(2, 12)
-    rows = {"input_ids": ids, "labels": ids}  # no mask tells them from a flat row
-    with make(dataset=Rows(labelled, 24), collate_fn=collate) as loader:
-        unpad(model, loader)
-        batch = next(iter(loader))
-        info = pop_step_info(batch)
-        assert len(info.segments) > 1
-        both = [batch, rows] if is_flat_first else [rows, batch]
-        for one in both:
-            model(**one).loss.backward()
-        expected = gradients(model)
-        model.zero_grad()
-        sum(model(**one).loss for one in both).backward()
-        assert largest_difference(gradients(model), expected) < 1e-6
-        row = row_in_progress()
-        assert row is not None and row.segments == info.segments
 
 
 def big_padded_batch(model: Any, ids: list[int]) -> float:

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from odb_factory.planning import (
     CostModel,
     Plan,
     make_metadata,
+    plan_buffers,
     plan_optimizer_step,
 )
 from odb_factory.planning.plan import exceeds_limit
@@ -177,11 +178,12 @@ def test_a_costly_micro_step_is_avoided_and_a_cheap_one_taken() -> None:
     assert len(planned(world, Budget(200), balance=True, model=CostModel(fixed=1)).totals) == 2
 
 
-def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
+@pytest.mark.parametrize("make", [plan_optimizer_step, functools.partial(plan_buffers, seed=0, epoch=0, round_index=0)])
+def test_samples_that_weigh_too_much_stay_where_they_are(make: Callable[..., Plan]) -> None:
     for more, exceeds in ((0, False), (1, True)):
-        own = make_metadata([Cost(8)] * 4, [0] * 4, False, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4)
-        buffers = [own, make_metadata([], [], False)]
-        plan = plan_optimizer_step(buffers, Budget(16), balance=True)
+        own = make_metadata([Cost(8)] * 4, [0] * 4, True, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4)
+        buffers = [own, make_metadata([], [], True)]
+        plan = make(buffers, Budget(16), balance=True)
         assert exceeds_limit(buffers) is exceeds
         assert plan.moves is not exceeds
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from lower_bounds import fewest_bins, flat_bound, least_wait, padded_bound, table_of
+from lower_bounds import flat_bound, padded_bound, table_of
 
 from odb_factory.planning import Budget, BufferMetadata, Collation, CostModel, plan_optimizer_step
 
@@ -137,37 +137,3 @@ def test_no_plan_could_cost_much_less(
         print(", ".join(f" {name} {np.mean(ratios):.3f}" for name, ratios in found.items()))
     least_mean, least = TABLE[layout, media]
     assert np.mean(every) >= least_mean and min(every) >= least
-
-
-def every_packing(sizes: list[int], capacity: int) -> list[list[int]]:
-    """The bin sums of all ways to put these sizes into bins of a capacity, one of more than that alone."""
-    packings: list[list[list[int]]] = [[]]
-    for size in sizes:
-        grown = []
-        for bins in packings:
-            grown.append([*bins, [size]])
-            grown += [
-                [*bins[:k], [*bins[k], size], *bins[k + 1 :]]
-                for k in range(len(bins))
-                if sum(bins[k]) + size <= capacity
-            ]
-        packings = grown
-    return [sorted(map(sum, bins), reverse=True) for bins in packings]
-
-
-def test_tiny_optimizer_steps_cost_the_least_there_is() -> None:
-    """Against every cut of up to 9 samples; also that the bounds are below it."""
-    rng = np.random.default_rng(0)
-    ratios = []
-    for _ in range(30):
-        num_ranks, count, capacity = int(rng.integers(1, 4)), int(rng.integers(3, 10)), int(rng.integers(20, 60))
-        sizes = np.sort(rng.integers(1, capacity + 1, count))[::-1]
-        model = CostModel(int(rng.choice([0, 5, 50])))
-        packings = every_packing(sizes.tolist(), capacity)
-        whole = [bins for bins in packings if len(bins) % num_ranks == 0 or len(bins) == count]
-        best = min(sum(model.fixed + most for most in bins[::num_ranks]) for bins in whole)
-        assert min(map(len, packings)) >= fewest_bins(sizes, capacity)
-        assert best >= least_wait(sizes, capacity, num_ranks)
-        drawn = Drawn(table_of(sizes), num_ranks, Budget(capacity, layout="flat"), model)
-        ratios.append(drawn.cost() / best)
-    assert min(ratios) >= 1 and np.mean(ratios) <= 1.01 and max(ratios) <= 1.1, sorted(ratios)[-5:]

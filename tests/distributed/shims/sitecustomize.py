@@ -1,6 +1,6 @@
 """Runs first in every process that a test starts: modules beside this that its environment names, and a late end.
 
-ODB_TEST_SHIM_FAILING_FORWARD=1 imports `failing_forward`, and so on.
+ODB_TEST_SHIM_ENDLESS_COLLATION=1 imports `endless_collation`, and so on.
 """
 
 import atexit
