@@ -120,7 +120,7 @@ def check_same(
     trained: Trained, without: Trained, num_rows: int, *, steps: int | None = None, kinds: Sequence[str] = KINDS
 ) -> None:
     """The same gradients and parameters after the first so many optimizer steps (None: all), every row once."""
-    assert [(rank["leaked"], rank["error"]) for rank in trained.ranks] == [(0, None)] * 2
+    assert {(rank["leaked"], rank["error"]) for rank in trained.ranks} == {(0, None)}
     assert sum(rank["fails"] for rank in trained.ranks) > 0
     for kind in kinds:
         of_steps = list(zip(trained.record[kind], without.record[kind]))[:steps]
@@ -163,7 +163,7 @@ def test_plans_to_come_are_lower_on_all_ranks(two_ranks) -> None:
 def test_a_micro_batch_that_does_not_fit_is_left_out(name: str, models, two_ranks) -> None:
     """Each row once an epoch, trained on or left out, named and counted on all ranks; the others weigh as planned."""
     trained, short = two_ranks[f"skip, {name}"], SKIP[name]
-    assert [(rank["leaked"], rank["error"]) for rank in trained.ranks] == [(0, None)] * 2
+    assert {(rank["leaked"], rank["error"]) for rank in trained.ranks} == {(0, None)}
     lines = [line for rank in range(2) for line in trained.audit(rank)]
     computed = Counter(row for line in lines for row in line["ids"])
     gone = Counter(dict.fromkeys(range(num_rows(short, models)), 2)) - computed
