@@ -175,7 +175,6 @@ def switch_on(trainer: InOrder, case: Case, **block: Any) -> InOrder:
         "global_batch_size": "keep" if case.keep else "fill",
         "layout": case.layout,
         "audit": True,
-        "seed": 1,
     }
     return enable_odb(trainer, observer=Observer(), **config | block)
 
