@@ -9,8 +9,7 @@ import inspect
 import math
 import operator
 import os
-import socket
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from enum import Enum
 from typing import Any
 
@@ -378,35 +377,10 @@ def why_no_door(trainer: Any) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether the ranks of a node write to the same folder.
-
-
-def compare_output_dirs(output_dir: str, gather: Callable[[Any], list[Any]]) -> None:
-    """Warn, in one line, if ranks of one node have different ones. Collective.
-
-    A checkpoint would then lie in parts in several folders, and none could be resumed. Nodes may have disks of their
-    own. gather: a message of each rank -> those of all ranks.
-    """
-    first: dict[str, tuple[int, str]] = {}
-    for rank, (node, folder) in enumerate(gather([socket.gethostname(), os.path.abspath(output_dir)])):
-        other, expected = first.setdefault(node, (rank, folder))
-        if folder != expected:
-            logger.warning(
-                "output_dir: rank %d of this node has %r and rank %d has %r, so a checkpoint would lie in parts "
-                "in both and could not be resumed; give all ranks one folder (no time or process id in its name)",
-                other,
-                expected,
-                rank,
-                folder,
-            )
-            return
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # What the ranks of a training compare before the first step: arguments, the model's config (I11).
 
 NOT_COMPARED = {
-    # Of one process or one node, or compared elsewhere: `compare_output_dirs`, `find_checkpoint`, the odb: block.
+    # Of one process or one node, or compared elsewhere: `find_checkpoint`, the odb: block.
     "_name_or_path", "device_map", "local_rank", "logging_dir", "odb", "output_dir", "resume_from_checkpoint",
     "transformers_version",
     # Secret.

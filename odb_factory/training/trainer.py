@@ -46,7 +46,6 @@ from odb_factory.training.checks import (
     check_dummy_media,
     check_methods,
     check_trainer,
-    compare_output_dirs,
     log_without_effect,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
@@ -211,8 +210,6 @@ class ODBTrainerMixin(Base):
         ring_of(odb.process_group, odb.config.exchange_timeout_s)  # a rank that dies from here on ends the others
         check_trainer(self)
         log_what_differs(self)
-        if self.args.world_size > 1 and self.args.save_strategy != "no":
-            compare_output_dirs(str(self.args.output_dir), odb.gather)
         checkpoint = find_checkpoint(self, resume_from_checkpoint)
         odb.training = training = Training(odb, checkpoint)
         models = (self.model, getattr(self, "ref_model", None))
