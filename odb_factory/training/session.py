@@ -32,7 +32,7 @@ from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean
 from odb_factory.data.ranks import Ranks, gather_once
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
-from odb_factory.errors import ConfigError, LayoutError, one_line
+from odb_factory.errors import ConfigError, LayoutError
 from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import (
@@ -374,7 +374,6 @@ class Training:
         may run again with recomputation. recompute: decides which micro-batches are recomputed; None: as configured.
     layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. lacks_budgets: the config holds
         stand-ins until `auto` budgets are chosen. trial_units: units of a micro-batch that is only tried (`auto`).
-    eval_loaders: that are kept, each with the dataset of its evaluations.
     From `begin` on (`has_begun`), when the Trainer asks for its dataloader:
     run: its loader, length and figures. memory: names micro-batches that do not fit. stock: how stock makes the loss;
         is_measured: by a measurement.
@@ -397,7 +396,6 @@ class Training:
         self.layout = Layout("padded", "not resolved yet")
         self.is_unchecked = self.lacks_budgets = False
         self.trial_units: int | None = None
-        self.eval_loaders: list[tuple[Any, ODBLoader]] = []
         self._doors: list[UnpadDoor] = []
         self._knows_integers: bool | None = None
         self._engine: Engine | None = None
@@ -626,8 +624,6 @@ class Training:
         failed = error is not None
         if error is not None and self.has_begun:
             self.run.abort(error)
-        for _, loader in self.eval_loaders:
-            loader.close() if error is None else loader.abort(one_line(error))
         if self.has_begun:
             self.run.close()
         self.layout.undo()
