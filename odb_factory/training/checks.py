@@ -309,25 +309,18 @@ def why_not_split(args: Any) -> str | None:
     """Why `oom: split` and `skip` cannot work; None if it can. args: training arguments, which name the engine."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
+    engine = args.distributed_state.distributed_type
     if getattr(args, "deepspeed_plugin", None) is not None:
         zero = deepspeed_config(args).get("zero_optimization", {})
-        stage = zero.get("stage", 0)
-        if stage == 0:
-            return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
-        if stage > 1:
+        keeps_gradients = not (zero.get("overlap_comm") or zero.get("cpu_offload") or offloads_optimizer(zero))
+        if zero.get("stage", 0) != 1 or not keeps_gradients:
             return (
-                f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it "
-                "has reduced of one that failed cannot be taken back (with stage 1 it could)"
+                "gradients that DeepSpeed reduces or moves inside a backward cannot be dropped (ZeRO-1 without "
+                "`overlap_comm` and offloading does neither)"
             )
-        if zero.get("overlap_comm"):
-            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
-        if zero.get("cpu_offload") or offloads_optimizer(zero):
-            return "gradients that DeepSpeed has offloaded cannot be dropped"
-        return None
-    engine = args.distributed_state.distributed_type
-    if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
+    elif engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
         return f"what {engine.name} does between the ranks inside forward and backward is not known here"
-    if args.torch_compile and args.world_size > 1:
+    elif args.torch_compile and args.world_size > 1:
         return "torch_compile compiles DDP as a whole, with the reduction of gradients inside backward"
     return None
 

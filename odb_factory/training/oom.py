@@ -133,15 +133,10 @@ class MemoryWatch:
 
 
 def peak_memory(device: torch.device) -> str | None:
-    """Peak of torch's memory on the device, and the memory of the device; None if it cannot be read."""
-    if device.type == "cpu":
+    """Peak of torch's memory on a CUDA device, and the memory of the device; None of another one."""
+    if device.type != "cuda":
         return None
-    module = torch.get_device_module(device)
-    try:
-        peak = module.max_memory_allocated(device)
-        total = module.get_device_properties(device).total_memory
-    except (AttributeError, RuntimeError):
-        return None
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     return f"{peak / GIB:.2f} of {total / GIB:.2f} GiB on {device}"
 
 
