@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import torch
@@ -133,6 +133,12 @@ def not_reached(trainer: Any, name: str) -> str:
     )
 
 
+Way = Literal["number of stock", "by sample", "mean"]
+"""How the loss of a micro-batch is made. number of stock: stock's own number of items of the optimizer step makes it
+weigh as in stock. by sample: code of the trainer is called once a sample. mean: over the units of the micro-batch,
+which is weighed here."""
+
+
 @dataclass(eq=False, kw_only=True, repr=False)
 class Session:
     """odb on one trainer, as long as that lives: `trainer.odb`. The first fields are the arguments of `enable_odb`.
@@ -227,24 +233,25 @@ class Session:
         return None if self.training is None else self.training.trial_units
 
     @property
-    def takes_stock_number(self) -> bool:
-        """Whether stock's own number of items makes the micro-batch in forward weigh as in stock; otherwise the
-        micro-batch is weighed here."""
+    def way(self) -> Way:
+        """How the loss of the micro-batch in forward is made."""
         computing, training = self.computing, self.training
-        if computing is None or training is None or self.evaluation is not None or self.config.loss_scaling != "stock":
-            return False
-        if not computing.micro_batch.samples or computing.loss.row_weights is not None:
-            return False
-        return training.stock.takes_stock_number and not self.is_computed_by_sample
+        if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
+            return "mean"
+        stock, has_weights = training.stock, computing.loss.row_weights is not None
+        if stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states):
+            return "by sample"
+        is_stock = self.config.loss_scaling == "stock" and not has_weights
+        return "number of stock" if is_stock and stock.takes_stock_number else "mean"
 
     @property
-    def stock_number(self) -> Any:
-        """Stock's own number of items of the optimizer step; None if it is not taken (`takes_stock_number`)."""
-        computing, training = self.computing, self.training
-        if computing is None or training is None or not self.takes_stock_number:
-            return None
-        units = computing.micro_batch.samples[0].stock_units
-        return number_like(training.stock.number, units, self.trainer.args.device)
+    def stock_number(self) -> tuple[Any, ...]:
+        """Stock's own number of items of the optimizer step, as an argument of `training_step`; (): none is taken."""
+        if self.way != "number of stock":
+            return ()
+        assert self.computing is not None and self.training is not None
+        units = self.computing.micro_batch.samples[0].stock_units
+        return (number_like(self.training.stock.number, units, self.trainer.args.device),)
 
     @contextlib.contextmanager
     def in_forward(self, measured: Measured) -> Iterator[None]:
@@ -284,16 +291,6 @@ class Session:
         """Whether the weights of samples are those of losses that stock may have multiplied by the number of ranks."""
         is_stock = self.config.loss_scaling == "stock" and self.evaluation is None
         return is_stock and self.training is not None and self.training.stock.is_trainers
-
-    @property
-    def is_computed_by_sample(self) -> bool:
-        """Whether the trainer's code computes the loss of the micro-batch in forward once a sample."""
-        computing, training = self.computing, self.training
-        if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
-            return False
-        stock = training.stock
-        has_weights = computing.loss.row_weights is not None
-        return stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states)
 
     def loss_by_sample(self, compute_loss: Callable[..., Tensor], model: Any, inputs: Mapping[str, Any]) -> Any:
         """The weighted sum of the losses of the samples of the micro-batch in forward, each computed from its own

@@ -332,8 +332,8 @@ class ODBTrainerMixin(Base):
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)
         with training.odb.in_forward(measured), shared, recompute:
-            more = () if (number := training.odb.stock_number) is None else (number,)
-            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *more)
+            number = training.odb.stock_number
+            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *number)
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
         training.odb.check_gradient()
@@ -342,40 +342,39 @@ class ODBTrainerMixin(Base):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        odb, stock = self.odb, super().compute_loss
-        given = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        odb, stock = self.odb, functools.partial(super().compute_loss, return_outputs=return_outputs)
+        if num_items_in_batch is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
         if odb is None:
-            return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+            return stock(model, inputs, **kwargs)
         inputs, unpadded = odb.unpadded(inputs)
-        num_items, computing, scale = odb.num_items, odb.computing, 0.0
+        num_items, computing, way = odb.num_items, odb.computing, odb.way
         if num_items is None:
             if isinstance(inputs, StepInputs):
                 raise ConfigError(not_reached(self, "training_step"))
             with unpadded:
-                return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+                return stock(model, inputs, **kwargs)
         # A custom loss may read the accumulation.
         shown = contextlib.nullcontext() if odb.training is None else odb.training.arguments.shown()
-        if computing is not None and odb.takes_stock_number:
-            # 1. Stock's own number of items, handed to `training_step`: nothing is weighed here.
+        if computing is not None and way == "number of stock":  # handed to `training_step`: nothing is weighed here
             with unpadded, shown, odb.weighing(model, computing.micro_batch.samples[0].stock_units):
                 computing.is_weighed = True
-                return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+                return stock(model, inputs, **kwargs)
         # Our weights include the number of ranks; those of code of the trainer were measured as stock multiplies.
         keeps_args = odb.is_measured_with_args
         args = contextlib.nullcontext() if keeps_args else replaced(self.args, average_tokens_across_devices=False)
         with unpadded, shown, args:
-            if odb.is_computed_by_sample:
-                # 2. Code of the trainer, once a sample.
-                once: Any = functools.partial(stock, **kwargs)
-                result: Any = odb.loss_by_sample(once, model, inputs)
+            if way == "by sample":
+                kwargs.pop("num_items_in_batch", None)
+                result = odb.loss_by_sample(functools.partial(super().compute_loss, **kwargs), model, inputs)
                 result = result if return_outputs else result[0]
             else:
-                # 3. A mean over the units of this micro-batch: a loss that divides by their number returns a mean, like
-                # one that ignores it.
+                # A loss that divides by their number returns a mean, like one that ignores it.
                 kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
                 with odb.weighing(model, num_items):
-                    result = stock(model, inputs, return_outputs=return_outputs, **kwargs)
-        if computing is not None:  # else a trial
+                    result = stock(model, inputs, **kwargs)
+        scale = 0.0  # of a trial
+        if computing is not None:
             scale, computing.is_weighed = computing.loss.scale, True
         if return_outputs:
             return (in_float32(result[0]) * scale, *result[1:])
