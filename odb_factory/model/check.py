@@ -300,7 +300,7 @@ def _losses_of_copy(model: Any, installs: bool, laid_out: LaidOut) -> dict[int, 
     if "token_type_ids" in batch:  # the second half of a sample is of another type; none is of an image
         for row, start, end in spans.values():
             batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
-    with flat_row(laid_out.segments, is_trial=True):
+    with flat_row(laid_out.segments):
         logits = model(**batch).logits
     return {
         number: _of_tokens(logits[row, start : end - 1], ids[row, start + 1 : end])
