@@ -176,17 +176,12 @@ class ZeRO1:
 class DDP:
     """model: the Trainer's wrapped model, on several ranks in DDP.
 
-    Raises `ConfigError` if several ranks train something else, or DDP with a communication hook. policy: `oom`.
+    Raises `ConfigError` for DDP with a communication hook. policy: `oom`.
     """
 
-    def __init__(self, model: Any, world_size: int, policy: str):
+    def __init__(self, model: Any, policy: str):
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.local: nn.Module = model if self.ddp is None else self.ddp.module
-        if self.ddp is None and world_size > 1:
-            raise ConfigError(
-                f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, and {world_size} ranks train a "
-                f"{type(model).__name__}; leave it out (raise)."
-            )
         if getattr(self.ddp, "_comm_hooks", None):
             raise ConfigError(
                 f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, whose communication hook would "
@@ -278,9 +273,9 @@ class RestartedSteps:
         self.training, self.trainer = training, training.trainer
         self.run: ODBRun = training.run
         self.watch: MemoryWatch = training.memory
-        model, config, size = self.trainer.model_wrapped, self.run.config, self.run.loader.world_size
+        model, config = self.trainer.model_wrapped, self.run.config
         is_zero = engine_of(model) == "deepspeed"
-        self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, size, config.oom)
+        self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, config.oom)
         self._exchange = ring_of(training.odb.process_group, config.exchange_timeout_s).main
 
     def take(self, micro_batches: Iterator[Collated]) -> Tensor:

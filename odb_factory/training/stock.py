@@ -287,7 +287,7 @@ class _Measurement:
         """What this rank has measured: the weight of each sample (JSON types)."""
         answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
         without = [one for one in self._trainer.model.parameters() if one.grad is None]
-        with kept_random_numbers(self._trainer.args.device), _grad_mode_kept():
+        with kept_random_numbers(self._trainer.args.device), torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
                 watched = self._stock(batches)
                 answer |= self._compare(batches, watched)
@@ -509,7 +509,8 @@ class _Watched:
         assert self.leaf is not None
         leaf, is_tuple = self.leaf, isinstance(output, tuple)
         items: Any = enumerate(output) if is_tuple else [("logits", output.get("logits"))]
-        key, logits = next(((key, value) for key, value in items if _is_like(value, leaf)), (None, None))
+        shape = leaf.shape
+        key, logits = next((item for item in items if getattr(item[1], "shape", None) == shape), (None, None))
         if logits is None:
             raise _Unmeasured(f"{NO_LOGITS}the model returns none")
         self._is_plain = logits is leaf
@@ -524,10 +525,6 @@ class _Watched:
             return tuple(self.of_model if number == key else value for number, value in enumerate(output))
         output[key] = self.of_model
         return output
-
-
-def _is_like(value: Any, logits: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == logits.shape
 
 
 def _probe_of(trainer: Any) -> Any:
@@ -549,15 +546,6 @@ def _probe_of(trainer: Any) -> Any:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_engine_wrapped = SimpleNamespace(backward=backward)
     return probe
-
-
-@contextlib.contextmanager
-def _grad_mode_kept() -> Iterator[None]:
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
 
 
 def _is_sharded(parameter: Any) -> bool:
