@@ -528,7 +528,8 @@ class Training:
         before.close()
         self._sampler_at_begin.restore()
         self._make_run(layout, config)
-        self.run.schedule.take_over(before.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
+        before.schedule.take_over(self.run.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
+        self.run.schedule = before.schedule  # the scheduler follows it
 
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> None:
         """A run at its start, or where its checkpoint left it, with its first plan made."""
