@@ -86,7 +86,7 @@ def attend_eager(
 @torch.compiler.disable
 def _eager_of(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    return next(found for file in files if (found := getattr(file, "eager_attention_forward", None)) is not None)
+    return next(function for file in files if (function := getattr(file, "eager_attention_forward", None)) is not None)
 
 
 def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | None:

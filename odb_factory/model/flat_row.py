@@ -86,7 +86,7 @@ def begin_row(segments: Sequence[int]) -> None:
 def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
     """From here on forward and backward are of no row, if this thread has begun the one in progress, and it is one of
     these (None: any). Another may be in a forward: in its thread, or in this one where the garbage collector calls."""
-    is_ended = rows is None or any(one is _row for one in rows)
+    is_ended = rows is None or any(row is _row for row in rows)
     if _row is not None and _owner == threading.get_ident() and is_ended:
         begin_row(())
 

@@ -182,9 +182,9 @@ def check_trainer(trainer: Any) -> None:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
     # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
     losses = getattr(trainer, "loss", None)
-    found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
-    if found is not None:
-        raise ConfigError(f"loss: {found} {IN_BATCH}.")
+    loss = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
+    if loss is not None:
+        raise ConfigError(f"loss: {loss} {IN_BATCH}.")
     refuse(TRAINER, {"model": unwrapped(trainer.model), "process_group": trainer.odb.process_group}, trainer)
     check_methods(trainer)
 
@@ -271,11 +271,11 @@ def _is_of_transformers(trainer: Any, name: str) -> bool:
     return owners <= {"transformers", "odb_factory"}
 
 
-def _has_rows_of(batch: Any, given: Any) -> bool:
-    """Whether all tensors of a batch have the shapes they were given with, and labels their values."""
-    if not isinstance(given, Mapping) or not isinstance(batch, Mapping):
-        return type(batch) is type(given)
-    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+def _has_rows_of(batch: Any, before: Any) -> bool:
+    """Whether all tensors of a batch have the shapes that they had before, and labels their values."""
+    if not isinstance(before, Mapping) or not isinstance(batch, Mapping):
+        return type(batch) is type(before)
+    tensors = {key: value for key, value in before.items() if isinstance(value, torch.Tensor)}
     if any(getattr(batch.get(key), "shape", None) != value.shape for key, value in tensors.items()):
         return False
     return "labels" not in tensors or torch.equal(batch["labels"].cpu(), tensors["labels"].cpu())
@@ -287,13 +287,13 @@ def check_hooks(trainer: Any) -> None:
     for name, parameter in trainer.model.named_parameters():
         hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
         origins = [_origin(getattr(hook, "func", hook)) for hook in hooks]
-        found = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
+        others = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
         if hasattr(parameter, "_in_backward_optimizers"):
-            found.append("torch's optimizer in the backward")
-        if found:
+            others.append("torch's optimizer in the backward")
+        if others:
             raise ConfigError(
-                f"{found[0]} acts on the gradient of {name} in every backward, of which odb makes several an optimizer "
-                "step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
+                f"{others[0]} acts on the gradient of {name} in every backward, of which odb makes several an "
+                "optimizer step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
             )
     if getattr(trainer.accelerator, "has_lomo_optimizer", False):
         raise ConfigError(
@@ -327,8 +327,8 @@ def why_not_split(args: Any) -> str | None:
 
 def deepspeed_config(args: Any) -> dict[str, Any]:
     """The configuration of DeepSpeed in the training arguments, or given to `accelerate launch`; empty without it."""
-    if (given := getattr(args, "hf_deepspeed_config", None)) is not None:
-        return given.config
+    if (engine := getattr(args, "hf_deepspeed_config", None)) is not None:
+        return engine.config
     plugin = getattr(args, "deepspeed_plugin", None)
     return {} if plugin is None else plugin.deepspeed_config
 
@@ -340,16 +340,16 @@ def check_methods(trainer: Any) -> None:
     """Refuse a trainer whose methods have been replaced, so that odb's would not be called or would not be right."""
     for name in METHODS:
         if name in vars(trainer):
-            found = vars(trainer)[name]
+            method = vars(trainer)[name]
             raise ConfigError(
-                f"enable_odb: {name} of this trainer has been replaced by {_origin(found)}, which hides odb's own; "
+                f"enable_odb: {name} of this trainer has been replaced by {_origin(method)}, which hides odb's own; "
                 "override it in a subclass of the Trainer that calls super(), or train without odb."
             )
         for owner in type(trainer).__mro__:
-            found = vars(owner).get(name)
-            if found is not None and _origin(found).startswith("unsloth"):
+            method = vars(owner).get(name)
+            if method is not None and _origin(method).startswith("unsloth"):
                 raise ConfigError(
-                    f"enable_odb: {_origin(found)} has taken the place of {owner.__name__}.{name}, and odb drives "
+                    f"enable_odb: {_origin(method)} has taken the place of {owner.__name__}.{name}, and odb drives "
                     "transformers' own; do not import unsloth in this process (`use_unsloth: false`)."
                 )
 
@@ -402,32 +402,32 @@ def of_arguments(*owners: Any) -> dict[str, object]:
 
     Fields of one process, secrets, and fields that do not change the training are left out.
     """
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for owner in owners:
         for item in dataclasses.fields(owner):
             if item.name == "deepspeed":  # the path of a config, or the config
-                _add(found, item.name, deepspeed_config(owner))
+                _add(settings, item.name, deepspeed_config(owner))
             elif not item.name.startswith("_"):
-                _add(found, item.name, getattr(owner, item.name, None))
-    return found
+                _add(settings, item.name, getattr(owner, item.name, None))
+    return settings
 
 
 def of_trainer(trainer: Any) -> dict[str, object]:
     """Training arguments, trainer, loss function, model and adapters."""
     loss = trainer.compute_loss_func
     model = unwrapped(trainer.model)
-    found: dict[str, object] = {
+    settings: dict[str, object] = {
         **of_arguments(trainer.args),
         "trainer": type(trainer).__name__,
         "compute_loss_func": getattr(loss, "__qualname__", type(loss).__name__),
         "model": type(model).__name__,
     }
-    _add(found, "model.config", getattr(model, "config", None))
-    _add(found, "peft_config", getattr(trainer.model, "peft_config", None))
-    return found
+    _add(settings, "model.config", getattr(model, "config", None))
+    _add(settings, "peft_config", getattr(trainer.model, "peft_config", None))
+    return settings
 
 
-def _add(found: dict[str, object], key: str, value: Any) -> None:
+def _add(settings: dict[str, object], key: str, value: Any) -> None:
     """Put a value, or its inner values, under its key."""
     name = key.rpartition(".")[2]
     if name in NOT_COMPARED or name.startswith(PREFIXES_NOT_COMPARED):
@@ -435,9 +435,9 @@ def _add(found: dict[str, object], key: str, value: Any) -> None:
     value = _plain(value)
     if isinstance(value, dict) and value:
         for inner in sorted(value):
-            _add(found, f"{key}.{inner}", value[inner])
+            _add(settings, f"{key}.{inner}", value[inner])
         return
-    found[key] = value
+    settings[key] = value
 
 
 def _plain(value: Any) -> Any:
@@ -447,11 +447,11 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(map(_plain, value), key=repr)
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(inner) for inner in value]
     if hasattr(value, "to_dict"):
         return _plain(value.to_dict())
     if dataclasses.is_dataclass(value):

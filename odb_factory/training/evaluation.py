@@ -280,7 +280,7 @@ class Evaluation:
         if logits is not None:
             preprocess = self._trainer.preprocess_logits_for_metrics
             logits = logits if preprocess is None else preprocess(logits, labels)
-            predicted = list(zip(ids, *(_by_row(one, len(ids), segments) for one in (logits, labels))))
+            predicted = list(zip(ids, *(_by_row(values, len(ids), segments) for values in (logits, labels))))
         if loss is not None:
             share = loss.double() * weight
             self._loss = share if self._loss is None else self._loss + share
@@ -301,8 +301,8 @@ class Evaluation:
             metrics[f"{prefix}_loss"] = total.item()
         predictions, labels = None, None
         if not self.loss_only:
-            found = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
-            predictions, labels = (_stacked([one[number] for one in found]) for number in (1, 2))
+            rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
+            predictions, labels = (_stacked([row[number] for row in rows]) for number in (1, 2))
             if trainer.compute_metrics is not None:
                 predicted = EvalPrediction(predictions=predictions, label_ids=labels)
                 more = denumpify_detensorize(trainer.compute_metrics(predicted))
@@ -320,7 +320,7 @@ def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
         if segments and array.shape[:2] == (1, sum(segments)):
             return np.split(array[0], np.cumsum(segments))[:num_rows]
         return list(array)[:num_rows]
-    return list(zip(*(_by_row(one, num_rows, segments) for one in values), strict=True))
+    return list(zip(*(_by_row(part, num_rows, segments) for part in values), strict=True))
 
 
 def _stacked(rows: list[Any]) -> Any:

@@ -242,7 +242,7 @@ def cut(task: Task, budget: Budget) -> list[Task]:
     def share(part: tuple[int, int, int]) -> float:
         return max(part[0] * part[1] / (rows * length), part[2] / max(patches, 1))
 
-    at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(one)) for one in (costs[:at], costs[at:])))
+    at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(part)) for part in (costs[:at], costs[at:])))
     return list(zip(micro_batch.cut(at), (samples[:at], samples[at:])))
 
 

@@ -243,7 +243,7 @@ class _Measurement:
         self.number: Any = None
         # An engine that will shard the model has not wrapped it yet.
         self.is_computed = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and all(
-            one.device.type == device.type and not _is_sharded(one) for one in trainer.model.parameters()
+            weight.device.type == device.type and not _is_sharded(weight) for weight in trainer.model.parameters()
         )
 
     # 1. The micro-batches
@@ -286,7 +286,7 @@ class _Measurement:
     def run(self, batches: Sequence[Any]) -> dict[str, Any]:
         """What this rank has measured: the weight of each sample (JSON types)."""
         answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
-        without = [one for one in self._trainer.model.parameters() if one.grad is None]
+        without = [parameter for parameter in self._trainer.model.parameters() if parameter.grad is None]
         with kept_random_numbers(self._trainer.args.device), torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
                 watched = self._stock(batches)
@@ -326,8 +326,8 @@ class _Measurement:
         probe.current_gradient_accumulation_steps = len(batches)
         copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
         samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
-        for one, inputs in zip(watched, samples):
-            step = functools.partial(self._step, one)
+        for seen, inputs in zip(watched, samples):
+            step = functools.partial(self._step, seen)
             try:
                 step(dict(inputs))
             except RuntimeError as error:
@@ -335,7 +335,7 @@ class _Measurement:
                     raise
                 self.is_computed = False  # the layers return zeros, which needs no memory
                 step(dict(inputs))
-            if one.leaf is None:
+            if seen.leaf is None:
                 raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
         return watched
 
@@ -346,15 +346,15 @@ class _Measurement:
             probe.training_step(probe.model, inputs, self.number)
 
     def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
-        is_trainers = any(one.is_trainers for one in watched)
+        is_trainers = any(seen.is_trainers for seen in watched)
         rows, alone = [], []
         weights: list[float | None] = []  # None: the sample has no supervised token
-        for number, ((batch, spans), one) in enumerate(zip(batches, watched)):
-            stock, scale, value = one.gradient(is_trainers), one.gradient(is_trainers).norm(), 0.0
+        for number, ((batch, spans), seen) in enumerate(zip(batches, watched)):
+            stock, scale, value = seen.gradient(is_trainers), seen.gradient(is_trainers).norm(), 0.0
             if not scale.isfinite():
                 raise _Unmeasured(NOT_FINITE)
             for row, (start, end) in enumerate(spans):
-                targets = one.targets[row, start : end - 1]
+                targets = seen.targets[row, start : end - 1]
                 units = int((targets != IGNORE_INDEX).sum())
                 outside = stock[row].clone()
                 outside[start:end] = 0
@@ -368,14 +368,14 @@ class _Measurement:
                     weights.append(None)
                     continue
                 if is_trainers:
-                    logits = one.of_model[row : row + 1, start:end].detach().requires_grad_()
+                    logits = seen.of_model[row : row + 1, start:end].detach().requires_grad_()
                     loss = self._loss(logits, cut(batch, row, start, end), units)
                     loss.backward()
                     assert logits.grad is not None
                     own = logits.grad[0]
                     alone.append((logits.detach(), cut(batch, row, start, end), units, own))
                 else:
-                    loss, own = one.of_samples[row]
+                    loss, own = seen.of_samples[row]
                     own = own[start:end]
                 if not float(own.norm()) or not float(theirs.norm()):
                     raise _Unmeasured("a sample has no gradient")
@@ -384,7 +384,7 @@ class _Measurement:
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
                 weights.append(weight)
                 value += weight * float(loss.detach())
-            if not has_routers(self._model) and abs(one.value - value) > TOLERANCE * max(abs(value), abs(one.value)):
+            if not has_routers(self._model) and abs(seen.value - value) > TOLERANCE * max(abs(value), abs(seen.value)):
                 raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
         pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
         adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone)
@@ -397,10 +397,10 @@ class _Measurement:
         first = alone[:ROWS_OF_MICRO_BATCH]
         total = sum(units for *_, units, _ in first)
         wanted = [own * units / total for *_, units, own in first]
-        labels = torch.cat([one["labels"] for _, one, *_ in first], 1)
+        labels = torch.cat([inputs["labels"] for _, inputs, *_ in first], 1)
         for start in itertools.accumulate(len(own) for own in wanted[:-1]):
             labels[:, start] = IGNORE_INDEX
-        ids = torch.cat([one["input_ids"] for _, one, *_ in first], 1)
+        ids = torch.cat([inputs["input_ids"] for _, inputs, *_ in first], 1)
         flat = torch.cat([logits for logits, *_ in first], 1).requires_grad_()
         padded = watched.of_model.detach().requires_grad_()
         parts = [(flat, {"input_ids": ids, "labels": labels}), (padded, batch)]
@@ -573,7 +573,7 @@ def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int
             length = len(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else ids.shape[1]
             mask[number, length:] = 0
     is_own = (mask != 0) | (batch["labels"] != IGNORE_INDEX)
-    ends = [one.nonzero()[:, 0].tolist() for one in is_own]
+    ends = [row.nonzero()[:, 0].tolist() for row in is_own]
     return [(places[0], places[-1] + 1) for places in ends]
 
 
@@ -612,25 +612,25 @@ def measure_evaluation(
                 (batch, spans), *_ = measurement.made_up(SUPERVISED)
             answer |= measurement.evaluate(batch, spans)
     answers = gather(answer)
-    if not any(one["has_loss"] for one in answers):  # tokens are generated
+    if not any(answer["has_loss"] for answer in answers):  # tokens are generated
         return StockMean("micro_batch", len(answers))
-    if any(one["loss"] is None for one in answers):
+    if any(answer["loss"] is None for answer in answers):
         return None
-    ranks, table = len(answers), [[Row(*row) for row in one["rows"]] for one in answers]
+    ranks, table = len(answers), [[Row(*row) for row in answer["rows"]] for answer in answers]
     for over, counts, factor in itertools.product(
         ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
     ):
         sums = [
-            (sum(row.units * mean for row, mean in zip(rows, one["means"])), sum(row.units for row in rows),
+            (sum(row.units * mean for row, mean in zip(rows, answer["means"])), sum(row.units for row in rows),
              sum(row.has_first for row in rows) * (counts == "labels"))
-            for rows, one in zip(table, answers)
+            for rows, answer in zip(table, answers)
         ]  # fmt: skip
         of_all = sum(units + first for _, units, first in sums)
         expected = [
             factor * (ranks * total / of_all if over == "round" else total / (units + first))
             for total, units, first in sums
         ]
-        if all(abs(one["loss"] - wanted) < TOLERANCE * abs(wanted) for one, wanted in zip(answers, expected)):
+        if all(abs(answer["loss"] - wanted) < TOLERANCE * abs(wanted) for answer, wanted in zip(answers, expected)):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None
 

@@ -250,7 +250,7 @@ class ODBTrainerMixin(Base):
         finally:
             ours = (ODBCallback, ODBCursor, Preemption, RunArguments)
             # In place: the Trainer may have recreated some from a checkpoint.
-            callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ours)]
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
