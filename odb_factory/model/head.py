@@ -62,8 +62,8 @@ class WithoutLogits:
         elif why_not is None:
             self.reason = _why_not_in_place(model, self._model)
             if self.reason is None:
-                own = own_loss(self._model)
-                self.reason, self._after = own.why_another, own.after or AfterHead()
+                after = own_loss(self._model)
+                self.reason, self._after = (after, AfterHead()) if isinstance(after, str) else (None, after)
 
     @contextlib.contextmanager
     def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
