@@ -23,7 +23,6 @@ from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.pool import look
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
@@ -35,8 +34,6 @@ from odb_factory.version import GRADIENTS_LOST, offloads_optimizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
-
-logger = get_logger(__name__)
 
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 """Heads missing in transformers' table of losses."""
@@ -54,15 +51,6 @@ PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or 
 """What trains on pairs with odb."""
 ENGINES = ("torch", "accelerate", "deepspeed", "transformers")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
-
-
-def log_without_effect(args: Any) -> None:
-    """Training arguments of stock that do nothing here."""
-    if not getattr(args.accelerator_config, "use_seedable_sampler", True):
-        logger.warning(
-            "accelerator_config.use_seedable_sampler: False has no effect: the order of samples is that of data_seed "
-            "or seed, as with True"
-        )
 
 
 def _replica(key: str) -> Refusal:
@@ -103,6 +91,9 @@ ARGUMENTS = (
         "remove it and divide per_device_train_batch_size by {s.world_size}"),
     Refusal("accelerator_config.dispatch_batches", lambda s: s.at("accelerator_config.dispatch_batches"),
         "does not go with odb, where every rank forms its own batches", "remove the key or set it to false"),
+    Refusal("accelerator_config.use_seedable_sampler",
+        lambda s: s.at("accelerator_config.use_seedable_sampler") is False,
+        "draws an order that no seed gives again, and odb's is that of data_seed or seed", "remove the key"),
     Refusal("ddp_static_graph", lambda s: s.ddp_static_graph and s.world_size > 1,
         "does not go with odb: torch takes the first backward for every later one, and an optimizer step has a "
         "number of its own of them", "remove the key"),

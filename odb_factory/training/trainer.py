@@ -46,7 +46,6 @@ from odb_factory.training.checks import (
     check_dummy_media,
     check_methods,
     check_trainer,
-    log_without_effect,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.run import scale_learning_rate
@@ -490,7 +489,6 @@ def enable_odb(
     check_process_group(process_group)
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
     check_arguments(trainer.args, config, memory_meter, is_stream=is_stream)
-    log_without_effect(trainer.args)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):
