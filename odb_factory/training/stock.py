@@ -620,16 +620,8 @@ def measure_evaluation(
     for over, counts, factor in itertools.product(
         ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
     ):
-        sums = [
-            (sum(row.units * mean for row, mean in zip(rows, answer["means"])), sum(row.units for row in rows),
-             sum(row.has_first for row in rows) * (counts == "labels"))
-            for rows, answer in zip(table, answers)
-        ]  # fmt: skip
-        of_all = sum(units + first for _, units, first in sums)
-        expected = [
-            factor * (ranks * total / of_all if over == "round" else total / (units + first))
-            for total, units, first in sums
-        ]
+        weights = weights_by(StockMean("step" if over == "round" else over, counts=counts, factor=factor), table)
+        expected = [sum(w * m for w, m in zip(own, answer["means"])) for own, answer in zip(weights, answers)]
         if all(abs(answer["loss"] - wanted) < TOLERANCE * abs(wanted) for answer, wanted in zip(answers, expected)):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None

@@ -365,7 +365,8 @@ class ODBTrainerMixin(Base):
         with unpadded, shown, args:
             if way == "by sample":
                 kwargs.pop("num_items_in_batch", None)
-                result = odb.loss_by_sample(functools.partial(super().compute_loss, **kwargs), model, inputs)
+                once: Any = functools.partial(super().compute_loss, **kwargs)
+                result = odb.loss_by_sample(once, model, inputs)
                 result = result if return_outputs else result[0]
             else:
                 # A loss that divides by their number returns a mean, like one that ignores it.
