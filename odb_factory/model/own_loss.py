@@ -53,9 +53,8 @@ def own_loss(model: Any) -> AfterHead | str:
             return model.forward(input_ids=ids, attention_mask=mask, labels=labels, **switched_off, return_dict=True)
 
     try:
-        device = next(
-            (weight.device for weight in model.parameters() if weight.device.type != "meta"), torch.device("cpu")
-        )
+        devices = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+        device = next(devices, torch.device("cpu"))
         labels = torch.tensor(LABELS, device=device)
         ids, mask = labels.clamp_min(3), torch.ones_like(labels)
         mask[-1, -1] = 0
