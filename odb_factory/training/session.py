@@ -105,14 +105,11 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
     A resumed run keeps its budgets. Without them, each sample is a micro-batch until the budgets are chosen, so that
     little is read before.
     """
-    if not config.auto_keys:
+    if not (asked := config.auto_keys):
         return config.resolved(), False
-    asked = config.auto_keys
-    kept: dict[str, int | None] = {}
-    if resumed is not None and resumed.saved is not None:
-        kept = resumed.saved["budgets"]
-    if set(asked) <= kept.keys():
-        chosen = {key: kept[key] for key in asked}
+    saved = None if resumed is None else resumed.saved
+    if saved is not None and set(asked) <= saved["budgets"].keys():
+        chosen = {key: saved["budgets"][key] for key in asked}
         logger.info(
             "%s, as chosen when this training began; a number in the YAML takes its place",
             ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
@@ -335,13 +332,10 @@ class Session:
 
             def of_states(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
                 def of_part(number: int, states: Tensor) -> Tensor:
-                    def compute(states: Tensor) -> Tensor:
-                        return loss_of(number, logits_of(states))
+                    return loss_of(number, logits_of(states))
 
-                    loss: Tensor = checkpoint_function(compute, states, use_reentrant=False, preserve_rng_state=False)
-                    return loss
-
-                return total_of(hidden, of_part)
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                return total_of(hidden, functools.partial(checkpoint_function, of_part, **options))
 
             output, total = training.sample_door.at_head(run, of_states)
             return total, output
