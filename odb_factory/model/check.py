@@ -301,11 +301,8 @@ def _losses_of_copy(model: Any, installs: bool, laid_out: LaidOut) -> dict[int, 
         for row, start, end in spans.values():
             batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
     with flat_row(laid_out.segments):
-        logits = model(**batch).logits
-    return {
-        number: _of_tokens(logits[row, start : end - 1], ids[row, start + 1 : end])
-        for number, (row, start, end) in spans.items()
-    }
+        losses = _by_logits(model(**batch), functional.pad(ids, (0, 1))[:, 1:])
+    return {number: losses[row, start : end - 1] for number, (row, start, end) in spans.items()}
 
 
 @contextlib.contextmanager
@@ -601,17 +598,15 @@ def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[in
 
 
 def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
-    """[rows, length]; 0 where there is no target."""
+    """[rows, length]: the loss of each target (0 where there is none), or the score of each token where the model
+    returns one."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
         raise DataError("the model returns no logits of all tokens to compare the layouts by")
     rows = (row if row.dtype == torch.float64 else row.float() for row in logits)
-    return torch.stack([_of_tokens(row, target) for row, target in zip(rows, targets)])
-
-
-def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """[length, size] -> [length]: the loss of each target, or the score of each token where the model returns one."""
-    return logits[:, 0] if logits.shape[-1] == 1 else functional.cross_entropy(logits, targets, reduction="none")
+    if logits.shape[-1] == 1:
+        return torch.stack([row[:, 0] for row in rows])
+    return torch.stack([functional.cross_entropy(row, own, reduction="none") for row, own in zip(rows, targets)])
 
 
 def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
