@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,18 +40,19 @@ class Sizes:
     """How much is computed at a time.
 
     chunk: bytes of the logits of a chunk of tokens; more if it has fewer than H / 4 tokens, because each chunk passes
-    the head's gradient once. tile: logits that plain operations change. rows: the number of tokens is padded to a
-    multiple of it.
+    the head's gradient once. tile: logits that plain operations change. block: elements of the head's weight in a
+    product. rows: the number of tokens is padded to a multiple of it.
     """
 
     chunk: int
     tile: int
+    block: int
     rows: int
 
 
-ON_CPU = Sizes(chunk=2**25, tile=2**19, rows=1)
-"""Tiles fit its cache."""
-ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26, rows=ALIGNED)
+ON_CPU = Sizes(chunk=2**25, tile=2**19, block=2**22, rows=1)
+"""Tiles fit its cache, and copies of the weight in the dtype of autocast are small."""
+ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26, block=sys.maxsize, rows=ALIGNED)
 
 
 @dataclass(frozen=True)
@@ -230,25 +232,31 @@ class _Pass:
             hidden.new_zeros(operand.shape, dtype=self.accurate) if operand is not None and is_needed else None
             for operand, is_needed in zip((hidden, weight, bias), needed)
         )
-        weight, bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
+        if hidden.device.type != "cpu":
+            weight = weight.to(self.dtype)
+        blocks = _parts(vocabulary, self.sizes.block // width)
         size = self.chunk_size(tokens, vocabulary, width)
         memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)[:, :vocabulary]
         with without_autocast(hidden.device.type):
             for some in _parts(tokens, size):
                 x = hidden[some].to(self.dtype)
                 logits = memory[: len(x)]
-                if bias is None:
-                    torch.mm(x, weight.T, out=logits)
-                else:
-                    torch.addmm(bias, x, weight.T, out=logits)
+                for block in blocks:
+                    w = weight[block].to(self.dtype).T
+                    if bias is None:
+                        torch.mm(x, w, out=logits[:, block])
+                    else:
+                        torch.addmm(bias[block].to(self.dtype), x, w, out=logits[:, block])
                 weighed = weights[some] if weights is not None and any(needed) else None
                 self.replace(logits, targets[some], weighed, values[some], means[some])
-                if of_hidden is not None:
-                    _add(of_hidden[some], logits, weight)
-                if of_weight is not None:
-                    _add(of_weight, logits.T, x)
-                if of_bias is not None:
-                    of_bias += logits.sum(0, dtype=self.accurate)
+                for block in blocks if any(needed) else ():
+                    g = logits[:, block]
+                    if of_hidden is not None:
+                        _add(of_hidden[some], g, weight[block].to(self.dtype))
+                    if of_weight is not None:
+                        _add(of_weight[block], g.T, x)
+                    if of_bias is not None:
+                        of_bias[block] += g.sum(0, dtype=self.accurate)
         return values, means, gradients if any(needed) else ()
 
     def chunk_size(self, tokens: int, vocabulary: int, width: int) -> int:

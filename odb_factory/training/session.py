@@ -334,7 +334,7 @@ class Session:
                 def of_part(number: int, states: Tensor) -> Tensor:
                     return loss_of(number, logits_of(states))
 
-                options = {"use_reentrant": False, "preserve_rng_state": False}
+                options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
                 return total_of(hidden, functools.partial(checkpoint_function, of_part, **options))
 
             output, total = training.sample_door.at_head(run, of_states)

@@ -40,9 +40,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def in_chunks(patch: pytest.MonkeyPatch, tokens: int, at_a_time: int = 3) -> None:
-    """Chunks of so many tokens, and plain operations on so many tokens."""
-    sizes = chunked.Sizes(chunk=0, rows=tokens, tile=at_a_time * VOCABULARY)
+def in_chunks(patch: pytest.MonkeyPatch, tokens: int, entries: int = 7, at_a_time: int = 3) -> None:
+    """Chunks of so many tokens, products with so many entries of the vocabulary of 8 dimensions, and plain operations
+    on so many tokens."""
+    sizes = chunked.Sizes(chunk=0, rows=tokens, block=8 * entries, tile=at_a_time * VOCABULARY)
     patch.setattr(chunked, "ON_CPU", sizes)
 
 

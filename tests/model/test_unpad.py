@@ -26,7 +26,7 @@ IGNORED = -100
 @pytest.mark.parametrize("after", [AfterHead(), AfterHead(0.25), AfterHead(0.5, 3.0)], ids=["plain", "scale", "cap"])
 def test_log_probs_and_their_gradient(after: AfterHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer with a bias, by logits of seven tokens at a time, against autograd on all logits."""
-    monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, tile=3 * 50, rows=7))
+    monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, tile=3 * 50, block=16 * 20, rows=7))
     torch.manual_seed(0)
     linear = nn.Linear(16, 50).double()
     hidden = torch.randn(1, 40, 16, dtype=torch.float64, requires_grad=True)
