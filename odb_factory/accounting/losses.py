@@ -17,7 +17,7 @@ from torch.nn import functional
 from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.model.chunked import without_autocast
+from odb_factory.model.chunked import AfterHead, without_autocast
 from odb_factory.model.flat_row import copy_to, forward_replaced
 from odb_factory.model.head import WithoutLogits, has_routers
 from odb_factory.model.own_loss import model_with_labels, own_loss
@@ -212,7 +212,7 @@ class TokenLoss:
         self._lacks_gradient = False
         self.without_logits = WithoutLogits(model, needs_logits)
         inner = model_with_labels(model)
-        calls_function = inner in self._models and (own_loss(inner).why_another is None or has_routers(inner))
+        calls_function = inner in self._models and (isinstance(own_loss(inner), AfterHead) or has_routers(inner))
         self._computes_itself: Any = inner if is_measured and not calls_function else None
         is_fused = inner is not None and "skip_logits" in signature(inner.forward).parameters
         self._skips_logits: Any = inner if is_fused else None

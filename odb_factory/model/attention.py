@@ -27,10 +27,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from odb_factory.errors import LayoutError
-from odb_factory.log import get_logger
 from odb_factory.model.flat_row import FlatRow, row_in_progress
-
-logger = get_logger(__name__)
 
 NAME, EAGER_NAME = "odb_varlen", "odb_varlen_eager"
 """The attention functions that take the place of sdpa and of eager."""
@@ -69,7 +66,6 @@ def attend(
     longest = _longest(row)
     window = _window(longest, kwargs)
     need = Need.of(query, value, kwargs)
-    announce(row, need.kernel)
     if need.kernel == FLASH:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -84,14 +80,13 @@ def attend_eager(
     row = None if attention_mask is not None else _row_of(module, query, key)
     if row is None:
         return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
-    announce(row, EAGER_RUNS)
     return _eager_by_runs(row, module, (query, key, value), kwargs), None
 
 
 @torch.compiler.disable
 def _eager_of(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    return next(found for file in files if (found := getattr(file, "eager_attention_forward", None)) is not None)
+    return next(function for file in files if (function := getattr(file, "eager_attention_forward", None)) is not None)
 
 
 def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | None:
@@ -208,17 +203,6 @@ def device_lacks(device: torch.device) -> str | None:
     if capability < FIRST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, below 8.0"
     return None
-
-
-_announced: set[str] = set()
-"""The kernels that the log has named in this training."""
-
-
-def announce(row: FlatRow, kernel: str) -> None:
-    """Log a kernel the first time that a training uses it, but not in a compiled graph, which would break."""
-    if not row.is_trial and not torch.compiler.is_compiling() and kernel not in _announced:
-        _announced.add(kernel)
-        logger.info("attention of flat rows: %s", kernel)
 
 
 # aten::_flash_attention_forward
@@ -352,16 +336,13 @@ def install(model: Any) -> Callable[[], None]:
 
 
 def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel for the training of `model`, by its config. A layer that needs another one logs that itself."""
+    """The kernel for the training of `model`, by its config."""
     config = text_config(model)
     if config._attn_implementation == "eager":
         return EAGER_RUNS
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dropout = getattr(config, "attention_dropout", None) or 0.0
-    kernel = Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout).kernel
-    _announced.clear()
-    _announced.add(kernel)
-    return kernel
+    return Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout).kernel
 
 
 def text_config(model: Any) -> Any:

@@ -130,13 +130,13 @@ def resolve_layout(
     return _padded(layout, why) if why is not None else _by_kernel(models, layout, args)
 
 
-def fall_back(found: Layout, layout: str, why: str) -> Layout:
+def fall_back(flat: Layout, layout: str, why: str) -> Layout:
     """The padded layout in the place of a flat one that was found wrong; the model is put back.
 
     layout: as configured. Raises `LayoutError` where that is flat.
     """
     padded = _padded(layout, why)
-    found.undo()
+    flat.undo()
     return padded
 
 
@@ -173,11 +173,11 @@ def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
         return _padded(layout, f"{price}; `layout: flat` has it all the same")
     undo: list[Callable[[], None]] = []
     try:
-        for one in models:
-            undo.append(without_cache(one))
-            undo.append(mixers.install(one))
+        for each in models:
+            undo.append(without_cache(each))
+            undo.append(mixers.install(each))
             if install:
-                undo.append(attention.install(one))
+                undo.append(attention.install(each))
     except LayoutError as error:
         call_all(undo)
         return _padded(layout, error.reason)
@@ -187,9 +187,9 @@ def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
 
 
 def _why_wrong(models: Sequence[Any], *, installs: bool) -> str | None:
-    for one in {(type(one), one.config.to_json_string()): one for one in models}.values():
-        kernel = attention.text_config(one)._attn_implementation
-        if (why := check(type(one), one.config, kernel, installs=installs)) is not None:
+    for each in {(type(each), each.config.to_json_string()): each for each in models}.values():
+        kernel = attention.text_config(each)._attn_implementation
+        if (why := check(type(each), each.config, kernel, installs=installs)) is not None:
             return why
     return None
 
@@ -300,12 +300,9 @@ def _losses_of_copy(model: Any, installs: bool, laid_out: LaidOut) -> dict[int, 
     if "token_type_ids" in batch:  # the second half of a sample is of another type; none is of an image
         for row, start, end in spans.values():
             batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
-    with flat_row(laid_out.segments, is_trial=True):
-        logits = model(**batch).logits
-    return {
-        number: _of_tokens(logits[row, start : end - 1], ids[row, start + 1 : end])
-        for number, (row, start, end) in spans.items()
-    }
+    with flat_row(laid_out.segments):
+        losses = _by_logits(model(**batch), functional.pad(ids, (0, 1))[:, 1:])
+    return {number: losses[row, start : end - 1] for number, (row, start, end) in spans.items()}
 
 
 @contextlib.contextmanager
@@ -402,8 +399,8 @@ def of_batches(
         ids,
         has_logits,
     )
-    of_alone = {number: tokens for one in trial.alone for number, tokens in one.tokens().items()}
-    for number, tokens_beside in (pair for one in (*trial.padded, trial.flat) for pair in one.tokens().items()):
+    of_alone = {number: tokens for laid_out in trial.alone for number, tokens in laid_out.tokens().items()}
+    for number, tokens_beside in (pair for rows in (*trial.padded, trial.flat) for pair in rows.tokens().items()):
         if not torch.equal(tokens_beside, of_alone[number]):
             raise LayoutError(
                 f"the collator sorts or changes its rows: beside others row {ids[number % total]} has other tokens "
@@ -469,23 +466,23 @@ def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
 
     Where `make` fails on a rank no rank runs the model, whose wrapper may wait for all of them.
     """
-    found: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     trial = None
     try:
         trial = make()
     except Exception as error:
-        found = {"error": _reason(error)}
-    why = _of_all_ranks(runs, found)
+        answer = {"error": _reason(error)}
+    why = _of_all_ranks(runs, answer)
     if why is not None or trial is None:
         return why
     why = _positions(runs.model, trial.flat.batch)
     if why is not None:  # on all ranks alike
         return why
     try:
-        found = {**_deviations(runs, trial), "rows": trial.ids}
+        answer = {**_deviations(runs, trial), "rows": trial.ids}
     except Exception as error:
-        found = {"error": _reason(error)}
-    return _of_all_ranks(runs, found)
+        answer = {"error": _reason(error)}
+    return _of_all_ranks(runs, answer)
 
 
 def _reason(error: Exception) -> str:
@@ -537,22 +534,22 @@ def _rotary_positions(get_rope_index: Callable[..., Any], batch: Mapping[str, An
     return positions
 
 
-def _of_all_ranks(runs: Runs, found: dict[str, Any]) -> str | None:
+def _of_all_ranks(runs: Runs, answer: dict[str, Any]) -> str | None:
     """The failure of the first rank that has one, if any."""
-    of_ranks = runs.gather(found)
-    for rank, one in enumerate(of_ranks):
-        where = f" (rank {rank})" if len(of_ranks) > 1 else ""
-        if "error" in one:
-            return f"{one['error']}{where}"
-        if one and not math.isfinite(one["loss"]):
+    answers = runs.gather(answer)
+    for rank, said in enumerate(answers):
+        where = f" (rank {rank})" if len(answers) > 1 else ""
+        if "error" in said:
+            return f"{said['error']}{where}"
+        if said and not math.isfinite(said["loss"]):
             return (
-                f"the model's loss of {_named(one['rows'])} is {one['loss']}{where}, each alone in a plain batch: its "
-                "weights or its inputs are damaged, and no layout can be compared"
+                f"the model's loss of {_named(said['rows'])} is {said['loss']}{where}, each alone in a plain batch: "
+                "its weights or its inputs are damaged, and no layout can be compared"
             )
-        if one and not one["flat"] <= one["tolerance"]:  # also where it is no number
+        if said and not said["flat"] <= said["tolerance"]:  # also where it is no number
             return (
-                f"the model computes something else on a flat row: token losses of {_named(one['rows'])} differ by "
-                f"{one['flat']:.1e} from each alone, padded by {one['padded']:.1e}{where}"
+                f"the model computes something else on a flat row: token losses of {_named(said['rows'])} differ by "
+                f"{said['flat']:.1e} from each alone, padded by {said['padded']:.1e}{where}"
             )
     return None
 
@@ -601,23 +598,21 @@ def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[in
 
 
 def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
-    """[rows, length]; 0 where there is no target."""
+    """[rows, length]: the loss of each target (0 where there is none), or the score of each token where the model
+    returns one."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
         raise DataError("the model returns no logits of all tokens to compare the layouts by")
     rows = (row if row.dtype == torch.float64 else row.float() for row in logits)
-    return torch.stack([_of_tokens(row, target) for row, target in zip(rows, targets)])
-
-
-def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """[length, size] -> [length]: the loss of each target, or the score of each token where the model returns one."""
-    return logits[:, 0] if logits.shape[-1] == 1 else functional.cross_entropy(logits, targets, reduction="none")
+    if logits.shape[-1] == 1:
+        return torch.stack([row[:, 0] for row in rows])
+    return torch.stack([functional.cross_entropy(row, own, reduction="none") for row, own in zip(rows, targets)])
 
 
 def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
     """The largest difference; NaN where there is one."""
-    found = [float((losses - alone[number]).abs().max()) for number, losses in some.items() if losses.numel()]
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+    differences = [float((losses - alone[number]).abs().max()) for number, losses in some.items() if losses.numel()]
+    return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 @contextlib.contextmanager

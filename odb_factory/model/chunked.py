@@ -200,8 +200,8 @@ class _Head(torch.autograd.Function):
             _, _, gradients = ctx.how.run(hidden, weight, bias, targets, known, ctx.needs_input_grad[:3])
         factor = 1.0 if weights is None else of_loss
         scaled = (
-            None if total is None else total.mul_(factor).to(one.dtype)
-            for total, one in zip(gradients, (hidden, weight, bias))
+            None if total is None else total.mul_(factor).to(operand.dtype)
+            for total, operand in zip(gradients, (hidden, weight, bias))
         )
         return *scaled, None, None, None, None
 
@@ -229,8 +229,8 @@ class _Pass:
         (tokens, width), vocabulary = hidden.shape, len(weight)
         values, means = hidden.new_zeros(2, tokens, dtype=self.accurate)
         of_hidden, of_weight, of_bias = gradients = tuple(
-            hidden.new_zeros(one.shape, dtype=self.accurate) if one is not None and is_needed else None
-            for one, is_needed in zip((hidden, weight, bias), needed)
+            hidden.new_zeros(operand.shape, dtype=self.accurate) if operand is not None and is_needed else None
+            for operand, is_needed in zip((hidden, weight, bias), needed)
         )
         if hidden.device.type != "cpu":
             weight = weight.to(self.dtype)

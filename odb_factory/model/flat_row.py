@@ -25,13 +25,12 @@ from torch.utils._pytree import tree_leaves
 class FlatRow:
     """The flat row in forward and backward. segments: lengths of its samples (tokens), in order; they fill the row.
 
-    is_trial: the log does not name its kernel, which is not that of a training. number: counts the rows of the process.
+    number: counts the rows of the process.
     """
 
-    def __init__(self, segments: Sequence[int], is_trial: bool = False):
+    def __init__(self, segments: Sequence[int]):
         self.number = next(_numbers)
-        self.segments, self.is_trial = tuple(segments), is_trial
-        self.tokens, self.longest = sum(segments), max(segments)
+        self.segments, self.tokens, self.longest = tuple(segments), sum(segments), max(segments)
         self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
         """Neighbours of equal length: (number of samples, length)."""
         self._ends = {device: self._ends_on(device) for device in _devices}
@@ -87,13 +86,13 @@ def begin_row(segments: Sequence[int]) -> None:
 def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
     """From here on forward and backward are of no row, if this thread has begun the one in progress, and it is one of
     these (None: any). Another may be in a forward: in its thread, or in this one where the garbage collector calls."""
-    is_ended = rows is None or any(one is _row for one in rows)
+    is_ended = rows is None or any(row is _row for row in rows)
     if _row is not None and _owner == threading.get_ident() and is_ended:
         begin_row(())
 
 
 @contextlib.contextmanager
-def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[None]:
+def flat_row(segments: Sequence[int]) -> Iterator[None]:
     """Within it forward and backward are of this flat row; of a padded micro-batch where there are no segments.
 
     with flat_row((5, 3)):
@@ -111,7 +110,7 @@ def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[Non
     if segments:
         _owner = thread
     if before is None or before.segments != tuple(segments):
-        _row = FlatRow(segments, is_trial) if segments else None
+        _row = FlatRow(segments) if segments else None
     try:
         yield
     finally:

@@ -62,8 +62,8 @@ class WithoutLogits:
         elif why_not is None:
             self.reason = _why_not_in_place(model, self._model)
             if self.reason is None:
-                own = own_loss(self._model)
-                self.reason, self._after = own.why_another, own.after or AfterHead()
+                after = own_loss(self._model)
+                self.reason, self._after = (after, AfterHead()) if isinstance(after, str) else (None, after)
 
     @contextlib.contextmanager
     def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
@@ -85,13 +85,13 @@ class WithoutLogits:
     def router_losses_times(self, factor: float) -> Iterator[None]:
         """Within it the losses of the model's routers weigh so many times their coefficient, whatever computes its
         loss."""
-        found = [] if self._model is None or factor == 1 else _router_coefficients(self._model)
-        for place, name, value in found:
+        coefficients = [] if self._model is None or factor == 1 else _router_coefficients(self._model)
+        for place, name, value in coefficients:
             setattr(place, name, value * factor)
         try:
             yield
         finally:
-            for place, name, value in found:
+            for place, name, value in coefficients:
                 setattr(place, name, value)
 
     def replacing_forward(self, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
@@ -148,7 +148,7 @@ class WithoutLogits:
             raise ConfigError(
                 f"odb.layout: 'flat' is not right for preferences with {self._name}: {self.reason}; set it to padded."
             )
-        found: list[Tensor] = []
+        places_and_means: list[Tensor] = []
 
         def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
             try:
@@ -156,12 +156,12 @@ class WithoutLogits:
             except _OtherShape as error:
                 raise DataError(str(error)) from error
             places, of_labels, means = log_probs_of(linear, hidden, labels, num_supervised, self._after)
-            found.extend((places, means))
+            places_and_means.extend((places, means))
             return of_labels.reshape(1, -1, 1)
 
         with self.head_computes(log_probs) as outputs:
             output = run()
-        places, means = found
+        places, means = places_and_means
         return output, places, outputs[0].reshape(-1), means
 
     @property
@@ -290,5 +290,5 @@ def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:
     """What the model multiplies the losses of its routers by: an attribute of the model or of its configuration, the
     one that it reads first."""
     places = itertools.product((model, model.config.get_text_config()), ("router_aux_loss_coef", "aux_loss_coef"))
-    found = [(place, name, getattr(place, name, None)) for place, name in places]
-    return [(place, name, float(value)) for place, name, value in found if value is not None]
+    values = [(place, name, getattr(place, name, None)) for place, name in places]
+    return [(place, name, float(value)) for place, name, value in values if value is not None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -28,19 +27,6 @@ PROBE_RANGE = (-3, 4)
 """Powers of ten between which the trial's logits lie: small ones show a factor, large ones a cap."""
 
 
-@dataclass(frozen=True)
-class OwnLoss:
-    """The loss of a model that is given labels.
-
-    why_another: why the loss without logits cannot take its place; None where it is the mean cross entropy of the
-    supervised tokens, each predicted by the token before it. after: what the model does to its logits, where it is not
-    another loss.
-    """
-
-    why_another: str | None
-    after: AfterHead | None = None
-
-
 def model_with_labels(model: nn.Module) -> nn.Module | None:
     """The outermost transformers model that takes labels, inside adapters and wrappers of engines."""
     for module in model.modules():
@@ -50,8 +36,12 @@ def model_with_labels(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def own_loss(model: Any) -> OwnLoss:
-    """Try the loss code of `model`, a transformers model that takes labels and has an output embedding."""
+def own_loss(model: Any) -> AfterHead | str:
+    """What `model` does to its logits, before it computes the mean cross entropy of the supervised tokens, each
+    predicted by the token before it; a text: why its loss is another one, or what it does is unknown.
+
+    model: a transformers model that takes labels and has an output embedding, whose loss code is tried.
+    """
     parameters = signature(model.forward).parameters
     switched_off = {name: False for name in SWITCHED_OFF if name in parameters}
     calls: list[Any] = []
@@ -63,7 +53,8 @@ def own_loss(model: Any) -> OwnLoss:
             return model.forward(input_ids=ids, attention_mask=mask, labels=labels, **switched_off, return_dict=True)
 
     try:
-        device = next((one.device for one in model.parameters() if one.device.type != "meta"), torch.device("cpu"))
+        devices = (weight.device for weight in model.parameters() if weight.device.type != "meta")
+        device = next(devices, torch.device("cpu"))
         labels = torch.tensor(LABELS, device=device)
         ids, mask = labels.clamp_min(3), torch.ones_like(labels)
         mask[-1, -1] = 0
@@ -72,16 +63,14 @@ def own_loss(model: Any) -> OwnLoss:
         output = run(drawn.to(device), labels)
         mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten()))
         if not math.isclose(float(output["loss"]), mean, rel_tol=1e-5):
-            return OwnLoss("its loss is not the mean cross entropy of its tokens")
+            return "its loss is not the mean cross entropy of its tokens"
         changed = run(known.to(device).expand(drawn.shape), None)["logits"]
     except Exception as error:  # any code may stand there
-        return OwnLoss(f"its loss code cannot be tried ({one_line(error)})")
+        return f"its loss code cannot be tried ({one_line(error)})"
     if len(calls) != 1:
-        return OwnLoss(f"it calls its output embedding {len(calls)} times in a forward")
+        return f"it calls its output embedding {len(calls)} times in a forward"
     after = _after_head(known, changed[0, 0]) if changed.shape == drawn.shape else None
-    if after is None:
-        return OwnLoss("it changes its logits in another way than by a factor or a cap")
-    return OwnLoss(None, after)
+    return after or "it changes its logits in another way than by a factor or a cap"
 
 
 def _known_logits(size: int) -> Tensor:

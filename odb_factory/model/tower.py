@@ -134,8 +134,8 @@ class _Together:
         return of_images
 
     def video_features(self, pixel_values_videos: Tensor, video_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
-        found, self._of_videos = self._of_videos, None
-        return self._videos(pixel_values_videos, video_grid_thw, **kwargs) if found is None else found
+        features, self._of_videos = self._of_videos, None
+        return self._videos(pixel_values_videos, video_grid_thw, **kwargs) if features is None else features
 
 
 def _frames(grid: Tensor) -> Tensor:
@@ -156,39 +156,36 @@ class _Parts:
         self._embeddings = tuple(map(sum, self._sizes))
         self._patches = sum(images), sum(videos)
 
-    def of(self, found: Any) -> tuple[Any, Any]:
-        """found: nested as it is, of tensors of all patches or embeddings, and lists of one tensor an image."""
-        parts, structure = tree_flatten(found, is_leaf=self._is_one_each)
+    def of(self, features: Any) -> tuple[Any, Any]:
+        """features: nested as it is, of tensors of all patches or embeddings, and lists of one tensor an image."""
+        parts, structure = tree_flatten(features, is_leaf=self._is_one_each)
         of_images, of_videos = zip(*map(self._halves, parts))
         return tree_unflatten(of_images, structure), tree_unflatten(of_videos, structure)
 
-    def _halves(self, found: Any) -> tuple[Any, Any]:
-        if found is None:
+    def _halves(self, features: Any) -> tuple[Any, Any]:
+        if features is None:
             return None, None
-        if self._is_one_each(found):
-            images, videos = self._halves(torch.cat(list(found)))
-            return type(found)(images.split(self._sizes[0])), type(found)(videos.split(self._sizes[1]))
+        if self._is_one_each(features):
+            images, videos = self._halves(torch.cat(list(features)))
+            return type(features)(images.split(self._sizes[0])), type(features)(videos.split(self._sizes[1]))
         for lengths in (self._embeddings, self._patches):
-            if isinstance(found, Tensor) and len(found) == sum(lengths):
-                return found[: lengths[0]], found[lengths[0] :]
+            if isinstance(features, Tensor) and len(features) == sum(lengths):
+                return features[: lengths[0]], features[lengths[0] :]
+        shape = getattr(features, "shape", type(features))
         raise DataError(
-            f"the vision tower's features of images and videos together are {_shape(found)}, where "
-            f"{sum(self._embeddings)} embeddings were expected: this release of transformers computes them in another "
-            "way; take one that docs/engines.md names, or leave rows with videos out."
+            f"the vision tower's features of images and videos together are {shape}, where {sum(self._embeddings)} "
+            "embeddings were expected: this release of transformers computes them in another way; take one that "
+            "docs/engines.md names, or leave rows with videos out."
         )
 
-    def _is_one_each(self, found: Any) -> bool:
+    def _is_one_each(self, features: Any) -> bool:
         """Whether these are the embeddings of each image and frame, and not of each of some layers those of all."""
         return (
-            isinstance(found, list | tuple)
-            and len(found) > 1
-            and all(isinstance(one, Tensor) for one in found)
-            and sum(map(len, found)) == sum(self._embeddings)
+            isinstance(features, list | tuple)
+            and len(features) > 1
+            and all(isinstance(part, Tensor) for part in features)
+            and sum(map(len, features)) == sum(self._embeddings)
         )
-
-
-def _shape(found: Any) -> str:
-    return str(tuple(found.shape)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 IMAGES = "odb_flash_images"
@@ -264,7 +261,7 @@ def _hand_in_windows(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     if get is None or not isinstance(grid, Known):
         return args, kwargs
     sizes = {name: getattr(tower, name) for name in ("spatial_merge_size", "window_size", "patch_size")}
-    windows = (Known(one, grid.device) for one in get(grid.host, **sizes))
+    windows = (Known(index, grid.device) for index in get(grid.host, **sizes))
     return args, kwargs | dict(zip(("window_index", "cu_window_seqlens"), windows))
 
 

@@ -97,10 +97,10 @@ class RunArguments(TrainerCallback):
 def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
     """The configurations that an engine is made from: that of the arguments, and accelerate's, if it is another."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    found = [
+    candidates = [
         getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None),
         getattr(plugin, "deepspeed_config", None),
         getattr(getattr(plugin, "hf_ds_config", None), "config", None),
     ]
-    configs = [config for config in found if isinstance(config, dict)]
+    configs = [config for config in candidates if isinstance(config, dict)]
     return list({id(config): config for config in configs}.values())

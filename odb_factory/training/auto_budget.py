@@ -120,8 +120,8 @@ def _state_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> int:
     """Bytes on its device that an optimizer of the same class keeps after one update of such a weight."""
     parameter = torch.nn.Parameter(torch.ones_like(weight))
     known = inspect.signature(type(optimizer).__init__).parameters
-    given = optimizer.defaults | {"args": getattr(optimizer, "args", None)}  # bitsandbytes keeps its bits in `args`
-    alike = type(optimizer)([parameter], **{key: value for key, value in given.items() if key in known})
+    arguments = optimizer.defaults | {"args": getattr(optimizer, "args", None)}  # bitsandbytes keeps its bits in `args`
+    alike = type(optimizer)([parameter], **{key: value for key, value in arguments.items() if key in known})
     parameter.grad = torch.ones_like(parameter)
     alike.step()
     state = [value for value in alike.state[parameter].values() if isinstance(value, Tensor)]
@@ -185,7 +185,7 @@ class FirstRows:
 
 def _copies(sample: Sample, group: Sequence[Sample], most: int, budget: Budget) -> int:
     """How often the budget holds a sample beside a group; at most `most`."""
-    costs = [one.cost for one in group]
+    costs = [member.cost for member in group]
     counts = range(1, most + 1)
     return bisect.bisect_left(counts, True, key=lambda count: not budget.fits(costs + count * [sample.cost]))
 
@@ -357,7 +357,7 @@ def _search(trainer: Any, trials: Trials) -> Limits:
                 return None
             if (trial := trials.hold(group)) is None:
                 return None
-            nearest = max(nearest or trial, trial, key=lambda one: one.share)
+            nearest = max(nearest or trial, trial, key=lambda held: held.share)
         return nearest
 
     low = size_of([rows.longest], loader.budget)[0]
@@ -408,7 +408,7 @@ def rehearse(trainer: Any) -> None:
             tried.append((trials.run(group), len(group), trials.seconds))
             if tried[-1][0].peak is None:
                 break
-        return max(tried, key=lambda one: one[0].share)
+        return max(tried, key=lambda result: result[0].share)
 
     try:
         trial, num_samples, seconds = by_trials(trainer, "token_budget", try_heaviest)

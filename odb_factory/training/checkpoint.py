@@ -41,7 +41,7 @@ class ODBCursor(TrainerCallback, ExportableState):
 
 def keep_cursor(trainer: Any, run: ODBRun) -> None:
     """Every save from here on, up to the end of the next optimizer step, is of this moment."""
-    (cursor,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, ODBCursor))
+    (cursor,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ODBCursor))
     cursor.saved = run.state_dict()
     # The Trainer expects the entry, which the state of a checkpoint without odb has not.
     trainer.state.stateful_callbacks[ODBCursor.__name__] = cursor.state()
@@ -208,7 +208,7 @@ class Preemption(TrainerCallback):
     def __init__(self, training: Any):
         self._trainer, silence_s = training.trainer, training.odb.config.exchange_timeout_s
         callbacks = self._trainer.callback_handler.callbacks
-        self._stock: Any = next((one for one in callbacks if getattr(one, "jit_manager", None) is not None), None)
+        self._stock: Any = next((hook for hook in callbacks if getattr(hook, "jit_manager", None) is not None), None)
         self._manager: Any = getattr(self._stock, "jit_manager", None)
         self._exchange: Channel | None = None if self._manager is None else ring_of(None, silence_s).main
         self._is_over = False

@@ -9,8 +9,7 @@ import inspect
 import math
 import operator
 import os
-import socket
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from enum import Enum
 from typing import Any
 
@@ -24,7 +23,6 @@ from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.pool import look
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
@@ -35,8 +33,6 @@ from odb_factory.training.arguments import replaced
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
-
-logger = get_logger(__name__)
 
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 """Heads missing in transformers' table of losses."""
@@ -54,15 +50,6 @@ PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or 
 """What trains on pairs with odb."""
 ENGINES = ("torch", "accelerate", "deepspeed", "transformers")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
-
-
-def log_without_effect(args: Any) -> None:
-    """Training arguments of stock that do nothing here."""
-    if not getattr(args.accelerator_config, "use_seedable_sampler", True):
-        logger.warning(
-            "accelerator_config.use_seedable_sampler: False has no effect: the order of samples is that of data_seed "
-            "or seed, as with True"
-        )
 
 
 def _replica(key: str) -> Refusal:
@@ -103,6 +90,9 @@ ARGUMENTS = (
         "remove it and divide per_device_train_batch_size by {s.world_size}"),
     Refusal("accelerator_config.dispatch_batches", lambda s: s.at("accelerator_config.dispatch_batches"),
         "does not go with odb, where every rank forms its own batches", "remove the key or set it to false"),
+    Refusal("accelerator_config.use_seedable_sampler",
+        lambda s: s.at("accelerator_config.use_seedable_sampler") is False,
+        "draws an order that no seed gives again, and odb's is that of data_seed or seed", "remove the key"),
     Refusal("ddp_static_graph", lambda s: s.ddp_static_graph and s.world_size > 1,
         "does not go with odb: torch takes the first backward for every later one, and an optimizer step has a "
         "number of its own of them", "remove the key"),
@@ -182,9 +172,9 @@ def check_trainer(trainer: Any) -> None:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
     # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
     losses = getattr(trainer, "loss", None)
-    found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
-    if found is not None:
-        raise ConfigError(f"loss: {found} {IN_BATCH}.")
+    loss = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
+    if loss is not None:
+        raise ConfigError(f"loss: {loss} {IN_BATCH}.")
     refuse(TRAINER, {"model": unwrapped(trainer.model), "process_group": trainer.odb.process_group}, trainer)
     check_methods(trainer)
 
@@ -271,11 +261,11 @@ def _is_of_transformers(trainer: Any, name: str) -> bool:
     return owners <= {"transformers", "odb_factory"}
 
 
-def _has_rows_of(batch: Any, given: Any) -> bool:
-    """Whether all tensors of a batch have the shapes they were given with, and labels their values."""
-    if not isinstance(given, Mapping) or not isinstance(batch, Mapping):
-        return type(batch) is type(given)
-    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+def _has_rows_of(batch: Any, before: Any) -> bool:
+    """Whether all tensors of a batch have the shapes that they had before, and labels their values."""
+    if not isinstance(before, Mapping) or not isinstance(batch, Mapping):
+        return type(batch) is type(before)
+    tensors = {key: value for key, value in before.items() if isinstance(value, torch.Tensor)}
     if any(getattr(batch.get(key), "shape", None) != value.shape for key, value in tensors.items()):
         return False
     return "labels" not in tensors or torch.equal(batch["labels"].cpu(), tensors["labels"].cpu())
@@ -287,13 +277,13 @@ def check_hooks(trainer: Any) -> None:
     for name, parameter in trainer.model.named_parameters():
         hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
         origins = [_origin(getattr(hook, "func", hook)) for hook in hooks]
-        found = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
+        others = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
         if hasattr(parameter, "_in_backward_optimizers"):
-            found.append("torch's optimizer in the backward")
-        if found:
+            others.append("torch's optimizer in the backward")
+        if others:
             raise ConfigError(
-                f"{found[0]} acts on the gradient of {name} in every backward, of which odb makes several an optimizer "
-                "step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
+                f"{others[0]} acts on the gradient of {name} in every backward, of which odb makes several an "
+                "optimizer step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
             )
     if getattr(trainer.accelerator, "has_lomo_optimizer", False):
         raise ConfigError(
@@ -309,33 +299,26 @@ def why_not_split(args: Any) -> str | None:
     """Why `oom: split` and `skip` cannot work; None if it can. args: training arguments, which name the engine."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
+    engine = args.distributed_state.distributed_type
     if getattr(args, "deepspeed_plugin", None) is not None:
         zero = deepspeed_config(args).get("zero_optimization", {})
-        stage = zero.get("stage", 0)
-        if stage == 0:
-            return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
-        if stage > 1:
+        keeps_gradients = not (zero.get("overlap_comm") or zero.get("cpu_offload") or offloads_optimizer(zero))
+        if zero.get("stage", 0) != 1 or not keeps_gradients:
             return (
-                f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it "
-                "has reduced of one that failed cannot be taken back (with stage 1 it could)"
+                "gradients that DeepSpeed reduces or moves inside a backward cannot be dropped (ZeRO-1 without "
+                "`overlap_comm` and offloading does neither)"
             )
-        if zero.get("overlap_comm"):
-            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
-        if zero.get("cpu_offload") or offloads_optimizer(zero):
-            return "gradients that DeepSpeed has offloaded cannot be dropped"
-        return None
-    engine = args.distributed_state.distributed_type
-    if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
+    elif engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
         return f"what {engine.name} does between the ranks inside forward and backward is not known here"
-    if args.torch_compile and args.world_size > 1:
+    elif args.torch_compile and args.world_size > 1:
         return "torch_compile compiles DDP as a whole, with the reduction of gradients inside backward"
     return None
 
 
 def deepspeed_config(args: Any) -> dict[str, Any]:
     """The configuration of DeepSpeed in the training arguments, or given to `accelerate launch`; empty without it."""
-    if (given := getattr(args, "hf_deepspeed_config", None)) is not None:
-        return given.config
+    if (engine := getattr(args, "hf_deepspeed_config", None)) is not None:
+        return engine.config
     plugin = getattr(args, "deepspeed_plugin", None)
     return {} if plugin is None else plugin.deepspeed_config
 
@@ -347,16 +330,16 @@ def check_methods(trainer: Any) -> None:
     """Refuse a trainer whose methods have been replaced, so that odb's would not be called or would not be right."""
     for name in METHODS:
         if name in vars(trainer):
-            found = vars(trainer)[name]
+            method = vars(trainer)[name]
             raise ConfigError(
-                f"enable_odb: {name} of this trainer has been replaced by {_origin(found)}, which hides odb's own; "
+                f"enable_odb: {name} of this trainer has been replaced by {_origin(method)}, which hides odb's own; "
                 "override it in a subclass of the Trainer that calls super(), or train without odb."
             )
         for owner in type(trainer).__mro__:
-            found = vars(owner).get(name)
-            if found is not None and _origin(found).startswith("unsloth"):
+            method = vars(owner).get(name)
+            if method is not None and _origin(method).startswith("unsloth"):
                 raise ConfigError(
-                    f"enable_odb: {_origin(found)} has taken the place of {owner.__name__}.{name}, and odb drives "
+                    f"enable_odb: {_origin(method)} has taken the place of {owner.__name__}.{name}, and odb drives "
                     "transformers' own; do not import unsloth in this process (`use_unsloth: false`)."
                 )
 
@@ -377,35 +360,10 @@ def why_no_door(trainer: Any) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether the ranks of a node write to the same folder.
-
-
-def compare_output_dirs(output_dir: str, gather: Callable[[Any], list[Any]]) -> None:
-    """Warn, in one line, if ranks of one node have different ones. Collective.
-
-    A checkpoint would then lie in parts in several folders, and none could be resumed. Nodes may have disks of their
-    own. gather: a message of each rank -> those of all ranks.
-    """
-    first: dict[str, tuple[int, str]] = {}
-    for rank, (node, folder) in enumerate(gather([socket.gethostname(), os.path.abspath(output_dir)])):
-        other, expected = first.setdefault(node, (rank, folder))
-        if folder != expected:
-            logger.warning(
-                "output_dir: rank %d of this node has %r and rank %d has %r, so a checkpoint would lie in parts "
-                "in both and could not be resumed; give all ranks one folder (no time or process id in its name)",
-                other,
-                expected,
-                rank,
-                folder,
-            )
-            return
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # What the ranks of a training compare before the first step: arguments, the model's config (I11).
 
 NOT_COMPARED = {
-    # Of one process or one node, or compared elsewhere: `compare_output_dirs`, `find_checkpoint`, the odb: block.
+    # Of one process or one node, or compared elsewhere: `find_checkpoint`, the odb: block.
     "_name_or_path", "device_map", "local_rank", "logging_dir", "odb", "output_dir", "resume_from_checkpoint",
     "transformers_version",
     # Secret.
@@ -434,32 +392,32 @@ def of_arguments(*owners: Any) -> dict[str, object]:
 
     Fields of one process, secrets, and fields that do not change the training are left out.
     """
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for owner in owners:
         for item in dataclasses.fields(owner):
             if item.name == "deepspeed":  # the path of a config, or the config
-                _add(found, item.name, deepspeed_config(owner))
+                _add(settings, item.name, deepspeed_config(owner))
             elif not item.name.startswith("_"):
-                _add(found, item.name, getattr(owner, item.name, None))
-    return found
+                _add(settings, item.name, getattr(owner, item.name, None))
+    return settings
 
 
 def of_trainer(trainer: Any) -> dict[str, object]:
     """Training arguments, trainer, loss function, model and adapters."""
     loss = trainer.compute_loss_func
     model = unwrapped(trainer.model)
-    found: dict[str, object] = {
+    settings: dict[str, object] = {
         **of_arguments(trainer.args),
         "trainer": type(trainer).__name__,
         "compute_loss_func": getattr(loss, "__qualname__", type(loss).__name__),
         "model": type(model).__name__,
     }
-    _add(found, "model.config", getattr(model, "config", None))
-    _add(found, "peft_config", getattr(trainer.model, "peft_config", None))
-    return found
+    _add(settings, "model.config", getattr(model, "config", None))
+    _add(settings, "peft_config", getattr(trainer.model, "peft_config", None))
+    return settings
 
 
-def _add(found: dict[str, object], key: str, value: Any) -> None:
+def _add(settings: dict[str, object], key: str, value: Any) -> None:
     """Put a value, or its inner values, under its key."""
     name = key.rpartition(".")[2]
     if name in NOT_COMPARED or name.startswith(PREFIXES_NOT_COMPARED):
@@ -467,9 +425,9 @@ def _add(found: dict[str, object], key: str, value: Any) -> None:
     value = _plain(value)
     if isinstance(value, dict) and value:
         for inner in sorted(value):
-            _add(found, f"{key}.{inner}", value[inner])
+            _add(settings, f"{key}.{inner}", value[inner])
         return
-    found[key] = value
+    settings[key] = value
 
 
 def _plain(value: Any) -> Any:
@@ -479,11 +437,11 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(map(_plain, value), key=repr)
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(inner) for inner in value]
     if hasattr(value, "to_dict"):
         return _plain(value.to_dict())
     if dataclasses.is_dataclass(value):

@@ -106,7 +106,7 @@ class Evaluation:
         self._can_split = not (trainer.is_deepspeed_enabled or shards_parameters(trainer))
         generates = not loss_only and getattr(trainer.args, "predict_with_generate", False)
         self._generation = Generation.of(trainer) if generates else None
-        self.loader = loader = self._find_loader(parts, config, items, mean)
+        self.loader = loader = self._make_loader(parts, config, items, mean)
         in_round = parts.batch_size * loader.world_size
         self._rounds, rest = divmod(len(parts.sampler), in_round)
         self._rest = 0 if parts.drop_last else rest
@@ -123,40 +123,33 @@ class Evaluation:
         self._predicted: list[tuple[int, Any, Any]] = []
         self._num_micro_batches = 0
 
-    def _find_loader(
+    def _make_loader(
         self, parts: DataLoaderParts, config: ResolvedConfig, observer: Observer, mean: StockMean
     ) -> ODBLoader:
-        """Of full rounds: what an evaluation of the training has kept, or a new one."""
+        """Of full rounds, in the layout of the training."""
         odb, training = self._trainer.odb, self._trainer.odb.training
-        settled = None if training is None or training.is_unchecked else training  # its layout is that to train with
-        # As stock keeps its own, with its worker processes; after a training nobody would close it.
-        self._is_kept = parts.persistent_workers and settled is not None
-        kept = [] if training is None else training.eval_loaders
-        loader: ODBLoader | None = next((loader for dataset, loader in kept if dataset is parts.dataset), None)
-        if loader is None:
-            rows = parts.dataset
-            if odb.eval_rows is not None:
-                rows, observer = odb.eval_rows(rows)
-            layout = Layout("padded", "outside of training, or not checked yet") if settled is None else settled.layout
-            if self._generation is not None:
-                observer, layout = PromptObserver(observer, self._generation), Layout("padded", "tokens are generated")
-            loader = odb.make_loader(
-                dataclasses.replace(parts, dataset=rows, drop_last=True, persistent_workers=self._is_kept),
-                config,
-                layout,
-                observer=observer,
-                keeps_samples=self._can_split,
-                is_evaluated=True,
-                rule=OptimizerStepRule(
-                    batch_size=parts.batch_size,
-                    accumulation=-(-ROWS_PLANNED // parts.batch_size),
-                    drop_last=True,
-                    stock_mean=mean,
-                    equal_weights=odb.equal_weights,
-                ),
-            )
-            if self._is_kept:
-                kept.append((parts.dataset, loader))
+        rows, layout = parts.dataset, Layout("padded", "outside of training, or not checked yet")
+        if odb.eval_rows is not None:
+            rows, observer = odb.eval_rows(rows)
+        if training is not None and not training.is_unchecked:
+            layout = training.layout
+        if self._generation is not None:
+            observer, layout = PromptObserver(observer, self._generation), Layout("padded", "tokens are generated")
+        loader: ODBLoader = odb.make_loader(
+            dataclasses.replace(parts, dataset=rows, drop_last=True, persistent_workers=False),
+            config,
+            layout,
+            observer=observer,
+            keeps_samples=self._can_split,
+            is_evaluated=True,
+            rule=OptimizerStepRule(
+                batch_size=parts.batch_size,
+                accumulation=-(-ROWS_PLANNED // parts.batch_size),
+                drop_last=True,
+                stock_mean=mean,
+                equal_weights=odb.equal_weights,
+            ),
+        )
         if odb.eval_limits is not None:
             loader.lower(odb.eval_limits)
         return loader
@@ -202,8 +195,7 @@ class Evaluation:
             raise
         finally:
             odb.eval_limits = self.loader.lowered
-            if not self._is_kept:
-                self.loader.close()
+            self.loader.close()
         logger.info(
             "evaluated %d rows in %d micro-batches on each rank, where stock has %d batches",
             self._rows,
@@ -288,7 +280,7 @@ class Evaluation:
         if logits is not None:
             preprocess = self._trainer.preprocess_logits_for_metrics
             logits = logits if preprocess is None else preprocess(logits, labels)
-            predicted = list(zip(ids, *(_by_row(one, len(ids), segments) for one in (logits, labels))))
+            predicted = list(zip(ids, *(_by_row(values, len(ids), segments) for values in (logits, labels))))
         if loss is not None:
             share = loss.double() * weight
             self._loss = share if self._loss is None else self._loss + share
@@ -309,8 +301,8 @@ class Evaluation:
             metrics[f"{prefix}_loss"] = total.item()
         predictions, labels = None, None
         if not self.loss_only:
-            found = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
-            predictions, labels = (_stacked([one[number] for one in found]) for number in (1, 2))
+            rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
+            predictions, labels = (_stacked([row[number] for row in rows]) for number in (1, 2))
             if trainer.compute_metrics is not None:
                 predicted = EvalPrediction(predictions=predictions, label_ids=labels)
                 more = denumpify_detensorize(trainer.compute_metrics(predicted))
@@ -328,7 +320,7 @@ def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
         if segments and array.shape[:2] == (1, sum(segments)):
             return np.split(array[0], np.cumsum(segments))[:num_rows]
         return list(array)[:num_rows]
-    return list(zip(*(_by_row(one, num_rows, segments) for one in values), strict=True))
+    return list(zip(*(_by_row(part, num_rows, segments) for part in values), strict=True))
 
 
 def _stacked(rows: list[Any]) -> Any:

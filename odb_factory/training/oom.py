@@ -133,15 +133,10 @@ class MemoryWatch:
 
 
 def peak_memory(device: torch.device) -> str | None:
-    """Peak of torch's memory on the device, and the memory of the device; None if it cannot be read."""
-    if device.type == "cpu":
+    """Peak of torch's memory on a CUDA device, and the memory of the device; None of another one."""
+    if device.type != "cuda":
         return None
-    module = torch.get_device_module(device)
-    try:
-        peak = module.max_memory_allocated(device)
-        total = module.get_device_properties(device).total_memory
-    except (AttributeError, RuntimeError):
-        return None
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     return f"{peak / GIB:.2f} of {total / GIB:.2f} GiB on {device}"
 
 
@@ -181,17 +176,12 @@ class ZeRO1:
 class DDP:
     """model: the Trainer's wrapped model, on several ranks in DDP.
 
-    Raises `ConfigError` if several ranks train something else, or DDP with a communication hook. policy: `oom`.
+    Raises `ConfigError` for DDP with a communication hook. policy: `oom`.
     """
 
-    def __init__(self, model: Any, world_size: int, policy: str):
+    def __init__(self, model: Any, policy: str):
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.local: nn.Module = model if self.ddp is None else self.ddp.module
-        if self.ddp is None and world_size > 1:
-            raise ConfigError(
-                f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, and {world_size} ranks train a "
-                f"{type(model).__name__}; leave it out (raise)."
-            )
         if getattr(self.ddp, "_comm_hooks", None):
             raise ConfigError(
                 f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, whose communication hook would "
@@ -252,7 +242,7 @@ def cut(task: Task, budget: Budget) -> list[Task]:
     def share(part: tuple[int, int, int]) -> float:
         return max(part[0] * part[1] / (rows * length), part[2] / max(patches, 1))
 
-    at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(one)) for one in (costs[:at], costs[at:])))
+    at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(part)) for part in (costs[:at], costs[at:])))
     return list(zip(micro_batch.cut(at), (samples[:at], samples[at:])))
 
 
@@ -283,9 +273,9 @@ class RestartedSteps:
         self.training, self.trainer = training, training.trainer
         self.run: ODBRun = training.run
         self.watch: MemoryWatch = training.memory
-        model, config, size = self.trainer.model_wrapped, self.run.config, self.run.loader.world_size
+        model, config = self.trainer.model_wrapped, self.run.config
         is_zero = engine_of(model) == "deepspeed"
-        self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, size, config.oom)
+        self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, config.oom)
         self._exchange = ring_of(training.odb.process_group, config.exchange_timeout_s).main
 
     def take(self, micro_batches: Iterator[Collated]) -> Tensor:

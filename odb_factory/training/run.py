@@ -31,29 +31,6 @@ SAMPLES_TO_JUDGE_BY = 256
 """Lengths often vary as much as their mean, so the mean of 256 random ones is known to about 6 %."""
 
 
-class ScheduleClock:
-    """The position of the run on the curve, in estimated optimizer steps.
-
-    warmup_steps: a warm-up given in optimizer steps, which is then taken in real steps; 0 if it is a share of the run.
-    total_steps: steps of the curve: warm-up plus the rest (at least 1, so that the learning rate comes down with the
-    samples that are left, not at once, if the estimate is too low).
-    """
-
-    def __init__(self, estimated_steps: int, warmup_steps: int = 0):
-        self.total_steps = warmup_steps + max(estimated_steps - warmup_steps, 1)
-        self.warmup_steps = warmup_steps
-        self.position = 0.0
-        self._share_warm = 0.0
-
-    def advance(self, step: int, share: float) -> None:
-        """Move to optimizer step `step` (real, from 1), with `share` (0 to 1) of all samples done."""
-        if step <= self.warmup_steps:
-            self.position, self._share_warm = float(step), share
-        else:
-            rest = (share - self._share_warm) / max(1.0 - self._share_warm, 1e-12)
-            self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
-
-
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
     """Multiply the learning rate of every parameter group, before a scheduler is made for them; once each."""
     for group in optimizer.param_groups:
@@ -63,15 +40,28 @@ def scale_learning_rate(optimizer: Any, factor: float) -> None:
 
 
 class FillSchedule:
-    """Does nothing to a run whose steps are known: then `lr_scale` is none, and there is no clock.
+    """Does nothing to a run whose steps are known: then `lr_scale` is none, and its scheduler counts steps itself.
 
     is_shuffled: the order of samples is random. is_estimated: the number of steps is not known ahead.
+    position: of the run on the curve, in estimated optimizer steps. warmup_steps: a warm-up given in optimizer steps,
+    which is then taken in real steps; 0 if it is a share of the run. total_steps: steps of the curve: warm-up plus the
+    rest (at least 1, so that the learning rate comes down with the samples that are left, not at once, if the estimate
+    is too low); 0 before the scheduler is made.
     """
 
     def __init__(self, loader: ODBLoader, config: ODBConfig, *, is_shuffled: bool, is_estimated: bool):
         self.loader, self.config, self.is_shuffled, self._is_estimated = loader, config, is_shuffled, is_estimated
-        self.clock: ScheduleClock | None = None
+        self.total_steps = self.warmup_steps = 0
+        self.position = self._share_warm = 0.0
         self._lr_factor: float | None = None
+
+    def advance(self, step: int, share: float) -> None:
+        """Move to optimizer step `step` (real, from 1), with `share` (0 to 1) of all samples done."""
+        if step <= self.warmup_steps:
+            self.position, self._share_warm = float(step), share
+        else:
+            rest = (share - self._share_warm) / max(1.0 - self._share_warm, 1e-12)
+            self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
 
     def learning_rate_factor(self) -> float:
         """The factor of `lr_scale`: the samples of an optimizer step, estimated from the first plan, as a multiple of
@@ -112,28 +102,29 @@ class FillSchedule:
         """The optimizer steps that a schedule is drawn over. warmup_steps: of the training arguments."""
         if not self._is_estimated:
             return expected
-        self.clock = self.clock or ScheduleClock(expected, int(warmup_steps) if warmup_steps >= 1 else 0)
-        return self.clock.total_steps
+        if not self.total_steps:
+            self.warmup_steps = int(warmup_steps) if warmup_steps >= 1 else 0
+            self.total_steps = self.warmup_steps + max(expected - self.warmup_steps, 1)
+        return self.total_steps
 
     def follow(self, scheduler: Any) -> None:
         """Let the scheduler follow the samples done, if the run counts epochs."""
-        if (clock := self.clock) is None:
+        if not self._is_estimated:
             return
         if isinstance(scheduler, LambdaLR):  # every schedule of transformers but those that go by metrics
             # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
-            at_clock: list[Any] = [lambda _, curve=curve: curve(clock.position) for curve in scheduler.lr_lambdas]
-            scheduler.lr_lambdas = at_clock
+            at_position: list[Any] = [lambda _, curve=curve: curve(self.position) for curve in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = at_position
         elif "metrics" not in inspect.signature(scheduler.step).parameters:
-            name, steps = type(scheduler).__name__, clock.total_steps
+            name, steps = type(scheduler).__name__, self.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
 
     def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
-        """Replace `other` before the first optimizer step: optimizer and scheduler were made by its estimates.
-
-        The scheduler keeps following its clock, which goes by the share of samples done.
-        """
-        self.clock = other.clock
-        ratio = self.learning_rate_factor() / other.learning_rate_factor()
+        """Estimate by the loader of `other`, before the first optimizer step: optimizer and scheduler, which follows
+        this schedule, were made by the estimates of its own."""
+        before = self.learning_rate_factor()
+        self.loader, self.config, self._lr_factor = other.loader, other.config, other._lr_factor
+        ratio = self.learning_rate_factor() / before
         if ratio == 1.0:
             return
         for group in optimizer.param_groups:
@@ -144,14 +135,13 @@ class FillSchedule:
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
+    STATE = ("_lr_factor", "total_steps", "warmup_steps", "position", "_share_warm")
+
     def state_dict(self) -> dict[str, Any]:
-        return {"lr_factor": self._lr_factor, "clock": None if self.clock is None else vars(self.clock)}
+        return {name: getattr(self, name) for name in self.STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._lr_factor = state["lr_factor"]
-        if state["clock"] is not None and self._is_estimated:
-            self.clock = ScheduleClock(0)
-            vars(self.clock).update(state["clock"])
+        vars(self).update(state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,8 +235,8 @@ class ODBRun:
     def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
         """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says."""
         self.step = micro_batch.step
-        if micro_batch.index == 0 and self.schedule.clock is not None:
-            self.schedule.clock.advance(self.optimizer_steps + 1, self._share)
+        if micro_batch.index == 0 and self.schedule.total_steps:
+            self.schedule.advance(self.optimizer_steps + 1, self._share)
         return self.accounting.begin(micro_batch, measured)
 
     # Its state and its end

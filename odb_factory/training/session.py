@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import torch
@@ -32,7 +32,7 @@ from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean
 from odb_factory.data.ranks import Ranks, gather_once
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
-from odb_factory.errors import ConfigError, LayoutError, one_line
+from odb_factory.errors import ConfigError, LayoutError
 from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import (
@@ -67,7 +67,6 @@ from odb_factory.training.recompute import Recompute, can_be_measured, find_reco
 from odb_factory.training.run import ODBRun
 from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.stock import (
-    Rows,
     SampleModel,
     StockLoss,
     UnknownWeights,
@@ -106,14 +105,11 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
     A resumed run keeps its budgets. Without them, each sample is a micro-batch until the budgets are chosen, so that
     little is read before.
     """
-    if not config.auto_keys:
+    if not (asked := config.auto_keys):
         return config.resolved(), False
-    asked = config.auto_keys
-    kept: dict[str, int | None] = {}
-    if resumed is not None and resumed.saved is not None:
-        kept = resumed.saved["budgets"]
-    if set(asked) <= kept.keys():
-        chosen = {key: kept[key] for key in asked}
+    saved = None if resumed is None else resumed.saved
+    if saved is not None and set(asked) <= saved["budgets"].keys():
+        chosen = {key: saved["budgets"][key] for key in asked}
         logger.info(
             "%s, as chosen when this training began; a number in the YAML takes its place",
             ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
@@ -132,6 +128,12 @@ def not_reached(trainer: Any, name: str) -> str:
         f"{name} of {type(trainer).__name__} overrides odb's without calling super(), so the loss weights would be "
         "lost; let every override of it call super(), or train without odb."
     )
+
+
+Way = Literal["number of stock", "by sample", "mean"]
+"""How the loss of a micro-batch is made. number of stock: stock's own number of items of the optimizer step makes it
+weigh as in stock. by sample: code of the trainer is called once a sample. mean: over the units of the micro-batch,
+which is weighed here."""
 
 
 @dataclass(eq=False, kw_only=True, repr=False)
@@ -228,24 +230,25 @@ class Session:
         return None if self.training is None else self.training.trial_units
 
     @property
-    def takes_stock_number(self) -> bool:
-        """Whether stock's own number of items makes the micro-batch in forward weigh as in stock; otherwise the
-        micro-batch is weighed here."""
+    def way(self) -> Way:
+        """How the loss of the micro-batch in forward is made."""
         computing, training = self.computing, self.training
-        if computing is None or training is None or self.evaluation is not None or self.config.loss_scaling != "stock":
-            return False
-        if not computing.micro_batch.samples or computing.loss.row_weights is not None:
-            return False
-        return training.stock.takes_stock_number and not self.is_computed_by_sample
+        if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
+            return "mean"
+        stock, has_weights = training.stock, computing.loss.row_weights is not None
+        if stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states):
+            return "by sample"
+        is_stock = self.config.loss_scaling == "stock" and not has_weights
+        return "number of stock" if is_stock and stock.takes_stock_number else "mean"
 
     @property
-    def stock_number(self) -> Any:
-        """Stock's own number of items of the optimizer step; None if it is not taken (`takes_stock_number`)."""
-        computing, training = self.computing, self.training
-        if computing is None or training is None or not self.takes_stock_number:
-            return None
-        units = computing.micro_batch.samples[0].stock_units
-        return number_like(training.stock.number, units, self.trainer.args.device)
+    def stock_number(self) -> tuple[Any, ...]:
+        """Stock's own number of items of the optimizer step, as an argument of `training_step`; (): none is taken."""
+        if self.way != "number of stock":
+            return ()
+        assert self.computing is not None and self.training is not None
+        units = self.computing.micro_batch.samples[0].stock_units
+        return (number_like(self.training.stock.number, units, self.trainer.args.device),)
 
     @contextlib.contextmanager
     def in_forward(self, measured: Measured) -> Iterator[None]:
@@ -285,16 +288,6 @@ class Session:
         """Whether the weights of samples are those of losses that stock may have multiplied by the number of ranks."""
         is_stock = self.config.loss_scaling == "stock" and self.evaluation is None
         return is_stock and self.training is not None and self.training.stock.is_trainers
-
-    @property
-    def is_computed_by_sample(self) -> bool:
-        """Whether the trainer's code computes the loss of the micro-batch in forward once a sample."""
-        computing, training = self.computing, self.training
-        if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
-            return False
-        stock = training.stock
-        has_weights = computing.loss.row_weights is not None
-        return stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states)
 
     def loss_by_sample(self, compute_loss: Callable[..., Tensor], model: Any, inputs: Mapping[str, Any]) -> Any:
         """The weighted sum of the losses of the samples of the micro-batch in forward, each computed from its own
@@ -339,13 +332,10 @@ class Session:
 
             def of_states(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
                 def of_part(number: int, states: Tensor) -> Tensor:
-                    def compute(states: Tensor) -> Tensor:
-                        return loss_of(number, logits_of(states))
+                    return loss_of(number, logits_of(states))
 
-                    loss: Tensor = checkpoint_function(compute, states, use_reentrant=False, preserve_rng_state=False)
-                    return loss
-
-                return total_of(hidden, of_part)
+                options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+                return total_of(hidden, functools.partial(checkpoint_function, of_part, **options))
 
             output, total = training.sample_door.at_head(run, of_states)
             return total, output
@@ -375,7 +365,6 @@ class Training:
         may run again with recomputation. recompute: decides which micro-batches are recomputed; None: as configured.
     layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. lacks_budgets: the config holds
         stand-ins until `auto` budgets are chosen. trial_units: units of a micro-batch that is only tried (`auto`).
-    eval_loaders: that are kept, each with the dataset of its evaluations.
     From `begin` on (`has_begun`), when the Trainer asks for its dataloader:
     run: its loader, length and figures. memory: names micro-batches that do not fit. stock: how stock makes the loss;
         is_measured: by a measurement.
@@ -398,7 +387,6 @@ class Training:
         self.layout = Layout("padded", "not resolved yet")
         self.is_unchecked = self.lacks_budgets = False
         self.trial_units: int | None = None
-        self.eval_loaders: list[tuple[Any, ODBLoader]] = []
         self._doors: list[UnpadDoor] = []
         self._knows_integers: bool | None = None
         self._engine: Engine | None = None
@@ -462,10 +450,10 @@ class Training:
         self.is_measured = True
         return stock
 
-    def _rows_to_measure(self) -> Rows:
+    def _rows_to_measure(self) -> list[Any]:
         """None of a stream, of which each row can be read once."""
         if self._parts.sampler is None:
-            return Rows([], [])
+            return []
         observer = self.odb.observer or self.odb.observer_of_items(self._parts, self.odb.config)
         return short_rows(self._parts.dataset, observer, self.trainer.args.process_index)
 
@@ -533,7 +521,8 @@ class Training:
         before.close()
         self._sampler_at_begin.restore()
         self._make_run(layout, config)
-        self.run.schedule.take_over(before.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
+        before.schedule.take_over(self.run.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
+        self.run.schedule = before.schedule  # the scheduler follows it
 
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> None:
         """A run at its start, or where its checkpoint left it, with its first plan made."""
@@ -626,8 +615,6 @@ class Training:
         failed = error is not None
         if error is not None and self.has_begun:
             self.run.abort(error)
-        for _, loader in self.eval_loaders:
-            loader.close() if error is None else loader.abort(one_line(error))
         if self.has_begun:
             self.run.close()
         self.layout.undo()

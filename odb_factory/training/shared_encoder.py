@@ -81,12 +81,13 @@ class SharedEncoder:
         computing.encoded = tuple(plans)
 
     def _gather(self, images: Any) -> list[Any]:
-        return [pickle.loads(one) for one in self._exchange.gather(pickle.dumps(images, 5), "sharing the vision tower")]
+        contents = self._exchange.gather(pickle.dumps(images, 5), "sharing the vision tower")
+        return list(map(pickle.loads, contents))
 
     def _assign(self, patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
         training = self._trainer.odb.training
-        given = tokens if self._weighs_tokens else None
-        plan = plan_encoders(patches, self._cost, given, max_patches=training.run.config.max_patches)
+        weighed = tokens if self._weighs_tokens else None
+        plan = plan_encoders(patches, self._cost, weighed, max_patches=training.run.config.max_patches)
         training.memory.encoded = int(plan.patches[self._exchange.rank])
         return plan
 

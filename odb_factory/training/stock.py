@@ -48,15 +48,15 @@ ROWS_READ, FEW_TOKENS = 16, 12
 """Rows of a rank to choose from; those with fewer tokens than this show less."""
 SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
-TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
-"""Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
+TOLERANCE = 1e-3
+"""Relative, of gradients, weights and losses. Two rules differ by several percent."""
 FROM_PADDING = (
     "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
     "-100, or pad on the right"
 )
 READS_PADDING = "its loss depends on the padding of a row"
 NOT_FINITE, RAISES = "a micro-batch has a gradient that is not finite", "its step raises "
-NO_LOGITS, OTHER_VALUES = "its logits cannot be read: ", "the values of its losses are those of no rule"
+NO_LOGITS = "its logits cannot be read: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +95,18 @@ class UnknownWeights(ConfigError):
     So other weights can be given to them (`loss_scaling`)."""
 
 
-class Rows(NamedTuple):
-    """A few short processed rows of this rank, to measure with, and the units of each."""
-
-    features: list[Any]
-    units: list[int]
-
-
-def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
-    """observer: dataset item -> features, cost."""
-    rows: list[tuple[int, int, Any]] = []
+def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> list[Any]:
+    """The features of a few short rows of this rank, to measure with. observer: dataset item -> features, cost."""
+    rows: list[tuple[int, Any]] = []
     with kept_random_numbers():
         for number in range(min(ROWS_READ, len(dataset))):
             try:
                 features, cost = observer(dataset[(rank * ROWS_READ + number) % len(dataset)])
             except Exception:  # reported when the row is trained on
                 continue
-            rows.append((cost.tokens + cost.patches, cost.units, features))
+            rows.append((cost.tokens + cost.patches, features))
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
-    kept = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
-    return Rows([features for *_, features in kept], [units for _, units, _ in kept])
+    return list(itertools.islice(itertools.cycle([features for size, features in rows if size > 1]), ROWS))
 
 
 class Row(NamedTuple):
@@ -166,28 +158,25 @@ def weights_by(mean: StockMean, table: Sequence[Sequence[Row]]) -> list[list[flo
 # The measurement.
 
 
-def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
+def measure(trainer: Any, rows: list[Any], collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
     """The rule by which `trainer` weighs the samples of an optimizer step.
 
-    rows: of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the JSON of all
-    ranks. Collective.
+    rows: processed ones of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the
+    JSON of all ranks. Collective.
     Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits,
     `UnknownWeights` if other weights would be right.
     """
     model: Any = model_with_labels(trainer.model)
-    own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows.features)}
+    own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows)}
     ranks = gather(own)
     has_logits, has_rows = (all(rank[key] for rank in ranks) for key in own)
     changes: Sequence[Sequence[int]] = (NONE_IN_THE_LAST, SUPERVISED, ())
     attempts = [*itertools.product([True] * has_rows, changes), *itertools.product([False], changes[:2])]
-    why, kind = "", ConfigError
+    why, kind = "" if has_logits else f"{NO_LOGITS}the model has no output embedding", ConfigError
     for is_real, supervised in attempts if has_logits else ():
         measurement = _Measurement(trainer, model)
         try:
-            if is_real:
-                batches = measurement.collated(rows.features, collate, supervised)
-            else:
-                batches = measurement.made_up(supervised)
+            batches = measurement.collated(rows, collate, supervised) if is_real else measurement.made_up(supervised)
             problem = ""
         except Exception as error:
             batches, problem = [], f"its rows cannot be collated: {one_line(error)}"
@@ -209,56 +198,12 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
         kind = UnknownWeights
         if not why.startswith("these rows"):
             break
-    if not has_logits or "cannot be collated" in why:  # another model than a causal one
-        stock, why = _by_values(trainer, rows, collate, gather)
-        if stock is not None:
-            return stock
-    if why.startswith(NO_LOGITS) or why == OTHER_VALUES:
+    if why.startswith(NO_LOGITS):
         kind = UnknownWeights
     raise kind(
         f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
         "odb would train another loss; train without odb."
     )
-
-
-def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) -> tuple[StockLoss | None, str]:
-    """As `measure`, from the values of losses alone: of stock's micro-batches, and of each sample. Collective."""
-    measurement = _Measurement(trainer, None)
-    answer: dict[str, Any] = {"problem": "", "rows": [], "alone": [], "stock": [], "together": 0.0}
-    is_tried = bool(rows.features) and measurement.is_computed
-    if not all(gather(is_tried)):
-        stock = assumed(trainer)
-        logger.warning("loss: taken for %s; this cannot be measured here (a stream, or a sharded model)", stock.mean)
-        return stock, ""
-    with kept_random_numbers(trainer.args.device):
-        try:
-            answer |= measurement.values(rows, collate)
-        except Exception as error:
-            answer["problem"] = one_line(error)
-    answers = gather(answer)
-    if problem := next((one["problem"] for one in answers if one["problem"]), ""):
-        return None, problem
-    table = [[Row(*row) for row in one["rows"]] for one in answers]
-
-    def is_near(value: float, wanted: float) -> bool:
-        return abs(value - wanted) <= VALUE_TOLERANCE * abs(wanted)
-
-    for one, own in zip(answers, table):
-        pair = list(zip(own, one["alone"]))[:ROWS_OF_MICRO_BATCH]
-        if not is_near(
-            one["together"], sum(row.units * loss for row, loss in pair) / sum(row.units for row, _ in pair)
-        ):
-            return None, "the loss of a micro-batch is not the mean of the losses of its samples"
-    for mean in candidates(trainer.args.world_size):
-        fits: list[bool] = []
-        for one, own, weights in zip(answers, table, weights_by(mean, table)):
-            sums = [0.0] * len(one["stock"])
-            for row, weight, loss in zip(own, weights, one["alone"]):
-                sums[row.micro_batch] += weight * loss
-            fits += map(is_near, one["stock"], sums)
-        if all(fits):
-            return StockLoss(mean), ""
-    return None, OTHER_VALUES
 
 
 def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
@@ -298,7 +243,7 @@ class _Measurement:
         self.number: Any = None
         # An engine that will shard the model has not wrapped it yet.
         self.is_computed = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and all(
-            one.device.type == device.type and not _is_sharded(one) for one in trainer.model.parameters()
+            weight.device.type == device.type and not _is_sharded(weight) for weight in trainer.model.parameters()
         )
 
     # 1. The micro-batches
@@ -341,8 +286,8 @@ class _Measurement:
     def run(self, batches: Sequence[Any]) -> dict[str, Any]:
         """What this rank has measured: the weight of each sample (JSON types)."""
         answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
-        without = [one for one in self._trainer.model.parameters() if one.grad is None]
-        with kept_random_numbers(self._trainer.args.device), _grad_mode_kept():
+        without = [parameter for parameter in self._trainer.model.parameters() if parameter.grad is None]
+        with kept_random_numbers(self._trainer.args.device), torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
                 watched = self._stock(batches)
                 answer |= self._compare(batches, watched)
@@ -375,46 +320,14 @@ class _Measurement:
             means.append(float(cross_entropy(seen[0][row, start : end - 1], own, ignore_index=IGNORE_INDEX)))
         return {"rows": rows, "means": means, "loss": float(loss)}
 
-    def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """The losses of stock's micro-batches, of each sample alone, and of the first micro-batch as odb computes it
-        (JSON types). The real model computes, without dropout."""
-        probe, losses = self._probe, []
-        probe.accelerator.backward = lambda loss, **_: losses.append(float(loss))
-        starts = range(0, ROWS, ROWS_OF_MICRO_BATCH)
-
-        def batch(start: int, count: int) -> Any:
-            return collate(copy.deepcopy(rows.features[start : start + count]))
-
-        def loss(inputs: Any, units: int) -> float:
-            number = number_like(self.number, units, probe.args.device)
-            with torch.no_grad(), probe.compute_loss_context_manager():
-                return float(probe.compute_loss(probe.model, probe._prepare_inputs(inputs), num_items_in_batch=number))
-
-        was_training = probe.model.training
-        vars(probe.model.eval())["train"] = lambda mode=True: probe.model  # `training_step` calls it
-        try:
-            probe.current_gradient_accumulation_steps = len(starts)
-            batches = iter([batch(start, ROWS_OF_MICRO_BATCH) for start in starts])
-            samples, self.number = probe.get_batch_samples(batches, len(starts), probe.args.device)
-            with torch.no_grad():
-                for inputs in samples:
-                    probe.training_step(probe.model, inputs, self.number)
-            alone = [loss(batch(number, 1), units) for number, units in enumerate(rows.units)]
-            together = loss(batch(0, ROWS_OF_MICRO_BATCH), sum(rows.units[:ROWS_OF_MICRO_BATCH]))
-        finally:
-            del vars(probe.model)["train"]
-            probe.model.train(was_training)
-        own = [Row(number // ROWS_OF_MICRO_BATCH, units, False) for number, units in enumerate(rows.units)]
-        return {"rows": own, "alone": alone, "stock": losses, "together": together}
-
     def _stock(self, batches: Sequence[Any]) -> list[_Watched]:
         probe, backward = self._probe, self._probe.accelerator.backward
         watched = [_Watched(_targets(batch), spans, backward) for batch, spans in batches]
         probe.current_gradient_accumulation_steps = len(batches)
         copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
         samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
-        for one, inputs in zip(watched, samples):
-            step = functools.partial(self._step, one)
+        for seen, inputs in zip(watched, samples):
+            step = functools.partial(self._step, seen)
             try:
                 step(dict(inputs))
             except RuntimeError as error:
@@ -422,7 +335,7 @@ class _Measurement:
                     raise
                 self.is_computed = False  # the layers return zeros, which needs no memory
                 step(dict(inputs))
-            if one.leaf is None:
+            if seen.leaf is None:
                 raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
         return watched
 
@@ -433,15 +346,15 @@ class _Measurement:
             probe.training_step(probe.model, inputs, self.number)
 
     def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
-        is_trainers = any(one.is_trainers for one in watched)
+        is_trainers = any(seen.is_trainers for seen in watched)
         rows, alone = [], []
         weights: list[float | None] = []  # None: the sample has no supervised token
-        for number, ((batch, spans), one) in enumerate(zip(batches, watched)):
-            stock, scale, value = one.gradient(is_trainers), one.gradient(is_trainers).norm(), 0.0
+        for number, ((batch, spans), seen) in enumerate(zip(batches, watched)):
+            stock, scale, value = seen.gradient(is_trainers), seen.gradient(is_trainers).norm(), 0.0
             if not scale.isfinite():
                 raise _Unmeasured(NOT_FINITE)
             for row, (start, end) in enumerate(spans):
-                targets = one.targets[row, start : end - 1]
+                targets = seen.targets[row, start : end - 1]
                 units = int((targets != IGNORE_INDEX).sum())
                 outside = stock[row].clone()
                 outside[start:end] = 0
@@ -455,14 +368,14 @@ class _Measurement:
                     weights.append(None)
                     continue
                 if is_trainers:
-                    logits = one.of_model[row : row + 1, start:end].detach().requires_grad_()
+                    logits = seen.of_model[row : row + 1, start:end].detach().requires_grad_()
                     loss = self._loss(logits, cut(batch, row, start, end), units)
                     loss.backward()
                     assert logits.grad is not None
                     own = logits.grad[0]
                     alone.append((logits.detach(), cut(batch, row, start, end), units, own))
                 else:
-                    loss, own = one.of_samples[row]
+                    loss, own = seen.of_samples[row]
                     own = own[start:end]
                 if not float(own.norm()) or not float(theirs.norm()):
                     raise _Unmeasured("a sample has no gradient")
@@ -471,7 +384,7 @@ class _Measurement:
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
                 weights.append(weight)
                 value += weight * float(loss.detach())
-            if not has_routers(self._model) and abs(one.value - value) > TOLERANCE * max(abs(value), abs(one.value)):
+            if not has_routers(self._model) and abs(seen.value - value) > TOLERANCE * max(abs(value), abs(seen.value)):
                 raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
         pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
         adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone)
@@ -484,10 +397,10 @@ class _Measurement:
         first = alone[:ROWS_OF_MICRO_BATCH]
         total = sum(units for *_, units, _ in first)
         wanted = [own * units / total for *_, units, own in first]
-        labels = torch.cat([one["labels"] for _, one, *_ in first], 1)
+        labels = torch.cat([inputs["labels"] for _, inputs, *_ in first], 1)
         for start in itertools.accumulate(len(own) for own in wanted[:-1]):
             labels[:, start] = IGNORE_INDEX
-        ids = torch.cat([one["input_ids"] for _, one, *_ in first], 1)
+        ids = torch.cat([inputs["input_ids"] for _, inputs, *_ in first], 1)
         flat = torch.cat([logits for logits, *_ in first], 1).requires_grad_()
         padded = watched.of_model.detach().requires_grad_()
         parts = [(flat, {"input_ids": ids, "labels": labels}), (padded, batch)]
@@ -596,7 +509,8 @@ class _Watched:
         assert self.leaf is not None
         leaf, is_tuple = self.leaf, isinstance(output, tuple)
         items: Any = enumerate(output) if is_tuple else [("logits", output.get("logits"))]
-        key, logits = next(((key, value) for key, value in items if _is_like(value, leaf)), (None, None))
+        shape = leaf.shape
+        key, logits = next((item for item in items if getattr(item[1], "shape", None) == shape), (None, None))
         if logits is None:
             raise _Unmeasured(f"{NO_LOGITS}the model returns none")
         self._is_plain = logits is leaf
@@ -611,10 +525,6 @@ class _Watched:
             return tuple(self.of_model if number == key else value for number, value in enumerate(output))
         output[key] = self.of_model
         return output
-
-
-def _is_like(value: Any, logits: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == logits.shape
 
 
 def _probe_of(trainer: Any) -> Any:
@@ -636,15 +546,6 @@ def _probe_of(trainer: Any) -> Any:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_engine_wrapped = SimpleNamespace(backward=backward)
     return probe
-
-
-@contextlib.contextmanager
-def _grad_mode_kept() -> Iterator[None]:
-    before = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(before)
 
 
 def _is_sharded(parameter: Any) -> bool:
@@ -672,7 +573,7 @@ def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int
             length = len(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else ids.shape[1]
             mask[number, length:] = 0
     is_own = (mask != 0) | (batch["labels"] != IGNORE_INDEX)
-    ends = [one.nonzero()[:, 0].tolist() for one in is_own]
+    ends = [row.nonzero()[:, 0].tolist() for row in is_own]
     return [(places[0], places[-1] + 1) for places in ends]
 
 
@@ -693,7 +594,7 @@ def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], super
 
 
 def measure_evaluation(
-    trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable
+    trainer: Any, rows: list[Any], collate: Callable[[list[Any]], Any], gather: Callable
 ) -> StockMean | None:
     """What stock's loss of a batch of an evaluation is the mean of: the batches of all ranks at the same time ("round")
     or its own ("micro_batch"). None: something else. Collective.
@@ -706,30 +607,22 @@ def measure_evaluation(
         measurement = _Measurement(trainer, model)
         with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
             try:
-                (batch, spans), *_ = measurement.collated(rows.features, collate, SUPERVISED)
+                (batch, spans), *_ = measurement.collated(rows, collate, SUPERVISED)
             except Exception:  # reported when the rows are evaluated
                 (batch, spans), *_ = measurement.made_up(SUPERVISED)
             answer |= measurement.evaluate(batch, spans)
     answers = gather(answer)
-    if not any(one["has_loss"] for one in answers):  # tokens are generated
+    if not any(answer["has_loss"] for answer in answers):  # tokens are generated
         return StockMean("micro_batch", len(answers))
-    if any(one["loss"] is None for one in answers):
+    if any(answer["loss"] is None for answer in answers):
         return None
-    ranks, table = len(answers), [[Row(*row) for row in one["rows"]] for one in answers]
+    ranks, table = len(answers), [[Row(*row) for row in answer["rows"]] for answer in answers]
     for over, counts, factor in itertools.product(
         ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
     ):
-        sums = [
-            (sum(row.units * mean for row, mean in zip(rows, one["means"])), sum(row.units for row in rows),
-             sum(row.has_first for row in rows) * (counts == "labels"))
-            for rows, one in zip(table, answers)
-        ]  # fmt: skip
-        of_all = sum(units + first for _, units, first in sums)
-        expected = [
-            factor * (ranks * total / of_all if over == "round" else total / (units + first))
-            for total, units, first in sums
-        ]
-        if all(abs(one["loss"] - wanted) < TOLERANCE * abs(wanted) for one, wanted in zip(answers, expected)):
+        weights = weights_by(StockMean("step" if over == "round" else over, counts=counts, factor=factor), table)
+        expected = [sum(w * m for w, m in zip(own, answer["means"])) for own, answer in zip(weights, answers)]
+        if all(abs(answer["loss"] - wanted) < TOLERANCE * abs(wanted) for answer, wanted in zip(answers, expected)):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None
 

@@ -46,8 +46,6 @@ from odb_factory.training.checks import (
     check_dummy_media,
     check_methods,
     check_trainer,
-    compare_output_dirs,
-    log_without_effect,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.run import scale_learning_rate
@@ -211,8 +209,6 @@ class ODBTrainerMixin(Base):
         ring_of(odb.process_group, odb.config.exchange_timeout_s)  # a rank that dies from here on ends the others
         check_trainer(self)
         log_what_differs(self)
-        if self.args.world_size > 1 and self.args.save_strategy != "no":
-            compare_output_dirs(str(self.args.output_dir), odb.gather)
         checkpoint = find_checkpoint(self, resume_from_checkpoint)
         odb.training = training = Training(odb, checkpoint)
         models = (self.model, getattr(self, "ref_model", None))
@@ -253,7 +249,7 @@ class ODBTrainerMixin(Base):
         finally:
             ours = (ODBCallback, ODBCursor, Preemption, RunArguments)
             # In place: the Trainer may have recreated some from a checkpoint.
-            callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ours)]
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
@@ -335,8 +331,8 @@ class ODBTrainerMixin(Base):
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)
         with training.odb.in_forward(measured), shared, recompute:
-            more = () if (number := training.odb.stock_number) is None else (number,)
-            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *more)
+            number = training.odb.stock_number
+            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *number)
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
         training.odb.check_gradient()
@@ -345,40 +341,40 @@ class ODBTrainerMixin(Base):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        odb, stock = self.odb, super().compute_loss
-        given = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        odb, stock = self.odb, functools.partial(super().compute_loss, return_outputs=return_outputs)
+        if num_items_in_batch is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
         if odb is None:
-            return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+            return stock(model, inputs, **kwargs)
         inputs, unpadded = odb.unpadded(inputs)
-        num_items, computing, scale = odb.num_items, odb.computing, 0.0
+        num_items, computing, way = odb.num_items, odb.computing, odb.way
         if num_items is None:
             if isinstance(inputs, StepInputs):
                 raise ConfigError(not_reached(self, "training_step"))
             with unpadded:
-                return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+                return stock(model, inputs, **kwargs)
         # A custom loss may read the accumulation.
         shown = contextlib.nullcontext() if odb.training is None else odb.training.arguments.shown()
-        if computing is not None and odb.takes_stock_number:
-            # 1. Stock's own number of items, handed to `training_step`: nothing is weighed here.
+        if computing is not None and way == "number of stock":  # handed to `training_step`: nothing is weighed here
             with unpadded, shown, odb.weighing(model, computing.micro_batch.samples[0].stock_units):
                 computing.is_weighed = True
-                return stock(model, inputs, return_outputs=return_outputs, **given, **kwargs)
+                return stock(model, inputs, **kwargs)
         # Our weights include the number of ranks; those of code of the trainer were measured as stock multiplies.
         keeps_args = odb.is_measured_with_args
         args = contextlib.nullcontext() if keeps_args else replaced(self.args, average_tokens_across_devices=False)
         with unpadded, shown, args:
-            if odb.is_computed_by_sample:
-                # 2. Code of the trainer, once a sample.
-                once: Any = functools.partial(stock, **kwargs)
-                result: Any = odb.loss_by_sample(once, model, inputs)
+            if way == "by sample":
+                kwargs.pop("num_items_in_batch", None)
+                once: Any = functools.partial(super().compute_loss, **kwargs)
+                result = odb.loss_by_sample(once, model, inputs)
                 result = result if return_outputs else result[0]
             else:
-                # 3. A mean over the units of this micro-batch: a loss that divides by their number returns a mean, like
-                # one that ignores it.
+                # A loss that divides by their number returns a mean, like one that ignores it.
                 kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
                 with odb.weighing(model, num_items):
-                    result = stock(model, inputs, return_outputs=return_outputs, **kwargs)
-        if computing is not None:  # else a trial
+                    result = stock(model, inputs, **kwargs)
+        scale = 0.0  # of a trial
+        if computing is not None:
             scale, computing.is_weighed = computing.loss.scale, True
         if return_outputs:
             return (in_float32(result[0]) * scale, *result[1:])
@@ -494,7 +490,6 @@ def enable_odb(
     check_process_group(process_group)
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
     check_arguments(trainer.args, config, memory_meter, is_stream=is_stream)
-    log_without_effect(trainer.args)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):

@@ -12,7 +12,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from odb_factory.data.order import OptimizerStepRule
 from odb_factory.data.samples import OptimizerStep
 from odb_factory.log import get_logger
-from odb_factory.model.check import shifts_labels, unwrapped
 
 logger = get_logger(__name__)
 
@@ -69,13 +68,6 @@ def log_what_differs(trainer: Any) -> None:
             "its row), in stock by that of its row, padded to the longest of its micro-batch; so shorter samples have "
             "more noise than in stock, but for per_device_train_batch_size: 1",
             trainer.args.neftune_noise_alpha,
-        )
-    if trainer.label_smoother is not None and not shifts_labels(unwrapped(trainer.model)):
-        logger.warning(
-            "label_smoothing_factor: %g: transformers compares each token of a %s with its own label in place of the "
-            "next one, in stock training too; set it to 0",
-            trainer.args.label_smoothing_factor,
-            type(unwrapped(trainer.model)).__name__,
         )
 
 

@@ -20,7 +20,6 @@ from transformers import Trainer
 
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training.checkpoint import TRAINER_STATE, ODBCursor, find_checkpoint
-from odb_factory.training.checks import compare_output_dirs
 
 STEPS = 4
 ONCE = Counter(range(NUM_ROWS))
@@ -229,18 +228,3 @@ def test_all_ranks_resume_the_same_checkpoint(run: Path, tmp_path) -> None:
     for other in (there, 5):
         errors = on_ranks([here, other])
         assert {str(error) for error in errors} == {str(errors[1])}
-
-
-@pytest.mark.parametrize(
-    ("answers", "said"),
-    [
-        ([["a", "/out"], ["a", "/out"], ["b", "/elsewhere"]], []),
-        ([["a", "/out"], ["b", "/x"], ["a", "/out2"]], ["rank 0 of this node has '/out' and rank 2 has '/out2'"]),
-    ],
-)
-def test_ranks_of_a_node_that_write_elsewhere_are_named(answers: list[list[str]], said: list[str], caplog) -> None:
-    """Nodes may have disks of their own."""
-    compare_output_dirs("/out", lambda mine: answers)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == len(said)
-    assert all(words in line and "\n" not in line for words, line in zip(said, lines))

@@ -27,7 +27,7 @@ from transformers import (
 
 from odb_factory import Collation, ConfigError, Cost, DataError, ODBConfig, enable_odb
 from odb_factory.data.observe import count_supervised, measure_batch
-from odb_factory.training.checks import check_arguments, log_without_effect
+from odb_factory.training.checks import check_arguments
 
 HSDP = {"dp_replicate_size": 2, "dp_shard_size": 2}
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -273,6 +273,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"_n_gpu": 2}, "n_gpu", {}),
     ({"auto_find_batch_size": True}, "auto_find_batch_size", {}),
     ({"accelerator_config.dispatch_batches": True}, "accelerator_config.dispatch_batches", {}),
+    ({"accelerator_config.use_seedable_sampler": False}, "accelerator_config.use_seedable_sampler", {}),
     (
         {"world_size": 2, "accelerator_config.split_batches": True},
         "accelerator_config.split_batches",
@@ -340,12 +341,6 @@ def test_parallelism_of_accelerate_launch_is_refused(tiny_text, tmp_path, name: 
         refuses(trainer, f"accelerator.parallelism_config.{name}: 2 ranks")
     finally:
         trainer.accelerator.state.parallelism_config = None
-
-
-def test_what_has_no_effect_is_told_so(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
-    log_without_effect(arguments(tmp_path, accelerator_config={"use_seedable_sampler": False}))
-    (told,) = [message for message in caplog.messages if "seedable" in message and "has no effect" in message]
-    assert "\n" not in told
 
 
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:

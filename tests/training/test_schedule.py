@@ -12,7 +12,7 @@ from training.toy_training import FILL, Rates, Sequential, train
 from transformers import Trainer, optimization
 
 from odb_factory import ConfigError
-from odb_factory.training.run import FillSchedule, ScheduleClock
+from odb_factory.training.run import FillSchedule
 
 SHORT_THEN_LONG = [3] * 200 + [60] * 60
 
@@ -46,15 +46,15 @@ def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_r
 @pytest.mark.parametrize(("total", "warmup"), [(14, 20), (20, 20), (100, 20), (1, 0)])
 def test_the_curve_has_something_left_after_its_warmup(total: int, warmup: int) -> None:
     schedule = FillSchedule(None, None, is_shuffled=True, is_estimated=True)  # neither loader nor config is asked
-    schedule.clock = clock = ScheduleClock(total, warmup)
-    assert clock.total_steps == warmup + max(total - warmup, 1)
+    steps = schedule.steps_of_schedule(total, warmup)
+    assert steps == warmup + max(total - warmup, 1)
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / clock.total_steps, 0.0))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.0))
     schedule.follow(scheduler)
     found = []
     for step in range(1, 200):
-        clock.advance(step, step / 200)
+        schedule.advance(step, step / 200)
         optimizer.step()
         scheduler.step()
         found.append(scheduler.get_last_lr()[0])
