@@ -67,6 +67,7 @@ from odb_factory.training.recompute import Recompute, can_be_measured, find_reco
 from odb_factory.training.run import ODBRun
 from odb_factory.training.shared_encoder import SharedEncoder
 from odb_factory.training.stock import (
+    Rows,
     SampleModel,
     StockLoss,
     UnknownWeights,
@@ -450,10 +451,10 @@ class Training:
         self.is_measured = True
         return stock
 
-    def _rows_to_measure(self) -> list[Any]:
+    def _rows_to_measure(self) -> Rows:
         """None of a stream, of which each row can be read once."""
         if self._parts.sampler is None:
-            return []
+            return Rows([], [])
         observer = self.odb.observer or self.odb.observer_of_items(self._parts, self.odb.config)
         return short_rows(self._parts.dataset, observer, self.trainer.args.process_index)
 

@@ -48,15 +48,15 @@ ROWS_READ, FEW_TOKENS = 16, 12
 """Rows of a rank to choose from; those with fewer tokens than this show less."""
 SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
-TOLERANCE = 1e-3
-"""Relative, of gradients, weights and losses. Two rules differ by several percent."""
+TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
+"""Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
 FROM_PADDING = (
     "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
     "-100, or pad on the right"
 )
 READS_PADDING = "its loss depends on the padding of a row"
 NOT_FINITE, RAISES = "a micro-batch has a gradient that is not finite", "its step raises "
-NO_LOGITS = "its logits cannot be read: "
+NO_LOGITS, OTHER_VALUES = "its logits cannot be read: ", "the values of its losses are those of no rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +95,26 @@ class UnknownWeights(ConfigError):
     So other weights can be given to them (`loss_scaling`)."""
 
 
-def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> list[Any]:
-    """The features of a few short rows of this rank, to measure with. observer: dataset item -> features, cost."""
-    rows: list[tuple[int, Any]] = []
+class Rows(NamedTuple):
+    """A few short processed rows of this rank, to measure with, and the units of each."""
+
+    features: list[Any]
+    units: list[int]
+
+
+def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
+    """observer: dataset item -> features, cost."""
+    rows: list[tuple[int, int, Any]] = []
     with kept_random_numbers():
         for number in range(min(ROWS_READ, len(dataset))):
             try:
                 features, cost = observer(dataset[(rank * ROWS_READ + number) % len(dataset)])
             except Exception:  # reported when the row is trained on
                 continue
-            rows.append((cost.tokens + cost.patches, features))
+            rows.append((cost.tokens + cost.patches, cost.units, features))
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
-    return list(itertools.islice(itertools.cycle([features for size, features in rows if size > 1]), ROWS))
+    kept = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
+    return Rows([features for *_, features in kept], [units for _, units, _ in kept])
 
 
 class Row(NamedTuple):
@@ -158,25 +166,28 @@ def weights_by(mean: StockMean, table: Sequence[Sequence[Row]]) -> list[list[flo
 # The measurement.
 
 
-def measure(trainer: Any, rows: list[Any], collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
+def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
     """The rule by which `trainer` weighs the samples of an optimizer step.
 
-    rows: processed ones of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the
-    JSON of all ranks. Collective.
+    rows: of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the JSON of all
+    ranks. Collective.
     Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits,
     `UnknownWeights` if other weights would be right.
     """
     model: Any = model_with_labels(trainer.model)
-    own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows)}
+    own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows.features)}
     ranks = gather(own)
     has_logits, has_rows = (all(rank[key] for rank in ranks) for key in own)
     changes: Sequence[Sequence[int]] = (NONE_IN_THE_LAST, SUPERVISED, ())
     attempts = [*itertools.product([True] * has_rows, changes), *itertools.product([False], changes[:2])]
-    why, kind = "" if has_logits else f"{NO_LOGITS}the model has no output embedding", ConfigError
+    why, kind = "", ConfigError
     for is_real, supervised in attempts if has_logits else ():
         measurement = _Measurement(trainer, model)
         try:
-            batches = measurement.collated(rows, collate, supervised) if is_real else measurement.made_up(supervised)
+            if is_real:
+                batches = measurement.collated(rows.features, collate, supervised)
+            else:
+                batches = measurement.made_up(supervised)
             problem = ""
         except Exception as error:
             batches, problem = [], f"its rows cannot be collated: {one_line(error)}"
@@ -198,12 +209,56 @@ def measure(trainer: Any, rows: list[Any], collate: Callable[[list[Any]], Any], 
         kind = UnknownWeights
         if not why.startswith("these rows"):
             break
-    if why.startswith(NO_LOGITS):
+    if not has_logits or "cannot be collated" in why:  # another model than a causal one
+        stock, why = _by_values(trainer, rows, collate, gather)
+        if stock is not None:
+            return stock
+    if why.startswith(NO_LOGITS) or why == OTHER_VALUES:
         kind = UnknownWeights
     raise kind(
         f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
         "odb would train another loss; train without odb."
     )
+
+
+def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) -> tuple[StockLoss | None, str]:
+    """As `measure`, from the values of losses alone: of stock's micro-batches, and of each sample. Collective."""
+    measurement = _Measurement(trainer, None)
+    answer: dict[str, Any] = {"problem": "", "rows": [], "alone": [], "stock": [], "together": 0.0}
+    is_tried = bool(rows.features) and measurement.is_computed
+    if not all(gather(is_tried)):
+        stock = assumed(trainer)
+        logger.warning("loss: taken for %s; this cannot be measured here (a stream, or a sharded model)", stock.mean)
+        return stock, ""
+    with kept_random_numbers(trainer.args.device):
+        try:
+            answer |= measurement.values(rows, collate)
+        except Exception as error:
+            answer["problem"] = one_line(error)
+    answers = gather(answer)
+    if problem := next((one["problem"] for one in answers if one["problem"]), ""):
+        return None, problem
+    table = [[Row(*row) for row in one["rows"]] for one in answers]
+
+    def is_near(value: float, wanted: float) -> bool:
+        return abs(value - wanted) <= VALUE_TOLERANCE * abs(wanted)
+
+    for one, own in zip(answers, table):
+        pair = list(zip(own, one["alone"]))[:ROWS_OF_MICRO_BATCH]
+        if not is_near(
+            one["together"], sum(row.units * loss for row, loss in pair) / sum(row.units for row, _ in pair)
+        ):
+            return None, "the loss of a micro-batch is not the mean of the losses of its samples"
+    for mean in candidates(trainer.args.world_size):
+        fits: list[bool] = []
+        for one, own, weights in zip(answers, table, weights_by(mean, table)):
+            sums = [0.0] * len(one["stock"])
+            for row, weight, loss in zip(own, weights, one["alone"]):
+                sums[row.micro_batch] += weight * loss
+            fits += map(is_near, one["stock"], sums)
+        if all(fits):
+            return StockLoss(mean), ""
+    return None, OTHER_VALUES
 
 
 def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
@@ -319,6 +374,38 @@ class _Measurement:
             rows.append(Row(0, int((own != IGNORE_INDEX).sum()), bool(batch["labels"][row, start] != IGNORE_INDEX)))
             means.append(float(cross_entropy(seen[0][row, start : end - 1], own, ignore_index=IGNORE_INDEX)))
         return {"rows": rows, "means": means, "loss": float(loss)}
+
+    def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        """The losses of stock's micro-batches, of each sample alone, and of the first micro-batch as odb computes it
+        (JSON types). The real model computes, without dropout."""
+        probe, losses = self._probe, []
+        probe.accelerator.backward = lambda loss, **_: losses.append(float(loss))
+        starts = range(0, ROWS, ROWS_OF_MICRO_BATCH)
+
+        def batch(start: int, count: int) -> Any:
+            return collate(copy.deepcopy(rows.features[start : start + count]))
+
+        def loss(inputs: Any, units: int) -> float:
+            number = number_like(self.number, units, probe.args.device)
+            with torch.no_grad(), probe.compute_loss_context_manager():
+                return float(probe.compute_loss(probe.model, probe._prepare_inputs(inputs), num_items_in_batch=number))
+
+        was_training = probe.model.training
+        vars(probe.model.eval())["train"] = lambda mode=True: probe.model  # `training_step` calls it
+        try:
+            probe.current_gradient_accumulation_steps = len(starts)
+            batches = iter([batch(start, ROWS_OF_MICRO_BATCH) for start in starts])
+            samples, self.number = probe.get_batch_samples(batches, len(starts), probe.args.device)
+            with torch.no_grad():
+                for inputs in samples:
+                    probe.training_step(probe.model, inputs, self.number)
+            alone = [loss(batch(number, 1), units) for number, units in enumerate(rows.units)]
+            together = loss(batch(0, ROWS_OF_MICRO_BATCH), sum(rows.units[:ROWS_OF_MICRO_BATCH]))
+        finally:
+            del vars(probe.model)["train"]
+            probe.model.train(was_training)
+        own = [Row(number // ROWS_OF_MICRO_BATCH, units, False) for number, units in enumerate(rows.units)]
+        return {"rows": own, "alone": alone, "stock": losses, "together": together}
 
     def _stock(self, batches: Sequence[Any]) -> list[_Watched]:
         probe, backward = self._probe, self._probe.accelerator.backward
@@ -594,7 +681,7 @@ def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], super
 
 
 def measure_evaluation(
-    trainer: Any, rows: list[Any], collate: Callable[[list[Any]], Any], gather: Callable
+    trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable
 ) -> StockMean | None:
     """What stock's loss of a batch of an evaluation is the mean of: the batches of all ranks at the same time ("round")
     or its own ("micro_batch"). None: something else. Collective.
@@ -607,7 +694,7 @@ def measure_evaluation(
         measurement = _Measurement(trainer, model)
         with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
             try:
-                (batch, spans), *_ = measurement.collated(rows, collate, SUPERVISED)
+                (batch, spans), *_ = measurement.collated(rows.features, collate, SUPERVISED)
             except Exception:  # reported when the rows are evaluated
                 (batch, spans), *_ = measurement.made_up(SUPERVISED)
             answer |= measurement.evaluate(batch, spans)
