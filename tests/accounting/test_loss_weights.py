@@ -4,78 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import pytest
-from toy import a_micro_batch
+from accounting.steps import Row, Slots, cut, optimizer_step, random_rows
 
 from odb_factory.accounting.losses import loss_of, token_weights
-from odb_factory.data.samples import MicroBatch, SampleInfo
+from odb_factory.data.samples import MicroBatch
 
 Losses = list[list[float]]
 """Of each sample the losses of its supervised tokens."""
-Slots = list[list[list[int]]]
-"""[rank][micro-step] -> numbers of samples; some are idle."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A sample: its tokens, its supervised tokens, whether its first label is one, and stock's rank and micro-batch."""
-
-    tokens: int
-    supervised: int
-    leading: bool
-    stock_rank: int
-    stock_micro_batch: int
-
-    @property
-    def stock_labels(self) -> int:
-        return self.supervised + self.leading
-
-
-def _random_rows(rng: random.Random) -> list[Row]:
-    """Of micro-batches of three, which stock deals to two ranks in turn."""
-    rows = []
-    for k in range(rng.randrange(1, 25)):
-        supervised = rng.randrange(1, 40)
-        rows.append(Row(supervised + rng.randrange(1, 30), supervised, rng.random() < 0.5, k // 3 % 2, k // 3))
-    return rows
-
-
-def _cut(rng: random.Random, num_rows: int) -> Slots:
-    num_ranks, micro_batches = rng.randrange(1, 5), rng.randrange(1, 5)
-    slots: Slots = [[[] for _ in range(micro_batches)] for _ in range(num_ranks)]
-    for k in range(num_rows):
-        rng.choice(rng.choice(slots)).append(k)
-    return slots
-
-
-def _micro_batches(rows: list[Row], slots: Slots, stock_mean: str) -> list[list[MicroBatch]]:
-    """[rank][micro-step], as the loader of each rank hands them out. stock_mean: what stock takes a mean over."""
-    mean_of: dict[str, Any] = {
-        "step": lambda row: 0,
-        "rank": lambda row: row.stock_rank,
-        "micro_batch": lambda row: row.stock_micro_batch,
-    }
-    units = Counter[int]()
-    for row in rows:
-        units[mean_of[stock_mean](row)] += row.supervised if stock_mean == "micro_batch" else row.stock_labels
-    some = a_micro_batch()
-    step = replace(
-        some.step,
-        num_stock_means=len(units),
-        units=sum(row.supervised for row in rows),
-        tokens=sum(row.tokens for row in rows),
-        active_ranks=sum(bool(numbers) for rank in slots for numbers in rank),
-    )
-    samples = [SampleInfo(k, row.tokens, row.supervised, units[mean_of[stock_mean](row)]) for k, row in enumerate(rows)]
-    return [
-        [replace(some, step=step, samples=tuple(samples[k] for k in numbers)) for numbers in rank] for rank in slots
-    ]
 
 
 def _mean(rows: Sequence[int], losses: Losses) -> float:
@@ -130,10 +69,10 @@ def test_any_cut_adds_up_to_the_definition(scaling: str, stock_mean: str) -> Non
     """A micro-batch whose samples weigh the same keeps the model's own mean."""
     for seed in range(40):
         rng = random.Random(seed)
-        rows = _random_rows(rng)
+        rows = random_rows(rng, rng.randrange(1, 25))
         losses = [[rng.uniform(0.1, 9) for _ in range(row.supervised)] for row in rows]
-        slots = _cut(rng, len(rows))
-        micro_batches = _micro_batches(rows, slots, stock_mean or "step")
+        slots = cut(rng, len(rows), world_size=rng.randrange(1, 5), micro_batches=rng.randrange(1, 5))
+        micro_batches = optimizer_step(rows, slots, stock_mean=stock_mean or "step")
         defined = _defined(scaling, rows, losses, slots, stock_mean)
         assert _summed(scaling, losses, micro_batches) == pytest.approx(defined, rel=1e-12), seed
         for one in (one for rank in micro_batches for one in rank):

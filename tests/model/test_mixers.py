@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -172,18 +170,6 @@ def test_leaving_restores_the_model() -> None:
     undo()
     assert mixer.forward is theirs
     sum_of_losses(model, padded_batch(samples()))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_mixers_of_its_own(copied: Callable[[Any], Any]) -> None:
-    """As the reference model that is made of a policy."""
-    model = make_model("qwen3_5_text", torch.float64)
-    both_doors(model)
-    other = copied(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    check_flat_is_alone(other)
 
 
 def test_tokens_that_the_row_does_not_have_are_refused() -> None:
