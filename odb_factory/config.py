@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ AUTO = "auto"
 BUDGETS = ("token_budget", "max_patches")
 """Keys that may be `auto`: what the memory of the accelerator allows."""
 LARGEST = 2**32 - 1
-"""The largest number a key takes; what random number generators accept as a seed."""
+"""The largest number a key takes."""
 
 LossScaling = Literal["stock", "exact", "approx", "none"]
 LOSS_SCALINGS: tuple[str, ...] = get_args(LossScaling)
@@ -39,6 +39,7 @@ INSTEAD = {
     **dict.fromkeys(
         ("length_buckets", "cost_model", "balance_group_size", "lr_reference_samples", "rehearse"), "leave it out"
     ),
+    "seed": "set `data_seed` beside the odb: block (in a loop: `generator` of the DataLoader)",
     "collate_workers": "set `dataloader_num_workers` beside the odb: block (in a loop: `num_workers`)",
     "resume": "leave it out; `ignore_data_skip: true` beside the odb: block restarts the epoch",
     # Of the package online-dynamic-batching (docs/migration.md).
@@ -58,11 +59,6 @@ INSTEAD = {
 """What to do instead of keys that people know from elsewhere."""
 
 
-def _number(default: Any = dataclasses.MISSING, minimum: int = 1) -> Any:
-    """A field that holds a whole number of at least `minimum`."""
-    return field(default=default, metadata={"minimum": minimum})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ODBConfig:
     """The `odb:` block of a training YAML; docs/keys.md says what each key means.
@@ -71,15 +67,15 @@ class ODBConfig:
     patches. Raises `ConfigError` (a `ValueError`) with a one-line message for a bad value.
     """
 
-    token_budget: int | Literal["auto"] = _number()
-    max_patches: int | Literal["auto"] | None = _number(None)
+    token_budget: int | Literal["auto"]
+    max_patches: int | Literal["auto"] | None = None
     memory_fraction: float = 0.9
-    eval_token_budget: int | Literal["auto"] | None = _number(None)
-    global_batch_size: int | Literal["keep", "fill"] = _number("keep")
+    eval_token_budget: int | Literal["auto"] | None = None
+    global_batch_size: int | Literal["keep", "fill"] = "keep"
     layout: Literal["auto", "flat", "padded"] = "auto"
-    pad_to_multiple_of: int | None = _number(None)
-    row_multiple: int = _number(1)
-    buffer_size: int = _number(1024)
+    pad_to_multiple_of: int | None = None
+    row_multiple: int = 1
+    buffer_size: int = 1024
     loss_scaling: LossScaling = _UNSET  # stock, or exact with fill
     lr_scale: Literal["none", "sqrt", "linear"] = "none"
     join: bool = True
@@ -89,9 +85,8 @@ class ODBConfig:
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split", "skip"] = "raise"
     recompute: Literal["auto", "always"] = "auto"
-    exchange_timeout_s: int = _number(600)
+    exchange_timeout_s: int = 600
     audit: bool = False
-    seed: int | None = _number(None, minimum=0)
 
     def __post_init__(self) -> None:
         if self.loss_scaling == _UNSET:
@@ -227,7 +222,6 @@ class ODBKeys(TypedDict, total=False):
     recompute: Literal["auto", "always"]
     exchange_timeout_s: int
     audit: bool
-    seed: int | None
 
 
 class ResolvedConfig(ODBConfig):
@@ -256,13 +250,12 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 class _Key(NamedTuple):
-    """kind: bool, int or float; None where `choices` are all there is. minimum: of whole numbers."""
+    """kind: bool, int (at least 1) or float; None where `choices` are all there is."""
 
     kind: type | None
     choices: tuple[str, ...]
     is_optional: bool
     default: Any
-    minimum: int = 0
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value and how to put it right, without key and value; None where it is right."""
@@ -276,9 +269,9 @@ class _Key(NamedTuple):
             other = f" (or {', '.join(self.choices)})" if self.choices else ""
             return None if isinstance(value, bool) else f"is not true or false{other}"
         if self.kind is int and _is_whole(value):
-            if value < self.minimum:
+            if value < 1:
                 also = ", or leave the key out" if self.is_optional else ""
-                return f"is too small; the least is {self.minimum}{also}"
+                return f"is too small; the least is 1{also}"
             return f"is too large; the most is {LARGEST}" if value > LARGEST else None
         if self.kind is None or self.choices not in ((), (AUTO,)):
             hint = ""
@@ -288,7 +281,7 @@ class _Key(NamedTuple):
             return f"is not one of {', '.join(self.choices)}{number}{hint}"
         also = "".join(f", or {word}" for word in (*self.choices, *(["none"] if self.is_optional else [])))
         quotes = ", without quotes" if isinstance(value, str) and value.strip().isdecimal() else ""
-        return f"is not a whole number; write one of at least {self.minimum}{also}{quotes}"
+        return f"is not a whole number; write one of at least 1{also}{quotes}"
 
 
 @functools.cache
@@ -305,7 +298,6 @@ def _keys() -> dict[str, _Key]:
             get_args(words[0]) if words else (),
             NoneType in kinds,
             item.default,
-            **item.metadata,
         )
     return keys
 

@@ -1,4 +1,4 @@
-"""Settings that cannot work, as tables with one row for each; standard library only.
+"""Settings that cannot work, as tables with one row for each.
 
 The tables: of the block in `odb_factory.config`, of a loop in `odb_factory.loop.dataloader`, of LLaMA-Factory's YAML in
 `odb_factory.llamafactory.block`, of every Trainer in `odb_factory.training.checks`.
@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from odb_factory.errors import ConfigError, quoted
+from odb_factory.version import installed_version
 
 
 class Settings:
@@ -62,3 +65,32 @@ def refuse(rows: Iterable[Refusal], *owners: Any) -> None:
                 for row, found in refused
             )
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Of a loop and of a Trainer.
+
+SUMS_OFFLOADED_GRADIENTS = "0.19.0"
+"""The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
+ones keep the first and the last (its pull request 7967), or the last only if the accumulation is 1 (7981)."""
+
+
+def offloads_optimizer(zero: Mapping[str, Any]) -> bool:
+    """zero: the section `zero_optimization` of a configuration of DeepSpeed."""
+    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def _loses_gradients(deepspeed: Mapping[str, Any]) -> str | None:
+    """The installed release of DeepSpeed, if it does not add up those of all micro-batches with this configuration."""
+    zero, release = deepspeed.get("zero_optimization", {}), installed_version("deepspeed")
+    is_hit = zero.get("stage") == 2 and offloads_optimizer(zero)
+    return release if is_hit and release and Version(release) < Version(SUMS_OFFLOADED_GRADIENTS) else None
+
+
+GRADIENTS_LOST = Refusal(
+    "deepspeed.zero_optimization.offload_optimizer",
+    lambda s: _loses_gradients(s.deepspeed),
+    "with ZeRO-2 loses the gradients of micro-batches in DeepSpeed {found} (without odb too, from "
+    "gradient_accumulation_steps: 3 on)",
+    f"install deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer",
+)

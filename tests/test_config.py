@@ -39,11 +39,10 @@ DEFAULTS = {
     "recompute": "auto",
     "exchange_timeout_s": 600,
     "audit": False,
-    "seed": None,
 }
 """What a block with nothing but `token_budget` means."""
-OPTIONAL = ["max_patches", "eval_token_budget", "pad_to_multiple_of", "seed", "balance"]
-WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL[:4], "buffer_size", "exchange_timeout_s"]
+OPTIONAL = ["max_patches", "eval_token_budget", "pad_to_multiple_of", "balance"]
+WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL[:3], "buffer_size", "exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
@@ -56,8 +55,7 @@ WORDS = {
 SWITCHES = ["join", "audit", "balance"]
 NO_NUMBERS = [True, False, "8192", "1e4", "", 8192.0, 0.5, float("nan"), [8], {"a": 1}]
 VALUES: list[tuple[str, list[Any], list[Any]]] = [
-    *((key, [1, 4096], [0, -1, -(10**30), 2**64, *NO_NUMBERS]) for key in WHOLE_NUMBERS if key != "seed"),
-    ("seed", [0, 1], [-1, 2**64, "auto", *NO_NUMBERS]),
+    *((key, [1, 4096], [0, -1, -(10**30), 2**64, *NO_NUMBERS]) for key in WHOLE_NUMBERS),
     *((key, ["auto"], []) for key in (*BUDGETS, "eval_token_budget", "balance_encoder")),
     *((key, [], ["auto"]) for key in ("row_multiple", "pad_to_multiple_of", "buffer_size", "exchange_timeout_s")),
     *((key, words, ["Exact", "", "exact ", True, False, None, 0, 1.5, ["drop"]]) for key, words in WORDS.items()),
@@ -124,9 +122,9 @@ def test_what_follows_from_the_optimizer_steps(keys: dict[str, Any], resolved: t
 
 
 def test_values_are_normalised() -> None:
-    config = ODBConfig(token_budget=int64(4096), seed=int64(3), global_batch_size=int64(8))
-    assert {type(config.token_budget), type(config.seed), type(config.global_batch_size)} == {int}
-    assert (config.token_budget, config.seed, config.global_batch_size) == (4096, 3, 8)
+    config = ODBConfig(token_budget=int64(4096), buffer_size=int64(3), global_batch_size=int64(8))
+    assert {type(config.token_budget), type(config.buffer_size), type(config.global_batch_size)} == {int}
+    assert (config.token_budget, config.buffer_size, config.global_batch_size) == (4096, 3, 8)
 
 
 MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
@@ -176,6 +174,7 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     *(({key: 1}, key, {key: ...}) for key in ("length_buckets", "cost_model", "balance_group_size")),
     ({"lr_reference_samples": 1}, "lr_reference_samples", {"lr_reference_samples": ...}),
     ({"rehearse": False}, "rehearse", {"rehearse": ...}),
+    ({"seed": 3}, "seed", {"seed": ...}),
     ({"collate_workers": 4}, "collate_workers", {"collate_workers": ...}),
     ({"resume": "epoch"}, "resume", {"resume": ...}),
     ({"loss_scaling": "sample"}, "loss_scaling", {"loss_scaling": "stock"}),
@@ -299,13 +298,13 @@ def test_a_long_value_makes_no_long_line(value: Any) -> None:
 
 
 def test_a_block_may_be_any_mapping_and_is_not_changed() -> None:
-    content = {"token_budget": 4, "seed": "none"}
+    content = {"token_budget": 4, "max_patches": None}
     assert ODBConfig.from_block(UserDict(content)) == ODBConfig(token_budget=4)
-    assert content == {"token_budget": 4, "seed": "none"}
+    assert content == {"token_budget": 4, "max_patches": None}
 
 
 def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
-    config = ODBConfig.from_block(block(max_patches=7, overlong="drop", audit=True, seed=3))
+    config = ODBConfig.from_block(block(max_patches=7, overlong="drop", audit=True, buffer_size=3))
     assert ODBConfig.from_block(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r"^odb\.buffer_size: 0 is too small"):
         ODBConfig(token_budget=1, buffer_size=0)
@@ -319,10 +318,12 @@ def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
 
 def test_budgets_of_auto_are_resolved() -> None:
     """With the other keys; a share of the memory has no effect where no budget is chosen by it."""
-    asked = ODBConfig.from_block({"token_budget": "auto", "max_patches": "auto", "memory_fraction": 0.5, "seed": 3})
+    asked = ODBConfig.from_block(
+        {"token_budget": "auto", "max_patches": "auto", "memory_fraction": 0.5, "row_multiple": 3}
+    )
     found = asked.resolved(token_budget=64, max_patches=None)
     assert asked.auto_keys and not found.auto_keys
-    assert (found.token_budget, found.max_patches, found.seed) == (64, None, 3)
+    assert (found.token_budget, found.max_patches, found.row_multiple) == (64, None, 3)
     with pytest.raises(AssertionError):
         asked.resolved(max_patches=8)
 

@@ -73,7 +73,6 @@ def test_keys_of_the_block() -> None:
         "recompute",
         "exchange_timeout_s",
         "audit",
-        "seed",
     ]
 
 

@@ -29,9 +29,8 @@ logger = get_logger(__name__)
 # ----------------------------------------------------------------------------------------------------------------------
 # Keys: the block, and what stands in its place.
 
-SHARED_KEYS = ("seed",)
-"""Keys that both the block and LLaMA-Factory's arguments have."""
-V1_SHARED_KEYS = (*SHARED_KEYS, "global_batch_size")
+V1_SHARED_KEYS = ("global_batch_size",)
+"""Keys that both the block and v1's arguments have."""
 V1_ALONE = ("train_dataset", "micro_batch_size")
 """Keys of a YAML that v1 alone has."""
 STREAMING_KEYS = ("buffer_size",)
@@ -85,8 +84,7 @@ def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:
                     f"{key}: a key of LLaMA-Factory's next trainer, which `USE_V1=1 llamafactory-cli sft` starts, and "
                     "which `odb-factory plan` does not know."
                 )
-        shared = V1_SHARED_KEYS if is_v1 else SHARED_KEYS
-        shared = (*shared, *(STREAMING_KEYS if args.get("streaming") else ()))
+        shared = [*(V1_SHARED_KEYS if is_v1 else ()), *(STREAMING_KEYS if args.get("streaming") else ())]
         ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
             if key in ours:
@@ -368,7 +366,6 @@ V1_MEANINGLESS = {
     "join": "all ranks take all optimizer steps of v1",
     "global_batch_size": "v1 has a key of that name, which stands beside the block",
     "loss_scaling": "v1's trainer weighs the losses",
-    "seed": "v1 has a key of that name, which stands beside the block",
     "row_multiple": "not supported there",
 }
 """Keys of the block without a meaning under v1, and why."""

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -450,18 +451,22 @@ def online_stream(
 # ----------------------------------------------------------------------------------------------------------------------
 # One row of each source is tried before training.
 
+MOST_TRIED = 1000
+"""Rows of a source; if none of them can be used, its description is at fault."""
+
 
 def check_rows(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mapping[str, Any]]) -> None:
     """Compare a row of each source with LLaMA-Factory's passes: a release that means something else by a name would
     give wrong data in silence. Other assumptions are tried by the tests marked `versions`.
 
     by_pass: makes the last of these rows by the passes; the first row is printed, as LLaMA-Factory does. Raises
-    `ConfigError` where a row differs, and `DataError` for a source of which no row can be used, because its description
-    in dataset_info.json is wrong. A row after which others can be used is for `on_error`, and so is one whose text or
-    media cannot be read.
+    `ConfigError` where a row differs, and `DataError` for a source of which none of the first rows can be used, because
+    its description in dataset_info.json is wrong. A row after which others can be used is for `on_error`, and so is one
+    whose text or media cannot be read.
     """
     rows, is_printed = dataset.rows, False
     for lines in rows.lines_by_source() if isinstance(rows, IndexedRows) else [np.arange(len(rows))]:
+        lines = lines[:MOST_TRIED]
         error: Exception | None = None
         for line in map(int, lines):
             together = dataset.stage.together(line)
@@ -474,7 +479,7 @@ def check_rows(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mappin
                 continue
             try:
                 features = dataset.features_of(converted_rows, line)
-                with contextlib.redirect_stdout(None) if is_printed else contextlib.nullcontext():
+                with _without_progress_bars(), contextlib.redirect_stdout(None if is_printed else sys.stdout):
                     stock, is_printed = by_pass(together), True
             except RowDropped as dropped:
                 error = error or dropped
@@ -498,9 +503,20 @@ def check_rows(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mappin
                 source, number = rows.find(int(lines[0]))
                 why = source.wrong_column(number, dataset.stage) or one_line(error)
                 raise DataError(
-                    f"dataset_info.json: no row of {source.name} can be used; row {number}: {why}; correct "
-                    "`formatting`, `columns` or `tags` there, or the rows."
+                    f"dataset_info.json: none of the first {len(lines)} rows of {source.name} can be used; row "
+                    f"{number}: {why}; correct `formatting`, `columns` or `tags` there, or the rows."
                 ) from error
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    are_shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if are_shown:
+            datasets.enable_progress_bars()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

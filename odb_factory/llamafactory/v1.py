@@ -287,7 +287,7 @@ class BatchGenerator(TrainerCallback):
             collation=Collation(batches=("",)),
             audit_dir=args.output_dir if self._config.audit else None,
             stock_mean=StockMean("micro_batch", counts="labels"),
-            config=dataclasses.replace(self._config, layout=layout.name, audit=False, seed=args.seed),
+            config=dataclasses.replace(self._config, layout=layout.name, audit=False),
         )
         online.set_epoch(self._epoch)
         return online

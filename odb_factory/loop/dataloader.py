@@ -42,8 +42,7 @@ from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Taken, put_step_info
 from odb_factory.model.flat_row import end_row
 from odb_factory.planning import Collation, Cost
-from odb_factory.refusals import Refusal, refuse
-from odb_factory.version import GRADIENTS_LOST
+from odb_factory.refusals import GRADIENTS_LOST, Refusal, refuse
 
 T_co = TypeVar("T_co", covariant=True)
 logger = get_logger(__name__)
@@ -213,7 +212,7 @@ class ODBDataLoader(DataLoader[T_co]):
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a
         group (default: its `pad_to_multiple_of`).
     shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
-        padding. The order of `shuffle=True` comes from the seed of `generator`, from the key `seed`, or from 0.
+        padding. The order of `shuffle=True` comes from the seed of `generator`, or from 0.
     audit_dir: write `odb_audit_rank{r}.jsonl` there. The other arguments are those of `DataLoader`.
     process_group: the data-parallel ranks; default: those of accelerate's mesh if `accelerator.prepare` was given this
         loader and has one, otherwise the default group as it is when the first batch (or state) is asked for.
@@ -360,7 +359,7 @@ class ODBDataLoader(DataLoader[T_co]):
         check_process_group(process_group)
         check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
         generator = source.generator
-        seed = next(s for s in (resolved.seed, generator and generator.initial_seed(), 0) if s is not None)
+        seed = 0 if generator is None else generator.initial_seed()
         parts = dismantle(source, seed, already_split=already_split)
         if already_split and parts.sampler is not None:
             raise ConfigError(

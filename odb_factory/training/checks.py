@@ -30,9 +30,8 @@ from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation
 from odb_factory.random_numbers import kept_random_numbers
-from odb_factory.refusals import Refusal, Settings, refuse
+from odb_factory.refusals import GRADIENTS_LOST, Refusal, Settings, offloads_optimizer, refuse
 from odb_factory.training.arguments import replaced
-from odb_factory.version import GRADIENTS_LOST, offloads_optimizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.

@@ -473,11 +473,10 @@ class Training:
         """Of the order of samples: where none is given that which torch was seeded with last, as accelerate's sampler
         takes it, unless that is another on each rank. Collective."""
         args = self.trainer.args
-        given = args.data_seed if self.odb.config.seed is None else self.odb.config.seed
-        if given is not None:
-            return given
-        found = self.odb.gather(torch.initial_seed())
-        return found[0] if len(set(found)) == 1 else args.seed
+        if args.data_seed is not None:
+            return args.data_seed
+        seeds = self.odb.gather(torch.initial_seed())
+        return seeds[0] if len(set(seeds)) == 1 else args.seed
 
     def settle(self) -> None:
         """Settle the run to train with: replaces the one that has begun if the flat layout fails its check, or once

@@ -56,7 +56,7 @@ TENSORS: list[Any] = [
     torch.tensor(3),
     torch.empty(0, 4),
     torch.tensor([True, False]),
-    torch.randn(3, 2, dtype=torch.bfloat16),
+    torch.randn(3, 2, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
     torch.arange(12).reshape(3, 4).t(),
     np.arange(6, dtype=np.int16).reshape(3, 2),
     np.array(2.5),

@@ -15,7 +15,7 @@ from distributed.test_engines import deepspeed_config
 from packaging.version import Version
 from same_training import Config, check_same_training, launch, read, report
 
-from odb_factory.version import SUMS_OFFLOADED_GRADIENTS
+from odb_factory.refusals import SUMS_OFFLOADED_GRADIENTS
 
 OFFLOADED = {"nothing": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}
 BUDGETS = {"one": 4096, "several": 200}

@@ -18,7 +18,7 @@ from toy import Rows, pad
 
 from odb_factory import ODBDataLoader
 
-CONNECTIONS = 100
+CONNECTIONS, MOST_KEPT = 100, 50
 JOINS_S = 2.0
 SENT: dict[str, bytes] = {
     "nothing": b"",
@@ -48,7 +48,8 @@ def own_ports() -> list[tuple[str, int]]:
 
 
 def intrude(before: set[tuple[str, int]], over: threading.Event, kept: list[socket.socket], count: list[int]) -> None:
-    """Connect to the first port that opens, as long as the training lasts; every third stranger stays."""
+    """Connect to the first port that opens, as long as the training lasts; every third stranger stays, up to a number:
+    this process has a descriptor for each end."""
     while not (places := sorted(set(own_ports()) - before)):
         time.sleep(0.001)
     while not over.is_set():
@@ -56,13 +57,15 @@ def intrude(before: set[tuple[str, int]], over: threading.Event, kept: list[sock
             count[0] += 1
             try:
                 stranger = socket.create_connection(places[0], 5)
-                kept.append(stranger)
-                stranger.settimeout(5)
-                stranger.sendall(content)
-            except OSError:  # turned away while it sends
+            except OSError:
                 continue
-            if count[0] % 3:
+            stranger.settimeout(5)
+            with suppress(OSError):  # turned away while it sends
+                stranger.sendall(content)
+            if count[0] % 3 or len(kept) == MOST_KEPT:
                 stranger.close()
+            else:
+                kept.append(stranger)
 
 
 def train(rank: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
 from training.flat_models import make_model
 
 from odb_factory import ODBDataLoader, ODBError, pop_step_info, unpad
-from odb_factory.version import SUMS_OFFLOADED_GRADIENTS
+from odb_factory.refusals import SUMS_OFFLOADED_GRADIENTS
 
 SETTINGS = {"token_budget": 128, "batch_size": 8, "collate_fn": pad}
 

@@ -147,6 +147,7 @@ def training_arguments(output_dir: Path, **changes: Any) -> TrainingArguments:
         "report_to": "none",
         "disable_tqdm": True,
         "remove_unused_columns": False,
+        "data_seed": 1,
         "dataloader_pin_memory": False,
     }
     return TrainingArguments(output_dir=str(output_dir), **defaults | changes)
@@ -175,7 +176,6 @@ def switch_on(trainer: InOrder, case: Case, **block: Any) -> InOrder:
         "global_batch_size": "keep" if case.keep else "fill",
         "layout": case.layout,
         "audit": True,
-        "seed": 1,
     }
     return enable_odb(trainer, observer=Observer(), **config | block)
 
