@@ -43,7 +43,6 @@ OTHER_THAN_FOLDER = {
     "loop/test_replicas.py",
     "training/test_auto_budget.py",
     "training/test_exact_gradient.py",
-    "training/test_exact_gradient_llamafactory.py",
     "training/test_layout_falls_back.py",
     "training/test_lifetime.py",
     "training/test_oom.py",

@@ -15,7 +15,6 @@ from training.flat_models import make_model
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from odb_factory.model.check import check, compare_copy
-from odb_factory.model.tiny_copy import small_config
 
 _PADDED = """
 bloom doge falcon glm_moe_dsa llama4 llama4_text mllama mpt openai-gpt xglm
@@ -96,17 +95,6 @@ def test_zero3_does_not_partition_the_copy() -> None:
     finally:
         unset_hf_deepspeed_config()
         del zero3
-
-
-def test_the_small_config_keeps_kinds_of_layers_grouping_and_sections() -> None:
-    _, config = class_and_config("qwen3_next")
-    small = small_config(config)
-    assert small.layer_types == ["linear_attention"] * 2 + ["full_attention"] * 2
-    assert small.num_attention_heads == 2 * small.num_key_value_heads
-    assert config.num_hidden_layers == 48
-    text = small_config(class_and_config("qwen2_5_vl")[1]).get_text_config()
-    assert text.rope_parameters["mrope_section"] == [2, 3, 3]
-    assert text.hidden_size // text.num_attention_heads == 2 * (2 + 3 + 3)
 
 
 def test_a_copy_that_would_be_large_is_not_made(caplog: pytest.LogCaptureFixture) -> None:

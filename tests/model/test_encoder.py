@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from distributed.ranks import run_ranks
 from model.test_tower import CLASSES, IMAGE, IMAGES, ROPE, TEXT, TOWER, VIDEOS, Grid, make_batch, make_model
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_factory.errors import DataError
-from odb_factory.model import encoder
 from odb_factory.model.encoder import BY_GRID, BY_IMAGE, EncoderDoor, cost_of, find_tower
 from odb_factory.model.known import with_known_integers
 from odb_factory.model.tower import FAMILIES, one_pass
@@ -228,28 +225,3 @@ def test_costs_follow_the_config() -> None:
     whole = cost_of(module.config, trains_tower=True)
     assert whole[0] == 3 * windowed[0] and whole[1] < windowed[1]
     assert windowed[:2] == (3 * frozen[0], 3 * frozen[1])
-
-
-def test_features_that_cannot_be_matched_are_refused() -> None:
-    images = encoder._Images(np.array([[4, 6], [2, 2]]), (3,), torch.float32, 9)
-    plan = plan_encoders([images.shapes.prod(1)], EncoderCost(pair=1, patch=1))
-    journey = encoder._Journey(encoder._Step([images], plan), 0, None, by_grid=True)  # type: ignore[arg-type]
-    assert journey.back([torch.zeros(7, 5)], 28)[0].shape == (7, 5)
-    for wrong in ([torch.zeros(6, 5)], [torch.zeros(2, 5)], [torch.zeros(7, 5), torch.zeros(28, 5)], []):
-        with pytest.raises(DataError, match=r"cannot be matched to images; set `balance_encoder: false`"):
-            journey.back(wrong, 28)
-
-
-def test_nothing_is_left_behind() -> None:
-    with contextlib.suppress(RuntimeError):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = make_model("qwen3_vl")
-        before = [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()]
-        door = EncoderDoor(find_tower(model), None, lambda own: [own], lambda patches, tokens: None)  # type: ignore[arg-type]
-        door.undo()
-        assert [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()] == before
-        assert find_tower(torch.nn.Linear(1, 1)) is None
-        assert np.prod(IMAGES[0]) == 24
-    finally:
-        dist.destroy_process_group()

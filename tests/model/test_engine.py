@@ -2,24 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from distributed.ranks import run_ranks
-from model.engine_ranks import make
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from odb_factory.model.engine import engine_of, gradients_deferred
+
+
+class Around(nn.Module):
+    """As PEFT's: a module around one that was sharded when it was loaded."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.base = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+
+
+def fsdp2() -> nn.Module:
+    return fully_shard(make(), mesh=init_device_mesh("cpu", (2,)))
+
+
+ENGINES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "plain": ("none", make),
+    "ddp": ("ddp", lambda: DistributedDataParallel(make())),
+    "fsdp": (
+        "sharded",
+        lambda: FullyShardedDataParallel(make(), device_id=torch.device("cpu"), use_orig_params=True),
+    ),
+    "fsdp2": ("sharded", fsdp2),
+    "fsdp2, inside": ("sharded", lambda: Around(fsdp2())),
+}
+
+
+def gradient_of(model: nn.Module) -> float:
+    """Its square sum, over all ranks that have a part of it."""
+    (first, *_) = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    whole = first.full_tensor() if hasattr(first, "full_tensor") else first
+    return float(whole.double().pow(2).sum())
+
+
+def report(rank: int) -> dict[str, list]:
+    """By engine: its name, and the first gradient after one and after two backwards of which the last is reduced."""
+    found: dict[str, list] = {}
+    for name, (_, build) in ENGINES.items():
+        model = build()
+        first = torch.full((1, 4), float(rank + 1))
+        with gradients_deferred(model):
+            model(first).sum().backward()
+        is_own = gradient_of(model) if name == "ddp" else None
+        model(2 * first).sum().backward()
+        found[name] = [engine_of(model), is_own, None if name == "fsdp" else gradient_of(model)]
+    return found
 
 
 def test_engines_are_told_apart_and_reduce_once(tmp_path: Path) -> None:
-    first, second = (outcome.value for outcome in run_ranks("model.engine_ranks:report", tmp_path, limit_s=120))
-    names = {"plain": "none", "ddp": "ddp", "fsdp": "sharded", "fsdp2": "sharded", "fsdp2, inside": "sharded"}
-    assert {name: values[0] for name, values in first.items()} == names
-    # Means over the ranks of the sums of both backwards: (1 + 2) * (1 + 2) / 2 times the gradient of ones.
+    """Each rank has its own gradient until the last backward; then the mean over both ranks of their sums."""
+    first, second = (outcome.value for outcome in run_ranks("model.test_engine:report", tmp_path, limit_s=120))
+    assert {name: found[0] for name, found in first.items()} == {name: kind for name, (kind, _) in ENGINES.items()}
     model = make()
     model(torch.ones(1, 4)).sum().backward()
-    ones = next(model.parameters()).grad
-    assert ones is not None
-    expected = float((4.5 * ones).double().pow(2).sum())
+    expected = 4.5**2 * gradient_of(model)  # (1 + 2) * (1 + 2) / 2 times that of ones
     for name in ("ddp", "fsdp2", "fsdp2, inside"):
-        assert first[name][1] == pytest.approx(expected, rel=1e-5) == pytest.approx(second[name][1]), name
-    assert 2 * first["ddp"][2] == pytest.approx(second["ddp"][2]), "each rank has its own until the last backward"
+        assert first[name][2] == pytest.approx(expected, rel=1e-5) == second[name][2], name
+    assert 4 * first["ddp"][1] == pytest.approx(second["ddp"][1])

@@ -1,4 +1,4 @@
-"""I10: forward and backward are of the right flat row, whatever runs in between; NEFTune divides by a sample's length.
+"""I10: forward and backward are of the right flat row, whatever runs in between.
 
 Recomputation (reentrant or not), reference passes, two models, other rows before the backward, other threads.
 """
@@ -24,13 +24,8 @@ from training.flat_models import (
     sum_of_losses,
 )
 
-try:
-    from transformers.integrations.neftune import neftune_post_forward_hook
-except ImportError:  # transformers 4
-    from transformers.trainer_utils import neftune_post_forward_hook
-
 from odb_factory.model import attention, mixers
-from odb_factory.model.flat_row import begin_row, flat_row, noise_by_sample, row_in_progress, row_of_backward
+from odb_factory.model.flat_row import begin_row, flat_row, row_in_progress, row_of_backward
 
 FIRST, SECOND = (3, 17, 9), (17, 4, 8)
 """Rows of one total, so that nothing but their samples tells them apart."""
@@ -158,32 +153,3 @@ def test_a_forward_of_another_thread(kind: str) -> None:
         assert row_in_progress() is row
     torch.testing.assert_close(found[0][0], expected)
     assert found[0][1] is None and "not the flat row of 29 tokens" in str(found[1])
-
-
-def test_noise_is_that_of_each_sample_alone() -> None:
-    """NEFTune in training mode, against stock's hook on each sample, with the same random numbers; padded as stock."""
-    model = installed("llama")
-    embedding = model.get_input_embeddings()
-    embedding.neftune_noise_alpha = 5.0
-
-    def train(hook: Any, *batches: tuple[dict[str, torch.Tensor], tuple[int, ...]]) -> Any:
-        handle = embedding.register_forward_hook(hook)
-        torch.manual_seed(3)
-        total = {}
-        for batch, segments in batches:
-            loss = sum_of_losses(model, batch, segments)
-            of_batch = gradients(model) | {"loss": loss}
-            total = {name: value + total.get(name, 0) for name, value in of_batch.items()}
-        handle.remove()
-        return total
-
-    rows = ROWS[FIRST]
-    alone = train(neftune_post_forward_hook, *((flat_batch([row]), ()) for row in rows))
-    flat = train(noise_by_sample, (flat_batch(rows), FIRST))
-    assert largest_difference(flat, alone) < 1e-9
-    by_row = train(neftune_post_forward_hook, (flat_batch(rows), FIRST))
-    assert largest_difference(by_row, alone) > 1e-2, "stock's hook divides by the length of the row"
-    padded = (padded_batch(rows), ())
-    assert largest_difference(train(noise_by_sample, padded), train(neftune_post_forward_hook, padded)) < 1e-9
-    model.eval()
-    assert largest_difference(train(noise_by_sample, padded), train(lambda *_: None, padded)) == 0

@@ -61,17 +61,11 @@ def states(
 def attend(
     states: list[Tensor], window: int | None = None, scale: float | None = None, causal: bool = True, **_: Any
 ) -> Tensor:
-    with flat_row(SAMPLES):
-        return in_the_row(states, window, scale, causal)
-
-
-def in_the_row(
-    states: list[Tensor], window: int | None = None, scale: float | None = None, causal: bool = True
-) -> Tensor:
     module = torch.nn.Module()
     module.num_key_value_groups = states[0].shape[1] // states[1].shape[1]
     module.is_causal = causal
-    return attention.attend(module, *states, None, scaling=scale, sliding_window=window, dropout=0.0)[0]
+    with flat_row(SAMPLES):
+        return attention.attend(module, *states, None, scaling=scale, sliding_window=window, dropout=0.0)[0]
 
 
 def alone(
@@ -135,20 +129,6 @@ def test_autocast_decides_the_dtype() -> None:
     assert kernel == []
 
 
-def test_torch_compile_traces_it_in_one_graph() -> None:
-    """With `fullgraph`, which raises where a graph would break; the row begins outside, as it does in a training."""
-    inputs = states(**CASES["window"])
-
-    def attended(*states: Tensor) -> Tensor:
-        return in_the_row([one * 1 for one in states], **CASES["window"])
-
-    with flash_on_cpu() as kernel, flat_row(SAMPLES):
-        expected = in_the_row(inputs, **CASES["window"])
-        torch._dynamo.reset()
-        compiled = torch.compile(attended, backend="eager", fullgraph=True)(*inputs)
-    assert torch.equal(compiled, expected) and len(kernel) == 2
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("has_flash", [True, False])
 def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None:
@@ -195,51 +175,42 @@ def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None
 
 
 CUDA = attention.Need(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+HOPPER = {"capability": (9, 0), "built": True, "hip": None}
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch with CUDA that sees an H100."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("changes", "chosen"),
-    [
-        ({}, FLASH),
-        ({"scale": 0.3, "value_size": 192}, FLASH),
-        ({"dtype": torch.float32}, f"{RUNS}, because the model computes in float32, not in bf16 or fp16"),
-        ({"size": 264}, f"{RUNS}, because heads have 264 values, more than 256"),
-        ({"dropout": 0.1}, f"{RUNS}, because attention has dropout (0.1)"),
-        ({"device": torch.device("cpu")}, f"{RUNS}, because the device is cpu, not CUDA"),
-    ],
-)
-def test_the_choice_and_its_reason(changes: dict[str, Any], chosen: str) -> None:
-    assert replace(CUDA, **changes).kernel == chosen
+def see_a_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], built: bool, hip: str | None) -> None:
+    """A torch with CUDA that sees a GPU of this compute capability."""
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    patch.setattr(torch.version, "hip", hip)
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "built", "reason"),
+    ("gpu", "changes", "reason"),
     [
-        ((7, 5), None, True, "the GPU has compute capability 7.5, below 8.0"),
-        ((9, 0), "6.4", True, "the device is an AMD GPU"),
-        ((9, 0), None, False, "this torch is built without flash attention"),
+        ({}, {}, ""),
+        ({}, {"scale": 0.3, "value_size": 192}, ""),
+        ({}, {"dtype": torch.float32}, "float32"),
+        ({}, {"size": 264}, "264 values"),
+        ({}, {"dropout": 0.1}, "dropout (0.1)"),
+        ({}, {"device": torch.device("cpu")}, "cpu"),
+        ({"capability": (7, 5)}, {}, "7.5"),
+        ({"hip": "6.4"}, {}, "AMD"),
+        ({"built": False}, {}, "built without"),
     ],
 )
-def test_a_gpu_without_flash_kernels(
-    capability: tuple[int, int], hip: str | None, built: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+def test_the_choice_and_its_reason(
+    gpu: dict[str, Any], changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert CUDA.kernel == f"{RUNS}, because {reason}"
+    see_a_gpu(monkeypatch, **HOPPER | gpu)
+    kernel = replace(CUDA, **changes).kernel
+    assert kernel == FLASH if not reason else kernel.startswith(f"{RUNS}, because ") and reason in kernel
 
 
-@pytest.mark.usefixtures("hopper")
 def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown schema is not called: the samples go run by run."""
+
+    see_a_gpu(monkeypatch, **HOPPER)
 
     class Operator:
         class default:
@@ -277,16 +248,6 @@ def test_whole_models(kind: str, checkpointing: bool | None) -> None:
     layers = model.config.num_hidden_layers
     assert kernel.count("forward") == layers * (1 if checkpointing is None else 2)
     assert kernel.count("backward") == layers
-
-
-def test_the_engine_of_autograd_on_meta_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device "meta", where nothing can be read back, by torch's own shape functions."""
-    monkeypatch.setattr(attention, "device_lacks", lambda device: None)
-    inputs = [one.detach().to("meta").requires_grad_() for one in states(key_heads=2, size=24, value_size=16)]
-    attended = attend(inputs, window=4, scale=0.4)
-    attended.sum().backward()
-    assert attended.shape == (1, sum(SAMPLES), HEADS, 16)
-    assert [one.grad.shape for one in inputs] == [one.shape for one in inputs]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Which loss a model computes itself is found out without its weights; the loss without logits replaces only the mean.
 
-Families: those of docs/families.md whose forward does not call `loss_function`, or calls it without num_items.
+Families: two of docs/families.md, whose forward does not call `loss_function`, or calls it without num_items.
 """
 
 from __future__ import annotations
@@ -36,43 +36,19 @@ def gemma3() -> Any:
     )
 
 
-def llama4() -> Any:
-    text = TEXT | {"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 48}
-    projector = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
-    vision = IMAGES | projector | {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
-    return transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=MEDIUM)
-
-
-def qwen2_audio() -> Any:
-    audio = SOUNDS | {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
-    audio["model_type"] = "qwen2_audio_encoder"
-    text = TEXT | {"model_type": "qwen2"}
-    return transformers.Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_index=MEDIUM)
-
-
 def voxtral() -> Any:
     audio = SIDE | SOUNDS | {"model_type": "voxtral_encoder", "intermediate_size": 128}
     text = TEXT | {"model_type": "llama"}
     return transformers.VoxtralConfig(text_config=text, audio_config=audio, audio_token_id=MEDIUM)
 
 
-def pixels(number: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(number, 3, 32, 32)}
-
-
-def sounds(number: int) -> dict[str, Tensor]:
-    return {"input_features": torch.randn(number, 8, 96)}
-
-
-def frames(number: int) -> Tensor:
-    return (torch.arange(96) < 16).long().expand(number, -1)
-
-
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], int]] = {
-    "Gemma3": (gemma3, lambda: pixels(2) | {"token_type_ids": torch.zeros(3, 11, dtype=torch.long)}, 4),
-    "Llama4": (llama4, lambda: pixels(2), 4),
-    "Qwen2Audio": (qwen2_audio, lambda: sounds(2) | {"feature_attention_mask": frames(2)}, 4),
-    "Voxtral": (voxtral, lambda: sounds(1), 12),
+    "Gemma3": (
+        gemma3,
+        lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "token_type_ids": torch.zeros(3, 11, dtype=torch.long)},
+        4,
+    ),
+    "Voxtral": (voxtral, lambda: {"input_features": torch.randn(1, 8, 96)}, 12),
 }
 """Configuration, media of a batch, tokens of a medium."""
 
@@ -84,8 +60,6 @@ def test_families_with_loss_code_of_their_own(name: str) -> None:
     model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(configure()).train()
     before = state(model)
     after = own_loss(model)
-    if name == "Llama4" and "cannot be tried" in str(after):
-        pytest.skip("this release reads an output of its body that the trial does not make: its logits are computed")
     assert isinstance(after, AfterHead)
     assert state(model) == before
     batch, weights = batch_of(length=11 if tokens < 8 else 14)

@@ -16,7 +16,6 @@ from model.flash_on_cpu import flash_on_cpu
 from support import Convolutions, need
 
 from odb_factory.errors import DataError
-from odb_factory.model import tower as module
 from odb_factory.model.tower import FAMILIES, check_batch, images_at_once, one_pass, patch_products
 
 Grid = tuple[int, int, int]
@@ -163,29 +162,12 @@ def test_images_or_videos_alone_are_computed_as_before(images: list[Grid], video
     assert all(torch.equal(found[1][name], gradient) for name, gradient in before[1].items())
 
 
-def test_of_videos_and_images_each_has_its_own_features() -> None:
-    """Else a family that computes them alike would not show it."""
-    model = make_model("qwen3_vl")
-    batch = make_batch(IMAGES, VIDEOS)
-    other = batch | {"pixel_values_videos": batch["pixel_values_videos"] + 1.0}
-    with one_pass(model):
-        assert (
-            train(model, batch)[0] != train(model, other)[0] == pytest.approx(train(make_model("qwen3_vl"), other)[0])
-        )
-
-
 def test_nothing_is_left_behind() -> None:
     model = make_model("qwen3_vl")
     before = [(name, set(vars(one)), len(one._forward_pre_hooks)) for name, one in model.named_modules()]
     with pytest.raises(KeyError), one_pass(model, None, torch.nn.Linear(1, 1)):
         raise KeyError
     assert [(name, set(vars(one)), len(one._forward_pre_hooks)) for name, one in model.named_modules()] == before
-
-
-def test_features_of_an_unknown_form_are_refused() -> None:
-    parts = module._Parts([16, 4], [24], 4)
-    with pytest.raises(DataError, match=r"are \(7, 3\), where 11 embeddings.*docs/engines.md"):
-        parts.of(torch.zeros(7, 3))
 
 
 def test_every_family_is_tested() -> None:

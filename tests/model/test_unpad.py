@@ -1,23 +1,19 @@
-"""Log-probabilities of labels in the place of logits: a preference loss and its gradient are stock's."""
+"""Log-probabilities of labels in the place of logits. Trainings: tests/llamafactory, tests/integrations."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from llamafactory.train.trainer_utils import get_batch_logps
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from odb_factory.data.flat import UNPADDED, beside_rows, flatten
 from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, Sizes, log_probs_of
 from odb_factory.model.flat_row import flat_row
-from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor, positions_of_samples
-from odb_factory.planning import Collation
+from odb_factory.model.unpad import LabelLogProbs, UnpadDoor, positions_of_samples
 
 LENGTHS = (9, 4, 17, 6)
 IGNORED = -100
@@ -50,71 +46,6 @@ def test_log_probs_and_their_gradient(after: AfterHead, monkeypatch: pytest.Monk
     torch.testing.assert_close(means, logits[kept].mean(1))
     for gradient, one in zip(gradients, (hidden, linear.weight, linear.bias)):
         torch.testing.assert_close(gradient, one.grad)
-
-
-@pytest.fixture
-def model(tiny_text: Path) -> Any:
-    found = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
-    found.config.use_cache = False
-    undo = attention.install(found)
-    yield found
-    undo()
-
-
-def rows_of(side: str) -> dict[str, Tensor]:
-    """Two pairs as a collator makes them: chosen answers, then rejected ones; padded on that side."""
-    torch.manual_seed(1)
-    longest = max(LENGTHS) + 3
-    batch = {name: torch.zeros(len(LENGTHS), longest, dtype=torch.long) for name in ("input_ids", "attention_mask")}
-    batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)
-    for row, length in enumerate(LENGTHS):
-        at = slice(0, length) if side == "right" else slice(longest - length, longest)
-        batch["input_ids"][row, at] = torch.randint(5, 90, (length,))
-        batch["attention_mask"][row, at] = 1
-        answer = slice(at.start + length // 3, at.stop)
-        batch["labels"][row, answer] = batch["input_ids"][row, answer]
-    return batch
-
-
-def scores(model: nn.Module, batch: dict[str, Tensor], ld_alpha: float | None) -> tuple[Tensor, Tensor]:
-    """As LLaMA-Factory's DPO trainer: sums of log-probabilities, and the mean of the chosen logits."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, return_dict=True, use_cache=False).logits.to(torch.float64)
-    sums, _ = get_batch_logps(logits=logits, labels=batch["labels"], ld_alpha=ld_alpha)
-    return sums, logits.split(len(LENGTHS) // 2, dim=0)[0].mean()
-
-
-def gradient(model: nn.Module, sums: Tensor) -> Tensor:
-    model.zero_grad()
-    nn.functional.logsigmoid(sums[:2] - sums[2:]).sum().backward()
-    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
-
-
-@pytest.mark.parametrize("ld_alpha", [None, 0.5])
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_rows_go_flat_through_the_model(model: Any, side: str, ld_alpha: float | None) -> None:
-    """Sums, gradient and the mean of logits at labels, with gradient checkpointing as without odb."""
-    batch = rows_of(side)
-    stock, _ = scores(model, batch, ld_alpha)
-    expected = gradient(model, stock)
-    door = UnpadDoor(model)
-    assert door.reason is None
-    laid_out, segments = beside_rows(batch, 2, Collation(rows=2, batches=("",)), flatten)
-    assert segments == LENGTHS
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    seen: list[int] = []
-    hook = model.model.layers[0].register_forward_hook(lambda _, __, output: seen.append(output.shape[:2]))
-    with door.flat(FlatRows(**laid_out.pop(UNPADDED))), flat_row(segments):
-        sums, mean = scores(model, laid_out, ld_alpha)
-        found = gradient(model, sums)
-    hook.remove()
-    assert set(seen) == {(1, sum(LENGTHS))}, "nothing is padded, and nothing is computed twice but by checkpoints"
-    torch.testing.assert_close(sums, stock, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-    assert "forward" not in vars(model)
-    logits = model(input_ids=batch["input_ids"][:2], attention_mask=batch["attention_mask"][:2]).logits
-    supervised = (batch["labels"][:2, 1:] != IGNORED).nonzero().T
-    assert float(mean) == pytest.approx(float(logits[:, :-1][tuple(supervised)].mean()), rel=1e-6)
 
 
 def test_a_model_that_is_given_token_ids_alone_takes_the_positions_of_samples() -> None:

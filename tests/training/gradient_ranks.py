@@ -197,15 +197,3 @@ def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> No
         assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
     else:
         assert wrapped is model
-
-
-def train_llamafactory(rank: int, configs: list[dict[str, Any]]) -> int:
-    """Run LLaMA-Factory's own SFT workflow on every configuration, as `llamafactory-cli train` does."""
-    from llamafactory.hparams import get_train_args
-    from llamafactory.train.sft import run_sft
-
-    os.environ["LOCAL_RANK"] = str(rank)
-    for config in configs:
-        run_sft(*get_train_args(dict(config)), callbacks=[Recorder()])
-        gc.collect()
-    return len(configs)

@@ -10,16 +10,14 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 from training.cases import Case, load_model, precision
-from training.gradient_ranks import InOrder, make, switch_on, zero
+from training.gradient_ranks import InOrder, make, switch_on
 from transformers.integrations import unset_hf_deepspeed_config
 
 from odb_factory import ConfigError, ODBError
@@ -95,10 +93,10 @@ def train_all(rank: int, shorts: list[dict[str, Any]], models: dict[str, str], o
     """Train all; the files of number k are in `output_dir`/k. Ends as a training does that has failed."""
     os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(output_dir)
-    results: dict[str, Any] = {"refused": refused(Short.of(shorts[0]), models["text"], folder), "trained": []}
+    results: list[dict[str, Any]] = []
     for number, short in enumerate(map(Short.of, shorts)):
         with deepspeed_forgotten():
-            results["trained"].append(train(rank, short, models[short.case.model], folder / str(number)))
+            results.append(train(rank, short, models[short.case.model], folder / str(number)))
         gc.collect()
     Path(folder, RESULTS.format(rank=rank)).write_text(json.dumps(results))
     sys.stderr.flush()
@@ -114,31 +112,6 @@ def deepspeed_forgotten() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.clear()
     os.environ.update(before)
-
-
-def refused(short: Short, path: str, folder: Path) -> dict[str, list[str]]:
-    """What `oom: split` and `skip` are answered on several ranks where they cannot be."""
-    engines: dict[str, dict[str, Any]] = {"torch_compile": {"torch_compile": True}, "FSDP": {}}
-    if find_spec("deepspeed") is not None:
-        for name, config in {
-            "ZeRO-1, overlapped": zero(1, overlap_comm=True),
-            "ZeRO-2": zero(2),
-            "ZeRO-3": zero(3),
-        }.items():
-            engines[name] = {"deepspeed": config, "use_cpu": False}
-    said: dict[str, list[str]] = {}
-    for name, changes in engines.items():
-        with deepspeed_forgotten():
-            trainer = make(short.case, load_model(short.case, path), path, folder, 2, **changes)
-            # As `accelerate launch` says it: accelerate makes a plugin of it only where there is an accelerator.
-            environment = {"ACCELERATE_USE_FSDP": "true"} if name == "FSDP" else {}
-            for policy in ("split", "skip"):
-                try:
-                    with mock.patch.dict(os.environ, environment):
-                        switch_on(trainer, short.case, oom=policy)
-                except ConfigError as error:
-                    said.setdefault(name, []).append(str(error))
-    return said
 
 
 def train_with_a_gathering_loss(rank: int, path: str, output_dir: str, methods: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ Its batches are the rows that the audit files name, its loss is that of the defi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,39 +19,14 @@ from training.gradient_ranks import RECORD, Recorder, trained, training_argument
 from transformers import AutoConfig, Trainer
 
 Tensors = dict[str, torch.Tensor]
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Loss of each supervised token, given its row of logits and its label."""
 
 
-def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.logsumexp(logits, -1) - logits.gather(-1, labels[:, None])[:, 0]
-
-
-def smoothed(epsilon: float) -> Loss:
-    """The Trainer's label smoothing: a share `epsilon` of the loss is the mean over the vocabulary."""
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        everywhere = torch.logsumexp(logits, -1, keepdim=True) - logits
-        return (1 - epsilon) * token_loss(logits, labels) + epsilon * everywhere.mean(-1)
-
-    return loss
-
-
-def dynamic(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """LLaMA-Factory's `use_dft_loss`: a token's loss weighs as much as its probability, which has no gradient."""
-    loss = token_loss(logits, labels)
-    return loss * torch.exp(-loss.detach())
-
-
-def mean_of(loss: Loss) -> Callable[..., torch.Tensor]:
+def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """A `compute_loss_func`: the mean over all supervised tokens of a batch."""
-
-    def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        targets = labels[:, 1:]
-        supervised = targets != IGNORE
-        return loss(outputs.logits[:, :-1][supervised], targets[supervised]).mean()
-
-    return mean
+    targets = labels[:, 1:]
+    supervised = targets != IGNORE
+    logits, targets = outputs.logits[:, :-1][supervised], targets[supervised]
+    return (torch.logsumexp(logits, -1) - logits.gather(-1, targets[:, None])[:, 0]).mean()
 
 
 class InBatches(Trainer):
@@ -63,35 +38,25 @@ class InBatches(Trainer):
         return DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator)
 
 
-def train_in_batches(
-    model: Any, rows: Any, collate: Any, batches: list[list[int]], folder: Path, loss: Any, **arguments: Any
-) -> dict[str, Any]:
-    """What the stock Trainer records (see `Recorder`), and the parameters that it starts from."""
-    start = {name: parameter.detach().clone() for name, parameter in trained(model)}
+def replay(case: Case, path: str, world_size: int, folder: Path, batches: list[list[int]]) -> dict[str, Any]:
+    """What stock's Trainer records (see `Recorder`) with these rows in each optimizer step, and the parameters that it
+    starts from."""
     once = {"num_train_epochs": 1, "gradient_accumulation_steps": 1}
-    trainer = InBatches(
-        model=model,
-        args=training_arguments(folder, **arguments | once),
-        train_dataset=rows,
-        data_collator=collate,
-        compute_loss_func=loss,
-        callbacks=[Recorder()],
-    )
-    trainer.batches = batches
-    trainer.train()
-    return torch.load(folder / RECORD) | {"start": start}
-
-
-def replay(case: Case, path: str | Path, world_size: int, folder: Path, batches: list[list[int]]) -> dict[str, Any]:
-    """The reference of a case: from the same parameters, the same rows in each optimizer step."""
     arguments = {key: value for key, value in case.arguments.items() if "liger" not in key}
-    epsilon = arguments.pop("label_smoothing_factor", 0.0)
     model = load_model(case, path)
+    start = {name: parameter.detach().clone() for name, parameter in trained(model)}
     with precision(case.dtype):
-        rows = make_rows(case, path, world_size)
-        collate = Collator(model, AutoConfig.from_pretrained(path))
-        loss = mean_of(smoothed(epsilon) if epsilon else token_loss)
-        return train_in_batches(model, rows, collate, batches, folder, loss, **arguments)
+        trainer = InBatches(
+            model=model,
+            args=training_arguments(folder, **arguments | once),
+            train_dataset=make_rows(case, path, world_size),
+            data_collator=Collator(model, AutoConfig.from_pretrained(path)),
+            compute_loss_func=mean,
+            callbacks=[Recorder()],
+        )
+        trainer.batches = batches
+        trainer.train()
+    return torch.load(folder / RECORD) | {"start": start}
 
 
 def ids_of_optimizer_steps(audits: list[list[dict[str, Any]]]) -> list[list[int]]:
@@ -125,7 +90,7 @@ class Cell:
     grad_norm: float
 
 
-def compare(output_dir: Path, world_size: int, replay: Callable[[Path, list[list[int]]], dict[str, Any]]) -> Cell:
+def compare(case: Case, path: str, world_size: int, output_dir: Path) -> Cell:
     """Replay the training recorded in `output_dir`, and measure. Every epoch trains on the same rows, each once."""
     audits = [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(world_size)]
     lines = [line for audit in audits for line in audit]
@@ -134,7 +99,7 @@ def compare(output_dir: Path, world_size: int, replay: Callable[[Path, list[list
     assert all(ids == list(range(len(rows[0]))) for ids in rows)
 
     record = torch.load(output_dir / RECORD)
-    reference = replay(output_dir / "replayed", ids_of_optimizer_steps(audits))
+    reference = replay(case, path, world_size, output_dir / "replayed", ids_of_optimizer_steps(audits))
     logs = list(zip(record["logs"], reference["logs"], strict=True))
     assert len(record["gradients"]) in (0, len(logs))
     return Cell(

@@ -101,51 +101,8 @@ def trained(folder: Path, model: Path, capacity: int | None, block: dict[str, An
     return trainer
 
 
-@pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
-def test_the_training_is_that_of_the_number_that_was_found(tiny_text, tmp_path, watch, caplog, block) -> None:
-    """To the last bit, and so it is as if nothing had been tried; a fraction of the memory is a part of the budget."""
-    caplog.set_level(logging.INFO, "odb_factory")
-    large = {"gradient_accumulation_steps": 8}  # an optimizer step that the memory does not hold at once
-    auto = trained(tmp_path / "auto", tiny_text, CAPACITY, block | {"token_budget": "auto"}, **large)
-    (found,) = watch.chosen
-    assert watch.changed == []
-    number = trained(tmp_path / "number", tiny_text, None, block | {"token_budget": found.token_budget}, **large)
-    assert losses(auto) == losses(number)
-    assert same(dict(auto.model.state_dict()), dict(number.model.state_dict()))
-    assert read_audit(tmp_path / "auto") == read_audit(tmp_path / "number")
-    (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
-    assert f"token_budget: auto is {found.token_budget} (as much as memory_fraction allows): the heaviest" in line
-    rows, tokens = (int(line.split(" x ")[part].split()[-1 + part]) for part in (0, 1))
-    assert found.token_budget - LONGEST < rows * tokens <= found.token_budget
-    used, limit = (float(line.split(" MiB")[part].split()[-1]) for part in (0, 1))
-    assert 0.85 * limit < used <= limit == pytest.approx(0.9 * CAPACITY / MIB, abs=0.1)
-    half = {"token_budget": "auto", "memory_fraction": 0.45}
-    trained(tmp_path / "half", tiny_text, CAPACITY, block | half, **large)
-    assert watch.chosen[1].token_budget < 0.5 * found.token_budget
-
-
-def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_path, watch, caplog) -> None:
-    caplog.set_level(logging.INFO, "odb_factory")
-    auto, keys = {"token_budget": "auto", "max_patches": "auto", "layout": "flat"}, {"save_strategy": "steps"}
-    trained(tmp_path, tiny_text, CAPACITY, auto, save_steps=2, max_steps=2, **keys)
-    (found,) = watch.chosen
-    assert found.max_patches is None
-    assert any("max_patches: auto is none" in one.getMessage() for one in caplog.records)
-    checkpoint = str(tmp_path / "checkpoint-2")
-
-    def resumed(folder: str, capacity: int | None, block: dict[str, Any]) -> Trainer:
-        trainer = make(tiny_text, tmp_path / folder, gradient_accumulation_steps=2, max_steps=3)
-        enable_odb(trainer, memory_meter=None if capacity is None else CPUMeter(capacity), **BLOCK | block)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        return trainer
-
-    kept = resumed("kept", 2 * CAPACITY, auto)
-    assert len(watch.chosen) == 1
-    assert any("max_patches: auto is none, as chosen when" in one.getMessage() for one in caplog.records)
-    number = resumed("number", None, {"token_budget": found.token_budget, "layout": "flat"})
-    assert losses(kept) == losses(number)
-    resumed("other", None, {"token_budget": LONGEST, "layout": "flat"})
-    assert max(line["length"] for line in audit(tmp_path / "other")) <= LONGEST
+def said_of_rehearsal(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("rehearsal: ")]
 
 
 class Counts(Trainer):
@@ -163,6 +120,51 @@ class Counts(Trainer):
         return loss
 
 
+@pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
+def test_what_is_tried_leaves_nothing_behind(tiny_text, tmp_path, watch, caplog, block) -> None:
+    """`auto`, and a rehearsal of the number that it finds, train to the last bit as that number without a rehearsal."""
+    caplog.set_level(logging.INFO, "odb_factory")
+    changes = {"gradient_accumulation_steps": 8, "trainer_class": Counts}  # the memory does not hold a step at once
+    auto = trained(tmp_path / "auto", tiny_text, CAPACITY, block | {"token_budget": "auto"}, **changes)
+    (found,) = watch.chosen
+    assert watch.changed == []
+    (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
+    used, limit = (float(line.split(" MiB")[part].split()[-1]) for part in (0, 1))
+    assert 0.85 * limit < used <= limit == pytest.approx(0.9 * CAPACITY / MIB, abs=0.1)
+    number = block | {"token_budget": found.token_budget}
+    caplog.clear()
+    rehearsed = trained(tmp_path / "rehearsed", tiny_text, 10 * CAPACITY, number, **changes)
+    without = trained(tmp_path / "without", tiny_text, None, number, **changes)
+    (line,) = said_of_rehearsal(caplog)  # the memory of a CPU is not counted
+    weights = sum(one.numel() * one.element_size() for one in without.model.parameters())
+    assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
+    for name, trainer in (("auto", auto), ("rehearsed", rehearsed)):
+        assert losses(trainer) == losses(without) and trainer._metrics == without._metrics, name
+        assert same(dict(trainer.model.state_dict()), dict(without.model.state_dict())), name
+        assert read_audit(tmp_path / name) == read_audit(tmp_path / "without"), name
+    half = {"token_budget": "auto", "memory_fraction": 0.45}
+    trained(tmp_path / "half", tiny_text, CAPACITY, block | half, **changes)
+    assert watch.chosen[1].token_budget < 0.5 * found.token_budget
+
+
+def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_path, watch, caplog) -> None:
+    caplog.set_level(logging.INFO, "odb_factory")
+    auto, keys = {"token_budget": "auto", "max_patches": "auto", "layout": "flat"}, {"save_strategy": "steps"}
+    trained(tmp_path, tiny_text, CAPACITY, auto, save_steps=2, max_steps=2, **keys)
+    (found,) = watch.chosen
+    assert found.max_patches is None
+    assert any("max_patches: auto is none" in one.getMessage() for one in caplog.records)
+    rest = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
+    kept = trained(tmp_path / "kept", tiny_text, 2 * CAPACITY, auto, **rest)
+    assert len(watch.chosen) == 1
+    assert any("max_patches: auto is none, as chosen when" in one.getMessage() for one in caplog.records)
+    block = {"token_budget": found.token_budget, "layout": "flat"}
+    number = trained(tmp_path / "number", tiny_text, None, block, **rest)
+    assert losses(kept) == losses(number)
+    trained(tmp_path / "other", tiny_text, None, block | {"token_budget": LONGEST}, **rest)
+    assert max(line["length"] for line in audit(tmp_path / "other")) <= LONGEST
+
+
 class Jumps(Trainer):
     """Above a number of tokens it takes much more memory than below, as no small micro-batch shows."""
 
@@ -174,9 +176,7 @@ class Jumps(Trainer):
 
 
 def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path, watch) -> None:
-    trainer = make(tiny_text, tmp_path, gradient_accumulation_steps=2, trainer_class=Jumps)
-    enable_odb(trainer, memory_meter=CPUMeter(CAPACITY), token_budget="auto", layout="flat", **BLOCK)
-    trainer.train()
+    trained(tmp_path, tiny_text, CAPACITY, {"token_budget": "auto", "layout": "flat"}, trainer_class=Jumps)
     (found,) = watch.chosen
     assert watch.changed == []
     assert 200 < found.token_budget <= 300 + LONGEST
@@ -226,29 +226,6 @@ SMALL = 18 * MIB
 HEAVY = {"token_budget": 1000}
 """More tokens than `SMALL` holds; an optimizer step of 16 rows has at most 640 on a rank."""
 AT_ONCE = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 2}
-
-
-def said_of_rehearsal(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("rehearsal: ")]
-
-
-@pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
-def test_a_rehearsal_leaves_nothing_behind(tiny_text, tmp_path, caplog, block) -> None:
-    """To the last bit; it counts the optimizer's state."""
-    caplog.set_level(logging.INFO, "odb_factory")
-    block = block | {"token_budget": 300}
-    rehearsed = trained(tmp_path / "rehearsed", tiny_text, 10 * CAPACITY, block, trainer_class=Counts)
-    (line,) = said_of_rehearsal(caplog)
-    assert line.startswith("rehearsal: memory held the heaviest micro-batch that the budget of 300 tokens allows, ")
-    assert 300 - LONGEST < int(line.split(" tokens (")[0].split()[-1]) <= 300
-    weights = sum(one.numel() * one.element_size() for one in rehearsed.model.parameters())
-    assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
-    without = trained(tmp_path / "without", tiny_text, None, block, trainer_class=Counts)
-    assert len(said_of_rehearsal(caplog)) == 1, "memory of a CPU is not counted"
-    assert losses(rehearsed) == losses(without)
-    assert rehearsed._metrics == without._metrics
-    assert same(dict(rehearsed.model.state_dict()), dict(without.model.state_dict()))
-    assert read_audit(tmp_path / "rehearsed") == read_audit(tmp_path / "without")
 
 
 @pytest.mark.parametrize("layout", ["padded", "flat"])
@@ -302,18 +279,6 @@ def test_no_plan_has_more_samples_in_a_micro_batch(
     assert most <= first_rows(drawn, budget, size, ranks, balance=balance).most_samples
 
 
-def test_what_a_rank_can_have_bounds_a_rehearsal() -> None:
-    """Eight samples on eight ranks: a rank has one, an image or the text."""
-    drawn, budget = [Cost(8192), *[Cost(286, 1024, has_media=True)] * 20], Budget(8192, layout="flat")
-
-    def tried(size: int | None) -> list[tuple[int, int]]:
-        groups = first_rows(drawn, budget, size, 8).heaviest(budget)
-        return [(len(group), sum(one.cost.tokens for one in group)) for group in groups]
-
-    assert tried(8) == [(1, 286), (1, 8192)]
-    assert tried(None) == [(28, 28 * 286), (1, 8192)]
-
-
 @pytest.mark.parametrize(("max_patches", "tried"), [(200, [160]), (100, [160, 90]), (50, [160])])
 def test_the_densest_image_that_fits_is_tried_and_larger_ones_alone(max_patches: int, tried: list[int]) -> None:
     drawn = [Cost(60), Cost(40, 160, has_media=True), Cost(30, 90, has_media=True), Cost(20, 0)]
@@ -343,7 +308,7 @@ def test_where_no_rehearsal_can_be_made(tiny_text, tmp_path, caplog) -> None:
         trained(tmp_path / "row", tiny_text, 8 * MIB, {"token_budget": 40})
 
 
-def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, Any] | None = None) -> dict[str, Any]:
+def on_two_ranks(rank: int, model: str, output_dir: str) -> dict[str, Any]:
     """One rank has less memory than the other. Returns what was chosen, what was left behind, and two trainings."""
     os.environ["LOCAL_RANK"] = str(rank)
     watch = session.choose_budgets = Watch()
@@ -351,15 +316,13 @@ def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, An
     folder = Path(output_dir, str(rank))
     capacity = CAPACITY - rank * 10 * MIB
     block = {"token_budget": "auto", "layout": "flat"}
-    auto = trained(folder / "auto", Path(model), capacity, block, deepspeed=deepspeed)
+    auto = trained(folder / "auto", Path(model), capacity, block)
     (found,) = watch.chosen
-    number = trained(
-        folder / "number", Path(model), None, block | {"token_budget": found.token_budget}, deepspeed=deepspeed
-    )
+    number = trained(folder / "number", Path(model), None, block | {"token_budget": found.token_budget})
     weights = [dict(one.model.state_dict()) for one in (auto, number)]
     try:
         heavy = SMALL if rank else 10 * SMALL
-        trained(folder / "heavy", Path(model), heavy, HEAVY | {"layout": "flat"}, deepspeed=deepspeed, **AT_ONCE)
+        trained(folder / "heavy", Path(model), heavy, HEAVY | {"layout": "flat"}, **AT_ONCE)
         refused = ""
     except ODBError as error:
         refused = str(error)

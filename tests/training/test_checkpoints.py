@@ -112,41 +112,13 @@ def test_a_checkpoint_without_an_optimizer_is_refused(run: Path, tiny_text, tmp_
     assert "model_name_or_path" in refused(run / "checkpoint-4", by_deepspeed=True)
 
 
-# Trainings that are killed while they save
-
-
-class KilledWhenSaving(Trainer):
-    """Dies in the checkpoint of step 4, in this method of the Trainer."""
-
-    method = ""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        setattr(self, self.method, self.killed)
-
-    def killed(self, *args: Any, **kwargs: Any) -> Any:
-        if self.state.global_step == STEPS:
-            raise KeyboardInterrupt
-        return getattr(type(self), self.method)(self, *args, **kwargs)
+# A training that is killed while it saves
 
 
 def rows_of(folder: Path, before: int) -> Counter:
     """Rows of the audit: those up to optimizer step `before`, and those of the resumed run."""
     lines = audit(folder)
     return Counter(row for line in lines[:before] + lines[STEPS:] for row in line["ids"])
-
-
-@pytest.mark.parametrize("method", ["save_model", "_save_optimizer_and_scheduler", "_save_rng_state"])
-def test_a_checkpoint_that_was_cut_off_is_refused(tiny_text, tmp_path, method: str) -> None:
-    """`trainer_state.json` is written last; without it the one before is resumed by its name, and loses no row."""
-    killed = type("Killed", (KilledWhenSaving,), {"method": method})
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1, trainer_class=killed)
-    if method == "save_model":
-        (tmp_path / f"checkpoint-{STEPS}").mkdir()
-    assert TRAINER_STATE in refused(True, output_dir=tmp_path)
-    train(tiny_text, tmp_path, resume=str(tmp_path / "checkpoint-3"), block=BLOCK, num_train_epochs=1)
-    assert rows_of(tmp_path, 3) == ONCE
 
 
 class KilledAfterItsState(Trainer):

@@ -100,14 +100,6 @@ class Needs(Trainer):
         return self.server.rows(inputs)
 
 
-class Contrasts(Trainer):
-    """Samples of a micro-batch are compared with each other."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        means = model(**inputs).logits.mean(1)
-        return torch.nn.functional.cross_entropy(means @ means.T, torch.arange(len(means)))
-
-
 REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Trainer, has(loss=MultipleNegativesRankingLoss), "loss: MultipleNegativesRankingLoss "),
     (Trainer, has(loss=lambda: {"pairs": MultipleNegativesRankingLoss()}), "loss: MultipleNegativesRankingLoss "),
@@ -126,7 +118,6 @@ REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Generates, has(), "trainer: a Generates "),
     (Rolls, has(), "trainer: a Rolls "),
     (Needs, has(), "trainer: a Needs "),
-    (Contrasts, has(), "how Contrasts weighs "),
 ]
 
 
@@ -263,6 +254,8 @@ def deepspeed(**section: Any) -> dict[str, Any]:
     return {"deepspeed": {"zero_optimization": {"stage": 2}} | section}
 
 
+ZERO = {"deepspeed_plugin": True}
+SPLITS = {"odb": {"oom": "split"}} | deepspeed(zero_optimization={"stage": 1})
 ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     *(({"gradient_accumulation_steps": n}, "gradient_accumulation_steps", {}) for n in (0, -1)),
     *(({"num_train_epochs": n}, "num_train_epochs", {"num_train_epochs": n, "max_steps": 1}) for n in (0, -1)),
@@ -291,7 +284,18 @@ ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"parallelism": {"tp_size": 2}}, "parallelism_config.tp_size", {"parallelism": HSDP}),
     ({"parallelism": {"cp_size": 2}}, "parallelism_config.cp_size", {"parallelism": HSDP}),
     ({"odb": {"max_patches": "auto"}}, "odb.max_patches", {}),
-    ({"odb": {"oom": "split"}, "fsdp": ["full_shard"]}, "odb.oom", {"fsdp": ["full_shard"]}),
+    *(
+        ({"odb": {"oom": policy}} | engine, "odb.oom", engine)
+        for policy, engine in (
+            ("split", {"fsdp": ["full_shard"]}),
+            ("skip", {"ACCELERATE_USE_FSDP": "true"}),  # as `accelerate launch` says it
+            ("skip", {"torch_compile": True, "world_size": 2}),
+        )
+    ),
+    *(
+        ({"odb": {"oom": "split"}} | ZERO | deepspeed(zero_optimization=zero), "odb.oom", ZERO | SPLITS)
+        for zero in ({"stage": 0}, {"stage": 1, "overlap_comm": True}, {"stage": 2}, {"stage": 3})
+    ),
 ]
 """Arguments, the key that is refused, and arguments that work."""
 
@@ -317,6 +321,8 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, monkeypatch, given, ke
                 args.parallelism_config = ParallelismConfig(**value)
             elif name == "odb":
                 block |= value
+            elif name.startswith("ACCELERATE"):
+                monkeypatch.setenv(name, value)
             else:
                 owner, _, attribute = name.rpartition(".")
                 setattr(getattr(args, owner) if owner else args, attribute, value)
@@ -356,12 +362,6 @@ def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
     assert sum(ids(tmp_path).values()) == NUM_ROWS // 8 * 8
     filled = make(tiny_text, tmp_path, dataloader_drop_last=True, block=FILL)
     refuses(filled, "drop_last: True ")
-
-
-def test_the_start_line_names_the_optimizer_step_and_its_cut(tiny_text, tmp_path, caplog) -> None:
-    train(tiny_text, tmp_path, max_steps=1, block=BLOCK | {"token_budget": 4096})
-    (line,) = [message for message in caplog.messages if message.startswith("one optimizer step: ")]
-    assert line.startswith("one optimizer step: 8 samples, as in stock training; the first is cut into 1 micro-batch")
 
 
 def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:

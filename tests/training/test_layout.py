@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.masking_utils
 from distributed.ranks import run_ranks
 from toy import Rows, Stream, pad
 from training import toy_training
@@ -23,7 +22,7 @@ from odb_factory import ConfigError, ODBConfig, enable_odb
 from odb_factory.data.collate import rows_to_choose_from
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
-from odb_factory.model import attention, mixers
+from odb_factory.model import attention
 from odb_factory.model import check as check_module
 from odb_factory.model.check import NUM_SAMPLES, Layout, Runs, check_rows, models_of, of_flat_batch
 from odb_factory.planning import Cost
@@ -58,30 +57,6 @@ def test_refused_before_a_loader_is_made(kind: str, tmp_path: Path) -> None:
         resolve_layout(trainer, config("flat"))
 
 
-@pytest.mark.parametrize("kind", MIXERS)
-def test_mixers_are_set_up(kind: str, tmp_path: Path) -> None:
-    model = make_model(kind)
-    before = [dict(vars(part)) for part in model.modules()]
-    layout = resolve_layout(make(model, tmp_path), config())
-    assert (
-        layout.name == "flat" and f"{type(mixers.find(model)[0]).__name__} by padded groups of samples" in layout.reason
-    )
-    assert ("attention by" in layout.reason) == mixers.has_attention(model)
-    layout.undo()
-    assert [dict(vars(part)) for part in model.modules()] == before
-
-
-def test_an_unknown_mixer_is_refused_by_name(tmp_path: Path) -> None:
-    model = make_model("llama")
-    model.model.layers[1].mlp.along = torch.nn.Conv1d(32, 32, 3)
-    words = (
-        "Conv1d at layers.1.mlp.along of llama is a convolution along the row, which carries one sample into the next"
-    )
-    assert words in resolve_layout(make(model, tmp_path), config()).reason
-    with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here: Conv1d.*set `layout: padded`"):
-        resolve_layout(make(model, tmp_path), config("flat"))
-
-
 def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) -> None:
     """A reference model, say, whose class does not let its attention function be replaced."""
     first, second = make_model("llama"), make_model("llama")
@@ -96,32 +71,14 @@ def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) 
     assert first.config._attn_implementation == "sdpa" and first.config.use_cache is True
 
 
-def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
-    model = make_model("llama")
-    refused = resolve_layout(make(model, tmp_path), config(), "the caller says so")
-    assert (refused.name, refused.reason) == ("padded", "the caller says so")
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_custom_model_is_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    assert "no model of transformers" in resolve_layout(make(model, tmp_path), config()).reason
-
-
-def test_masks_that_do_not_tell_samples_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of transformers 4 with torch 2.5: the tiny copy shows it, where `odb_varlen` makes none of its own."""
-    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    assert resolve_layout(make(make_model("llama"), tmp_path), config()).name == "flat"
-    monkeypatch.setattr(attention, "why_unusable", lambda model: "a release without it")
-    trainer = make(make_model("llama", kernel="eager"), tmp_path)
-    assert "computes something else on a flat row" in resolve_layout(trainer, config()).reason
-
-
-def test_attention_to_the_images_of_a_row_is_refused(tmp_path: Path) -> None:
-    """The tiny copy is given text alone."""
-    model = make_model("llama")
-    model.config.model_type = "mllama"
-    assert "images of that row" in resolve_layout(make(model, tmp_path), config()).reason
+@pytest.mark.parametrize("kind", ["of torch", "attends to images", "refused by its caller"])
+def test_a_model_that_is_refused_by_what_it_is(kind: str, tmp_path: Path) -> None:
+    """The tiny copy is given text alone, so it does not show attention to the images of a row."""
+    model = torch.nn.Linear(2, 2) if kind == "of torch" else make_model("llama")
+    if kind == "attends to images":
+        model.config.model_type = "mllama"
+    layout = resolve_layout(make(model, tmp_path), config(), "the caller" if kind == "refused by its caller" else None)
+    assert layout.name == "padded"
 
 
 def test_what_samples_of_the_dataset_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,20 +90,14 @@ def test_what_samples_of_the_dataset_do_not_reach(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("layout", ["auto", "flat"])
-def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(
-    layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(layout: str, tmp_path: Path) -> None:
     class Wider(LlamaForCausalLM):
         def __init__(self, config: Any, more: int):
             super().__init__(config)
 
     model = make_model("llama")
     model.__class__ = Wider
-    with caplog.at_level(logging.INFO, "odb_factory"):
-        assert resolve_layout(make(model, tmp_path), config(layout)).name == "flat"
-    assert [
-        line for line in caplog.messages if "checked on real rows alone: a tiny copy of Wider cannot be run" in line
-    ]
+    assert resolve_layout(make(model, tmp_path), config(layout)).name == "flat"
 
 
 # By the kernel
@@ -175,14 +126,18 @@ def test_kernels(
     model = make_model("llama", torch.bfloat16)
     model.config._attn_implementation_internal = kernel
     trainer = make(model, tmp_path)
+    model.config.use_cache = True
     trainer.args.__dict__["_setup_devices"] = torch.device(device)  # where torch would keep it
     found = resolve_layout(trainer, config(layout))
     assert (found.name, words in found.reason) == (name, True), found.reason
     assert found.with_boundaries == ("flash" in kernel)
     names = {"sdpa": attention.NAME, "eager": attention.EAGER_NAME} if name == "flat" else {}
     assert model.config._attn_implementation == names.get(kernel, kernel)
+    assert model.config.use_cache == (name == "padded"), (
+        "beside a cache transformers does not look for samples in a row"
+    )
     found.undo()
-    assert model.config._attn_implementation == kernel
+    assert model.config._attn_implementation == kernel and model.config.use_cache
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -196,16 +151,6 @@ def test_a_model_that_odb_varlen_does_not_fit_keeps_its_kernel(kernel: str, tmp_
     trainer.args.__dict__["_setup_devices"] = torch.device("cuda")
     assert resolve_layout(trainer, config()).name == "padded"
     assert resolve_layout(trainer, config("flat")).name == "flat"
-
-
-def test_the_cache_is_off_while_it_trains(tmp_path: Path) -> None:
-    """Beside a cache transformers does not look for samples in a row."""
-    trainer = make(make_model("llama"), tmp_path)
-    trainer.model.config.use_cache = True
-    layout = resolve_layout(trainer, config())
-    assert trainer.model.config.use_cache is False
-    layout.undo()
-    assert trainer.model.config.use_cache is True
 
 
 # By the check
@@ -224,11 +169,18 @@ def test_the_check_finds_what_is_refused_by_name_and_mixers_that_are_not_set_up(
     assert found is not None and ("something else on a flat row" in found or "position_ids" in found), found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [*ALLOWED, *MIXERS])
-def test_the_check_lets_pass_what_is_right(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in [*ALLOWED, *MIXERS]),
+        *((kind, torch.bfloat16) for kind in ("llama", "gpt_oss", "qwen3_5_text", "mamba2")),
+    ],
+    ids=str,
+)
+def test_what_is_right_is_flat_and_passes_the_check(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     trainer = make(make_model(kind, dtype), tmp_path)
-    resolve_layout(trainer, config())
+    layout = resolve_layout(trainer, config())
+    assert layout.name == "flat" and ("by padded groups of samples" in layout.reason) == (kind in MIXERS)
     assert check(trainer) is None
 
 
@@ -252,19 +204,6 @@ def train(model: Any, folder: Path, layout: str, dataset: Any = None, block: Any
     return toy_training.train(
         model, folder, dataset, block=None if layout == "stock" else block, **{"max_steps": 4} | changes
     )
-
-
-def test_auto_is_flat_where_it_is_right_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "odb_factory"):
-        flat = train(make_model("llama"), tmp_path / "auto", "auto")
-        told = [message for message in caplog.messages if message.startswith("layout: ")]
-    padded = train(make_model("llama"), tmp_path / "padded", "padded")
-    assert losses(flat) == pytest.approx(losses(padded), rel=1e-5)
-    assert all(line["rows"] == 1 and len(line["segments"]) == len(line["ids"]) for line in audit(tmp_path / "auto"))
-    assert any(line["rows"] > 1 for line in audit(tmp_path / "padded"))
-    kernel = "sdpa on runs of samples of equal length, because the device is cpu, not CUDA"
-    assert told == [f"layout: flat (model and attention kernel allow it, attention by odb_varlen: {kernel})"]
-    assert flat.model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
@@ -336,15 +275,6 @@ def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeyp
     assert not models["flat"].get_input_embeddings()._forward_hooks
     (told,) = [message for message in caplog.messages if message.startswith("neftune_noise_alpha: 20: ")]
     assert "per_device_train_batch_size: 1" in told and "\n" not in told
-
-
-def test_a_checkpoint_is_resumed_in_either_layout(tmp_path: Path) -> None:
-    """The samples of an optimizer step are the same, so is the training."""
-    saved = {"save_strategy": "steps", "save_steps": 2}
-    whole = train(make_model("llama"), tmp_path / "whole", "flat", **saved)
-    rmtree(tmp_path / "whole" / "checkpoint-4")
-    again = train(make_model("llama"), tmp_path / "whole", "padded", resume=True, **saved)
-    assert losses(again) == pytest.approx(losses(whole), rel=1e-5)
 
 
 def test_a_stream_is_looked_at_only_where_flat_is_asked_for(

@@ -18,7 +18,7 @@ from data.layout_models import IMAGE, VISION, Drawn, vision_model
 from distributed.ranks import run_ranks
 from toy import Rows
 from training.flat_models import make_model
-from training.toy_training import Sequential, audit, ids, losses, train
+from training.toy_training import Sequential, audit, collate, ids, losses, train
 from transformers import Trainer
 
 from odb_factory.data.collate import ROWS_TRIED
@@ -38,17 +38,6 @@ def masked(row: dict[str, Any], *places: int) -> dict[str, Any]:
     for place in places:
         mask[place] = 0
     return row
-
-
-def collate(rows: list[dict[str, Any]], *, left: bool = False) -> dict[str, torch.Tensor]:
-    length = max(len(row["input_ids"]) for row in rows)
-
-    def padded(values: list[int], fill: int) -> list[int]:
-        padding = [fill] * (length - len(values))
-        return padding + values if left else values + padding
-
-    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    return {key: torch.tensor([padded(row[key], fill) for row in rows]) for key, fill in fills.items()}
 
 
 def skips_positions(rows: list[dict[str, Any]], first: int) -> dict[str, torch.Tensor]:
@@ -126,24 +115,6 @@ def test_flat_names_the_row(name: str, on_error: str, tmp_path: Path) -> None:
     assert "odb.layout" in message and "row " in message and "on_error" not in message and "\n" not in message
     if case.is_late:
         assert f"row {LATE}: " in message
-
-
-@pytest.mark.parametrize("first_label", [False, True])
-def test_a_first_label_behind_padding_is_not_lost(first_label: bool, tmp_path: Path) -> None:
-    """Stock predicts it from padding. Without one, rows that are padded left are flat."""
-
-    def of(k: int) -> dict[str, Any]:
-        one = row(k)
-        return one | {"labels": one["input_ids"]} if first_label else one
-
-    case = Case(of, lambda rows: collate(rows, left=True))
-    if first_label:
-        with pytest.raises(ConfigError, match="predicted from padding"):
-            run(case, tmp_path / "flat", "flat")
-        return
-    auto = run(case, tmp_path / "auto", "auto")
-    assert losses(auto) == pytest.approx(losses(run(case, tmp_path / "stock", "stock")), rel=1e-5)
-    assert all(line["segments"] for line in audit(tmp_path / "auto"))
 
 
 def train_on_two_ranks(rank: int, output_dir: str, name: str, num_workers: int) -> dict[str, list[float]]:

@@ -6,47 +6,43 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed.ranks import run_ranks
+from support import read_audit
 from toy import Rows, a_micro_batch, pad
 from training.cases import TOKEN_BUDGET, Case, make_rows
 from training.gradient_ranks import RECORD, zero
-from training.oom_ranks import RESULTS, Short, train
+from training.oom_ranks import RESULTS, Short
 
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader
-from odb_factory.accounting.losses import loss_of, token_weights
-from odb_factory.config import LOSS_SCALINGS
-from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
 from odb_factory.memory import is_out_of_memory
 from odb_factory.planning import Budget, Cost, Media
 from odb_factory.training.oom import MemoryWatch, cut
 
 LIMIT_S = 300
-KINDS = ("gradients", "parameters")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 TEXT = Case("text", "float64", 2, keep=3, loss_scaling="stock")
-TEXT_32 = dataclasses.replace(TEXT, dtype="float32")
+ZERO = {"deepspeed": zero(1), "use_cpu": False}
 
 WITHOUT = {
     "text": Short(TEXT),
     "flat": Short(Case("text", "float64", 2, keep=3, layout="flat", loss_scaling="stock")),
     "images": Short(Case("vl", "float64", 2, keep=2, loss_scaling="stock")),
     "filled": Short(Case("text", "float64", 2, loss_scaling="none")),
-    "zero": Short(TEXT_32),
+    "float32": Short(dataclasses.replace(TEXT, dtype="float32")),
 }
 """Trainings for which there is memory enough."""
 
 
-def short(name: str, *most: int, phase: str = "forward", **block: Any) -> Short:
-    return dataclasses.replace(WITHOUT[name], most=most, phase=phase, world_size=len(most), block=block)
+def short(name: str, *most: int, phase: str = "forward", arguments: Any = None, **block: Any) -> Short:
+    return dataclasses.replace(WITHOUT[name], most=most, phase=phase, block=block, arguments=arguments or {})
 
 
 SPLIT = {
@@ -55,8 +51,9 @@ SPLIT = {
     "flat, backward": short("flat", 0, 56, phase="backward", oom="split"),
     "images, backward": short("images", 60, 70, phase="backward", oom="split"),
     "filled": short("filled", 60, 60, oom="split"),
-    "zero, backward": dataclasses.replace(
-        short("zero", 60, 56, phase="backward", oom="split"), arguments={"deepspeed": zero(1), "use_cpu": False}
+    "float32, zero": short("float32", 60, 56, phase="backward", arguments=ZERO, oom="split"),
+    "float32, checkpointing": short(
+        "float32", 60, 56, phase="backward", arguments={"gradient_checkpointing": True}, oom="split"
     ),
 }
 """The same with less memory on one rank or both."""
@@ -64,9 +61,7 @@ SKIP = {
     "text": short("text", 56, 0, oom="skip"),
     "flat, backward": short("flat", 0, 56, phase="backward", oom="skip"),
     "images, backward": short("images", 60, 70, phase="backward", oom="skip"),
-    "zero, backward": dataclasses.replace(
-        short("zero", 60, 56, phase="backward", oom="skip"), arguments={"deepspeed": zero(1), "use_cpu": False}
-    ),
+    "float32, zero": short("float32", 60, 56, phase="backward", arguments=ZERO, oom="skip"),
 }
 """What does not fit is left out."""
 ENDS = {
@@ -79,12 +74,11 @@ TWO_RANKS = WITHOUT | SPLIT | {f"skip, {name}": one for name, one in SKIP.items(
 
 @dataclass(frozen=True)
 class Trained:
-    """folder: of its files; ranks: what `oom_ranks.train` has returned on each; said, refused: by all ranks, of all."""
+    """folder: of its files; ranks: what `oom_ranks.train` has returned on each; said: by all ranks, of all."""
 
     folder: Path
     said: list[str]
     ranks: list[dict[str, Any]]
-    refused: list[dict[str, list[str]]] = field(default_factory=list)
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
@@ -95,7 +89,7 @@ class Trained:
         return json.loads((self.folder / "odb_summary.json").read_text())
 
     def audit(self, rank: int) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / f"odb_audit_rank{rank}.jsonl").read_text().splitlines()]
+        return read_audit(self.folder, rank)
 
 
 @pytest.fixture(scope="module")
@@ -111,27 +105,7 @@ def two_ranks(models, tmp_path_factory) -> dict[str, Trained]:
     outcomes = run_ranks("training.oom_ranks:train_all", folder, limit_s=LIMIT_S, **arguments)
     said = [outcome.said for outcome in outcomes]
     results = [json.loads((folder / RESULTS.format(rank=rank)).read_text()) for rank in range(2)]
-    found = zip(TWO_RANKS, *(of_rank["trained"] for of_rank in results))
-    refused = [of_rank["refused"] for of_rank in results]
-    return {name: Trained(folder / str(k), said, ranks, refused) for k, (name, *ranks) in enumerate(found)}
-
-
-def check_same(
-    trained: Trained, without: Trained, num_rows: int, *, steps: int | None = None, kinds: Sequence[str] = KINDS
-) -> None:
-    """The same gradients and parameters after the first so many optimizer steps (None: all), every row once."""
-    assert {(rank["leaked"], rank["error"]) for rank in trained.ranks} == {(0, None)}
-    assert sum(rank["fails"] for rank in trained.ranks) > 0
-    for kind in kinds:
-        of_steps = list(zip(trained.record[kind], without.record[kind]))[:steps]
-        assert steps or len(of_steps) == len(trained.record[kind]) == len(without.record[kind]) > 3
-        tolerance = TOLERANCE[str(next(iter(without.record[kind][0].values())).dtype).removeprefix("torch.")]
-        for one, other in of_steps:
-            assert one.keys() == other.keys()
-            assert all(torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance) for name in one)
-    lines = [line for rank in range(len(trained.ranks)) for line in trained.audit(rank)]
-    assert Counter(row for line in lines for row in line["ids"]) == Counter(dict.fromkeys(range(num_rows), 2))
-    assert trained.summary["oom_cuts"] == sum(rank["fails"] for rank in trained.ranks)
+    return {name: Trained(folder / str(k), said, ranks) for k, (name, *ranks) in enumerate(zip(TWO_RANKS, *results))}
 
 
 def num_rows(one: Short, models: dict[str, str]) -> int:
@@ -140,10 +114,22 @@ def num_rows(one: Short, models: dict[str, str]) -> int:
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_two_ranks_take_the_same_optimizer_steps(name: str, models, two_ranks) -> None:
+    """The same gradients and parameters (of `fill` in the first step, as later ones are filled otherwise)."""
     of = name.split(",")[0]
-    steps = 1 if of == "filled" else None
-    kinds = KINDS[1:] if of == "zero" else KINDS  # DeepSpeed takes its step before the Trainer could show gradients
-    check_same(two_ranks[name], two_ranks[of], num_rows(SPLIT[name], models), steps=steps, kinds=kinds)
+    trained, without = two_ranks[name], two_ranks[of]
+    fails = sum(rank["fails"] for rank in trained.ranks)
+    assert {(rank["leaked"], rank["error"]) for rank in trained.ranks} == {(0, None)}
+    assert trained.summary["oom_cuts"] == fails > 0
+    tolerance = TOLERANCE[SPLIT[name].case.dtype]
+    # DeepSpeed takes its step before the Trainer could show gradients.
+    for kind in ("parameters",) if "deepspeed" in SPLIT[name].arguments else ("gradients", "parameters"):
+        of_steps = list(zip(trained.record[kind], without.record[kind], strict=of != "filled"))
+        assert len(of_steps) > 3
+        for one, other in of_steps[: 1 if of == "filled" else None]:
+            assert one.keys() == other.keys()
+            assert all(torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance) for name in one)
+    rows = Counter(row for rank in range(2) for line in trained.audit(rank) for row in line["ids"])
+    assert rows == Counter(dict.fromkeys(range(num_rows(SPLIT[name], models)), 2))
 
 
 def test_plans_to_come_are_lower_on_all_ranks(two_ranks) -> None:
@@ -178,15 +164,21 @@ def test_a_micro_batch_that_does_not_fit_is_left_out(name: str, models, two_rank
     assert any("oom: skip: it is left out" in said for said in trained.said)
 
 
-def test_a_sample_alone_ends_all_ranks(two_ranks) -> None:
-    first, second = two_ranks["alone"].ranks
-    line = (
-        "out of memory in micro-batch 1 of 2 of optimizer step 1: 1 x 44 = 44 tokens (token_budget 96), samples 2; a "
-        "sample alone cannot be cut: lower cutoff_len to 33, or set `overlong: drop` with `token_budget: 33` to leave "
-        "out such samples."
-    )
-    assert (second["error"], second["cause"]) == (f"ODBError: {line}", "OutOfMemoryError")
-    assert first["error"] == f"ODBError: rank 1 left the training: {line}"
+@pytest.mark.parametrize(
+    ("name", "rank", "samples", "keys"),
+    [
+        ("alone", 1, "2", ["token_budget 96", "`overlong: drop`", "`token_budget: 33`"]),
+        ("raise", 0, "10, 8, 6", ["token_budget 96", "`token_budget: 72`", "`oom: split`"]),
+    ],
+)
+def test_all_ranks_end_and_say_what_to_lower(name: str, rank: int, samples: str, keys: list[str], two_ranks) -> None:
+    """In one line, on each rank that of the one that ran out."""
+    ranks = two_ranks[name].ranks
+    line = ranks[rank]["error"].removeprefix("ODBError: ")
+    assert ranks[rank]["cause"] == "OutOfMemoryError" and "\n" not in line
+    assert "micro-batch 1 of 2 of optimizer step 1: " in line and f"samples {samples}; " in line
+    assert all(key in line for key in keys)
+    assert f"rank {rank} left the training: {line}" in ranks[1 - rank]["error"]
 
 
 def test_skip_ends_all_ranks_where_an_optimizer_step_would_lose_most_of_its_loss(two_ranks) -> None:
@@ -194,27 +186,6 @@ def test_skip_ends_all_ranks_where_an_optimizer_step_would_lose_most_of_its_loss
     assert first["error"] == second["error"] and first["error"].startswith("ODBError: oom: skip has left out ")
     assert " of the loss of optimizer step 1, and at most 50% may be lost; set `token_budget: " in first["error"]
     assert "\n" not in first["error"]
-
-
-def test_raise_says_what_to_lower_on_all_ranks(two_ranks) -> None:
-    trained = two_ranks["raise"]
-    line = (
-        "out of memory in micro-batch 1 of 2 of optimizer step 1: 3 x 32 = 96 tokens (token_budget 96), samples 10, 8, "
-        "6; set `token_budget: 72` or less, or `oom: split`."
-    )
-    assert (trained.ranks[0]["error"], trained.ranks[0]["cause"]) == (f"ODBError: {line}", "OutOfMemoryError")
-    assert f"rank 0 left the training: {line}" in trained.ranks[1]["error"], "lost in the reduction of gradients"
-
-
-@pytest.mark.parametrize("engine", ["FSDP", "torch_compile", "ZeRO-1, overlapped", "ZeRO-2", "ZeRO-3"])
-def test_split_and_skip_are_refused_where_collectives_run_inside(engine: str, two_ranks) -> None:
-    if engine.startswith("ZeRO") and find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install deepspeed")
-    first, second = two_ranks["text"].refused
-    assert first == second
-    for line, policy in zip(first[engine], ("split", "skip"), strict=True):
-        assert line.startswith(f"odb.oom: '{policy}' works in one process, with DDP and ZeRO-1, and ")
-        assert "\n" not in line
 
 
 def test_a_loss_that_gathers_over_ranks_is_refused_before_it_waits(models, tmp_path) -> None:
@@ -229,31 +200,6 @@ def test_a_loss_that_gathers_over_ranks_is_refused_before_it_waits(models, tmp_p
     assert any(len(outcome.value) > 1 for outcome in outcomes)
 
 
-ONE_RANK = {
-    "without": Short(TEXT_32, (0,), world_size=1),
-    "forward": Short(TEXT_32, (70,), world_size=1, block={"oom": "split"}),
-    "backward, checkpointing": Short(
-        TEXT_32, (70,), "backward", 1, {"oom": "split"}, {"gradient_checkpointing": True, "save_strategy": "steps"}
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def one_rank(models, tmp_path_factory) -> dict[str, Trained]:
-    found = {}
-    for name, one in ONE_RANK.items():
-        folder = tmp_path_factory.mktemp("one")
-        arguments = one.arguments | ({"save_steps": 3} if "save_strategy" in one.arguments else {})
-        result = train(0, dataclasses.replace(one, arguments=arguments), models["text"], folder)
-        found[name] = Trained(folder, [], [result])
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in ONE_RANK if name != "without"])
-def test_one_process(name: str, models, one_rank) -> None:
-    check_same(one_rank[name], one_rank["without"], num_rows(ONE_RANK[name], models))
-
-
 # Its pieces
 
 
@@ -263,15 +209,6 @@ def sample(number: int, tokens: int, patches: int = 0) -> Sample:
 
 def measured(rows: int, length: int, patches: int) -> Measured:
     return Measured(rows, length, Media(patches), units=1)
-
-
-def micro_batch(samples: list[Sample]) -> MicroBatch:
-    return a_micro_batch(
-        ids=tuple(one.id for one in samples),
-        lengths=tuple(one.cost.tokens for one in samples),
-        units=tuple(one.cost.units for one in samples),
-        stock_units=tuple(10 + one.id for one in samples),
-    )
 
 
 @pytest.mark.parametrize(
@@ -285,12 +222,9 @@ def micro_batch(samples: list[Sample]) -> MicroBatch:
     ],
 )
 def test_the_larger_part_is_as_small_as_can_be(samples: list[Sample], layout: str, cut_at: int) -> None:
-    parts = cut((micro_batch(samples), samples), Budget(1000, layout=layout))
+    whole = a_micro_batch(**{key: tuple(range(len(samples))) for key in ("ids", "lengths", "units", "stock_units")})
+    parts = cut((whole, samples), Budget(1000, layout=layout))
     assert [of_part for _, of_part in parts] == [samples[:cut_at], samples[cut_at:]]
-    assert [part.samples for part, _ in parts] == [micro_batch(of_part).samples for _, of_part in parts]
-    assert [part.begins_optimizer_step for part, _ in parts] == [True, False]
-    again = cut(parts[1], Budget(1000))
-    assert again[0][0].start == cut_at < again[1][0].start
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
@@ -304,20 +238,6 @@ def test_a_rank_that_encodes_images_of_others_is_told_so(num_samples: int) -> No
         error = watch.error(a_micro_batch(ids=tuple(range(num_samples))), measured(1, 500, 0), 7)
         assert ", 4000 patches of all ranks encoded here, samples 0" in str(error)
         assert "; set `max_patches: 3000` or less." in str(error)
-
-
-@pytest.mark.parametrize("scaling", LOSS_SCALINGS)
-def test_parts_weigh_what_they_do_in_the_whole(scaling: str) -> None:
-    samples = [sample(0, 9), sample(1, 4), sample(2, 30), sample(3, 5)]
-    whole = micro_batch(samples)
-    weights = token_weights(whole, scaling, 2)
-    halves = cut((whole, samples), Budget(1000))
-    tasks = [task for half in halves for task in (cut(half, Budget(1000)) if len(half[1]) > 1 else [half])]
-    parts = [part for part, _ in tasks]
-    assert len(parts) > 2
-    assert sum((token_weights(part, scaling, 2) for part in parts), ()) == weights
-    losses = [loss_of(token_weights(part, scaling, 2), part.units) for part in parts]
-    assert sum(loss.scale for loss in losses) == pytest.approx(loss_of(weights, whole.units).scale)
 
 
 @pytest.mark.parametrize(

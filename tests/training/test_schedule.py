@@ -43,24 +43,6 @@ def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_r
     assert all(rate > 0 for rate in found[warmup_steps:])
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(14, 20), (20, 20), (100, 20), (1, 0)])
-def test_the_curve_has_something_left_after_its_warmup(total: int, warmup: int) -> None:
-    schedule = FillSchedule(None, None, is_shuffled=True, is_estimated=True)  # neither loader nor config is asked
-    steps = schedule.steps_of_schedule(total, warmup)
-    assert steps == warmup + max(total - warmup, 1)
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(1 - step / steps, 0.0))
-    schedule.follow(scheduler)
-    found = []
-    for step in range(1, 200):
-        schedule.advance(step, step / 200)
-        optimizer.step()
-        scheduler.step()
-        found.append(scheduler.get_last_lr()[0])
-    assert all(rate > 0 for rate in found)
-
-
 @pytest.mark.parametrize("case", ["in order", "small window"])
 def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(tiny_text, tmp_path, case: str) -> None:
     rates = Rates()
@@ -69,13 +51,6 @@ def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(ti
         train_short_then_long(tiny_text, tmp_path, block, in_order=case == "in order", rates=rates)
     assert "\n" not in str(refused.value)
     assert rates.rates == []
-
-
-def test_lr_scale_in_order_is_exact_where_the_window_holds_all(tiny_text, tmp_path) -> None:
-    rates = Rates()
-    block = FILL | {"buffer_size": 1024, "lr_scale": "linear"}
-    train_short_then_long(tiny_text, tmp_path, block, rates=rates, lr_scheduler_type="constant")
-    assert rates.rates[0] == pytest.approx(1e-3 * len(SHORT_THEN_LONG) / len(rates.rates) / 8)
 
 
 @pytest.mark.parametrize("name", ["GreedyLR", "ReduceLROnPlateau"])

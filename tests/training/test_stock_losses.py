@@ -16,10 +16,13 @@ import torch
 from distributed.ranks import run_ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from toy import Rows
+from training import toy_training
+from training.toy_training import collate, losses
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from odb_factory import ConfigError, enable_odb
+from odb_factory import ConfigError
 
 pytestmark = pytest.mark.stock
 
@@ -39,34 +42,8 @@ CONFIG = {
 # Rows and collators.
 
 
-def make_rows(
-    lengths: list[int], *, masks_first: bool = False, has_unsupervised: bool = False
-) -> list[dict[str, list[int]]]:
-    """has_unsupervised: every fifth row has no label with a loss."""
-    rows = []
-    for number, length in enumerate(lengths):
-        ids = [20 + (number * 31 + place * 7) % 400 for place in range(length)]
-        masked = length if has_unsupervised and number % 5 == 3 else int(masks_first)
-        rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
-    return rows
-
-
 LONG = [5 + number * 7 % 80 for number in range(24)]
 SHORT = [2 + number % 5 for number in range(24)]
-
-
-def collate(rows: list[dict[str, list[int]]], side: str = "right") -> dict[str, Tensor]:
-    length = max(len(row["input_ids"]) for row in rows)
-
-    def padded(values: list[int], fill: int) -> list[int]:
-        rest = [fill] * (length - len(values))
-        return values + rest if side == "right" else rest + values
-
-    return {
-        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
-        "labels": torch.tensor([padded(row["labels"], -100) for row in rows]),
-        "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
-    }
 
 
 def collate_with_names(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
@@ -146,38 +123,19 @@ def raises(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return token_mean(outputs, labels)
 
 
-class SampleMeans(Trainer):
-    """Divides by the accumulation itself."""
+def computes(loss_of: Callable[[Trainer, Any, Tensor, Any, Any], Tensor]) -> type[Trainer]:
+    """loss_of: the trainer, the outputs, labels, a value of each row and the number of items."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = sample_mean(outputs, labels) / self.args.gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
+    class Computes(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels, scale = inputs.pop("labels"), inputs.pop("scale", None)
+            outputs = model(**inputs)
+            loss = loss_of(self, outputs, labels, scale, num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
 
-
-class Divides(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = divided(outputs, labels, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-
-class Scales(Trainer):
-    """Reads a value of each row."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels, scale = inputs.pop("labels"), inputs.pop("scale")
-        outputs = model(**inputs)
-        loss = (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
-        return (loss, outputs) if return_outputs else loss
+    return Computes
 
 
 class Penalizes(Trainer):
@@ -198,6 +156,24 @@ class Stores(Trainer):
         self.items = num_items_in_batch
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Ignores(Trainer):
+    """Takes the model's loss as it is: stock adds up the means of its micro-batches."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+class ReturnsAnother(Trainer):
+    """Computes the model's loss and trains on another."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = token_mean(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
 
 
 class MeanOfMicroBatch(Stores):
@@ -236,6 +212,16 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     close: float = CLOSE
 
+    @property
+    def rows(self) -> list[dict[str, list[int]]]:
+        """has_unsupervised: every fifth row has no label with a loss."""
+        rows = []
+        for number, length in enumerate(self.lengths):
+            ids = [20 + (number * 31 + place * 7) % 400 for place in range(length)]
+            masked = length if self.has_unsupervised and number % 5 == 3 else int(self.masks_first)
+            rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+        return rows
+
 
 CASES = {
     "plain": Case(),
@@ -257,10 +243,26 @@ CASES = {
     "focal": Case(loss=focal),
     "by the root of the length": Case(loss=root_of_length),
     "z-loss": Case(loss=with_z_loss),
-    "a compute_loss of means": Case(trainer=SampleMeans),
-    "a compute_loss that divides": Case(masks_first=False, trainer=Divides),
-    "a compute_loss that reads a value of each row": Case(trainer=Scales, collate=collate_with_names),
+    "a compute_loss of means": Case(
+        trainer=computes(
+            lambda self, outputs, labels, *_: sample_mean(outputs, labels) / self.args.gradient_accumulation_steps
+        )
+    ),
+    "a compute_loss that divides": Case(
+        masks_first=False,
+        trainer=computes(lambda _, outputs, labels, scale, number: divided(outputs, labels, number)),
+    ),
+    "a compute_loss that reads a value of each row": Case(
+        trainer=computes(
+            lambda _, outputs, labels, scale, number: (
+                of_tokens(outputs, labels).sum(1) / counts(labels) * scale
+            ).mean()
+        ),
+        collate=collate_with_names,
+    ),
     "a compute_loss that stores the number": Case(trainer=Stores),
+    "a compute_loss that ignores the number": Case(trainer=Ignores),
+    "a compute_loss beside the model's own": Case(trainer=ReturnsAnother),
     "loss_is_scaled_for_ga": Case(trainer=MeanOfMicroBatch),
     "a model with a loss of its own": Case(model=OwnLoss),
 }
@@ -280,31 +282,25 @@ def train(case: Case, folder: Path, block: dict[str, Any] | None) -> tuple[list[
     arguments = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "logging_steps": 1,
         "learning_rate": 0.1,
         "optim": "sgd",
         "lr_scheduler_type": "constant",
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
         "seed": 1,
         "data_seed": 5,
         "remove_unused_columns": False,
     }
-    trainer = case.trainer(
+    trainer = toy_training.train(
         model,
-        TrainingArguments(str(folder), **arguments | case.arguments),
-        data_collator=case.collate,
-        train_dataset=make_rows(case.lengths, masks_first=case.masks_first, has_unsupervised=case.has_unsupervised),
+        folder,
+        Rows(case.rows.__getitem__, len(case.lengths)),
+        block=None if block is None else {"token_budget": BUDGET} | block,
+        trainer_class=case.trainer,
+        collate=case.collate,
+        compute_loss_func=case.loss,
+        **arguments | case.arguments,
     )
-    trainer.compute_loss_func = case.loss
-    if block is not None:
-        enable_odb(trainer, token_budget=BUDGET, **block)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], torch.cat(
-        [parameter.detach().flatten().float() for parameter in model.parameters()]
-    )
+    weights = torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
+    return losses(trainer), weights
 
 
 def distance(stock: tuple[list[float], Tensor], ours: tuple[list[float], Tensor]) -> float:

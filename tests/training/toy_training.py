@@ -65,9 +65,23 @@ def train(*args: Any, resume: Any = None, **changes: Any) -> Any:
     return trainer
 
 
-def audit(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Without the clock."""
-    return read_audit(folder, rank)
+def collate(rows: list[dict[str, Any]], side: str = "right") -> dict[str, torch.Tensor]:
+    """Rows of `input_ids` and `labels`, all of whose tokens are seen if they have no mask of their own."""
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        rest = [fill] * (length - len(values))
+        return values + rest if side == "right" else rest + values
+
+    masks = [row.get("attention_mask", [1] * len(row["input_ids"])) for row in rows]
+    return {
+        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
+        "labels": torch.tensor([padded(row["labels"], -100) for row in rows]),
+        "attention_mask": torch.tensor([padded(mask, 0) for mask in masks]),
+    }
+
+
+audit = read_audit
 
 
 def ids(folder: Path, rank: int = 0) -> Counter:
@@ -84,17 +98,13 @@ def history(trainer: Trainer) -> list[tuple[float, ...]]:
 
 
 class Rates(TrainerCallback):
-    """The learning rate of each optimizer step, and after it."""
+    """The learning rate of each optimizer step."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
-        self.after: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
         self.rates.append(lr_scheduler.get_last_lr()[0])
-
-    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-        self.after.append(lr_scheduler.get_last_lr()[0])
 
 
 class Sequential(Trainer):
