@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.data.ranks import gather_once
 from odb_factory.errors import ODBError
 from odb_factory.planning import Plan
 
@@ -103,39 +99,3 @@ def test_plans_that_differ(tmp_path: Path) -> None:
     """I6 is checked, not assumed: with the next gather, so one optimizer step may have been handed out."""
     for outcome in run_ranks("distributed.test_agreement:other_plan", tmp_path):
         assert "different plans" in outcome.value["error"] and outcome.value["batches"] <= 2
-
-
-def in_groups(rank: int) -> dict[str, Any]:
-    """Two groups of two ranks, each with a training of its own; nothing is made on the default group."""
-    first, second = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3]))
-    group = first if rank < 2 else second
-    if rank >= 2:
-        time.sleep(1)  # a call on the default group would wait, or meet another one
-    value = take_epoch(process_group=group, seed=rank // 2)
-    dist.barrier()  # rank 0 serves the store of all
-    return value | {"group_rank": dist.get_rank(group)}
-
-
-def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
-    """I2 within each group: every row once, whatever the other group does."""
-    ended = run_ranks("distributed.test_agreement:in_groups", tmp_path, world_size=4)
-    for first, second in (ended[:2], ended[2:]):
-        assert "rows" in first.value, (first, second)
-        assert sorted(first.value["rows"] + second.value["rows"]) == list(range(NUM_ROWS)), (first, second)
-        assert (first.value["group_rank"], second.value["group_rank"]) == (0, 1)
-
-
-def compare_often(rank: int) -> list[int]:
-    """Sockets of this rank after each comparison."""
-    counts = []
-    for number in range(4):
-        mine = [f"{one}:{number}".encode() * 30 * one for one in range(2)]
-        assert gather_once(mine[rank], 30) == mine
-        files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        counts.append(sum(os.path.exists(path) and os.readlink(path).startswith("socket:") for path in files))
-    return counts
-
-
-def test_comparisons_share_their_connections(tmp_path: Path) -> None:
-    for outcome in run_ranks("distributed.test_agreement:compare_often", tmp_path):
-        assert len(set(outcome.value)) == 1, outcome

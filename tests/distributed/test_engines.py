@@ -229,7 +229,6 @@ def cycle(number: int, of: int) -> list[int]:
 
 WORLDS = {
     "16 and 9": World((cycle(16, 16), cycle(9, 16))),
-    "200 and 161": World((cycle(200, 200), cycle(161, 200)), token_budget=1024),
     "30 times longer": World(([5] * 14, [150] * 14), token_budget=512),
     "12 and none": World((cycle(12, 12), cycle(0, 12)), pictures=True),
 }
@@ -258,18 +257,11 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     return folder / "out", audits
 
 
-def cell(name: str, nightly: bool = True, **odb: Any) -> Any:
-    return pytest.param(name, odb, marks=[pytest.mark.nightly] * nightly, id=f"{name}, {odb}")
-
-
 @pytest.mark.parametrize(
     ("name", "odb"),
     [
-        cell("16 and 9"),
-        cell("200 and 161"),
-        cell("30 times longer", layout="padded"),
-        cell("30 times longer", nightly=False, balance=True),
-        cell("16 and 9", join=False),  # planning: tests/data/test_fill_epoch.py
+        ("30 times longer", {"balance": True}),
+        pytest.param("16 and 9", {"join": False}, marks=pytest.mark.nightly),
     ],
 )
 def test_unequal_shards(tiny_text, tmp_path, name: str, odb: dict[str, Any]) -> None:
@@ -284,12 +276,10 @@ def test_unequal_shards(tiny_text, tmp_path, name: str, odb: dict[str, Any]) -> 
     remainder = len(world.usable) - sum(len(line["ids"]) for audit in audits for line in audit)
     summary = check_books(out, audits, left_out={"invalid": missing} if missing else {}, remainder=remainder)
     assert (remainder > 0) == (not join)
-    if odb.get("balance"):
+    if join:
         tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
         assert min(tokens) > 0.8 * max(tokens), "one has all the long rows, and both have as much to do"
         assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
-    elif not missing or not join:
-        assert summary["idle_micro_batches"] == 0, "each has rows for as many micro-batches"
 
 
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:

@@ -1,5 +1,4 @@
-"""Real `llamafactory-cli train`, killed in the middle, or ended by SIGTERM (`enable_jit_checkpoint`), and started again
-with the same command."""
+"""Real `llamafactory-cli train`, killed in the middle and started again with the same command."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from distributed.rows import row
 from distributed.test_engines import ENGINES, deepspeed_config
 from safetensors.torch import load_file
 from same_training import launch
-from support import read_jsonl, training_config, without_clock, write_dataset
+from support import training_config, without_clock, write_dataset
 
 NUM_ROWS = 200
 SAVE_STEPS = 3
@@ -58,12 +57,14 @@ def to_the_end(config: dict[str, Any], num_ranks: int) -> None:
         assert not run.left_behind()
 
 
-def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signals) -> tuple[int, Audits]:
+def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audits]:
     """End every process at once. Returns the optimizer step of the last checkpoint, and what was audited by then."""
     out = Path(config["output_dir"])
     with Run(config, num_ranks=num_ranks, env=ENV) as run:
         run.wait_until(lambda: checkpoint_of(out) >= 3 * SAVE_STEPS, "no checkpoint came")
-        end_all(run, how)
+        for pid in run.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         run.end(60)
     make_room(run)
     audits = []
@@ -71,12 +72,6 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signal
         whole, _, _ = (out / f"odb_audit_rank{rank}.jsonl").read_text().rpartition("\n")
         audits.append([without_clock(json.loads(line)) for line in whole.splitlines()])
     return checkpoint_of(out), audits
-
-
-def end_all(run: Run, how: signal.Signals) -> None:
-    for pid in run.processes():
-        with suppress(ProcessLookupError):
-            os.kill(pid, how)
 
 
 def make_room(run: Run) -> None:
@@ -111,7 +106,7 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
     whole = configuration(tiny_text, tmp_path / "whole", save_strategy="no", **changes)
     unbroken(whole, num_ranks)
     config = configuration(tiny_text, tmp_path / "killed", **changes)
-    checkpoint, first = killed_on_the_way(config, num_ranks, signal.SIGKILL)
+    checkpoint, first = killed_on_the_way(config, num_ranks)
     to_the_end(config, num_ranks)
 
     out = Path(config["output_dir"])
@@ -126,17 +121,6 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
     assert together == read_audits(Path(whole["output_dir"]), num_ranks)
     ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (out, whole["output_dir"]))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
-
-
-@pytest.mark.nightly
-def test_ended_by_sigterm_on_two_ranks_and_continued_by_one(tiny_text, tmp_path) -> None:
-    """The same optimizer steps, by the ranks there are."""
-    config = configuration(tiny_text, tmp_path / "killed")
-    checkpoint, first = killed_on_the_way(config, 2, signal.SIGTERM)
-    to_the_end(config | {"gradient_accumulation_steps": 4}, 1)
-    (audit,) = read_audits(Path(config["output_dir"]), 1)
-    lines = [line for part in (*up_to(first, checkpoint), audit[len(first[0]) :]) for line in part]
-    assert sorted(id for line in lines for id in line["ids"]) == list(range(NUM_ROWS))
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.nightly)])
@@ -155,68 +139,3 @@ def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     ]
     first, second = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
     assert len(first) == SAVE_STEPS + 2 and second == first
-
-
-# Preempted
-
-TOLERANCE = 2e-6
-AFTER_STEPS = 6
-
-
-def losses(out: Path) -> dict[int, float]:
-    """By optimizer step, as logged last."""
-    return {line["current_steps"]: line["loss"] for line in read_jsonl(out / "trainer_log.jsonl") if "loss" in line}
-
-
-def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bool) -> None:
-    """SIGTERM to these ranks; `kill`: SIGKILL to all as soon as they save."""
-    out = Path(config["output_dir"])
-    with Run(config, num_ranks=num_ranks, env=ENV) as run:
-        log = out / "trainer_log.jsonl"
-        run.wait_until(lambda: log.exists() and log.read_text().count("\n") >= AFTER_STEPS, "no step was taken")
-        pids = [run.rank_pid(rank) for rank in range(num_ranks)]
-        before = set(out.glob("checkpoint-*"))
-        for rank in ranks:
-            os.kill(pids[rank], signal.SIGTERM)
-        if kill:
-            run.wait_until(lambda: bool(set(out.glob("checkpoint-*")) - before), "nothing was saved", 60)
-            end_all(run, signal.SIGKILL)
-        ended = run.end(120)
-        if not kill:
-            assert ended.returncodes == [0], str(ended)
-            for said in ended.ranks:
-                assert "all ranks save optimizer step" in said, str(ended)
-        assert not run.left_behind()
-    make_room(run)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("engine", "num_ranks", "ranks", "kill"),
-    [
-        ("none", 1, [0], False),
-        ("ddp", 2, [0, 1], False),
-        ("ddp", 2, [1], False),
-        ("ddp", 2, [0, 1], True),
-        ("zero3", 2, [0], False),
-    ],
-)
-def test_a_preempted_run_goes_on(
-    tiny_text: Path, tmp_path: Path, engine: str, num_ranks: int, ranks: list[int], kill: bool
-) -> None:
-    changes: dict[str, Any] = {"enable_jit_checkpoint": True, "num_train_epochs": 2, "save_total_limit": 1}
-    changes |= {"save_steps": 5 if kill else 1000, "gradient_accumulation_steps": 8 // num_ranks}
-    if engine == "zero3":
-        changes |= {"deepspeed": deepspeed_config(3, tmp_path), "use_cpu": False}
-    whole = configuration(tiny_text, tmp_path / "whole", **changes | {"save_strategy": "no"})
-    unbroken(whole, num_ranks)
-    config = configuration(tiny_text, tmp_path / "preempted", **changes)
-    out = Path(config["output_dir"])
-    preempted(config, num_ranks, ranks, kill)
-    if not kill:
-        assert checkpoint_of(out) > AFTER_STEPS
-    to_the_end(config, num_ranks)
-    expected, found = losses(Path(whole["output_dir"])), losses(out)
-    assert found.keys() == expected.keys()
-    assert max(abs(found[step] - expected[step]) for step in expected) < TOLERANCE
