@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.invariants import Audits, read_audits
+from distributed.invariants import Audits, losses, read_audits
 from distributed.launch import Run
 from distributed.rows import row
 from distributed.test_engines import ENGINES, deepspeed_config
@@ -45,18 +45,6 @@ def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-def unbroken(config: dict[str, Any], num_ranks: int) -> None:
-    """Without a launcher."""
-    launch([config], Path(config["output_dir"]).parent, num_ranks, env=ENV)
-
-
-def to_the_end(config: dict[str, Any], num_ranks: int) -> None:
-    with Run(config, num_ranks=num_ranks, env=ENV) as run:
-        ended = run.end()
-        assert ended.returncodes == [0], str(ended)
-        assert not run.left_behind()
-
-
 def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audits]:
     """End every process at once. Returns the optimizer step of the last checkpoint, and what was audited by then."""
     out = Path(config["output_dir"])
@@ -66,7 +54,11 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audi
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.end(60)
-    make_room(run)
+    # A checkpoint that the kill has cut off would be refused in one line.
+    for folder in out.glob("checkpoint-*"):
+        if not (folder / "trainer_state.json").exists():
+            shutil.rmtree(folder)
+    run.folder.rename(run.folder.with_name("first_logs"))  # those of a second run stand beside them
     audits = []
     for rank in range(num_ranks):
         whole, _, _ = (out / f"odb_audit_rank{rank}.jsonl").read_text().rpartition("\n")
@@ -74,23 +66,10 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audi
     return checkpoint_of(out), audits
 
 
-def make_room(run: Run) -> None:
-    """Remove a checkpoint that a kill has cut off, as a person does: resumed, it would be refused in one line. The logs
-    of a second run stand beside those of the first."""
-    for folder in run.output_dir.glob("checkpoint-*"):
-        if not (folder / "trainer_state.json").exists():
-            shutil.rmtree(folder)
-    run.folder.rename(run.folder.with_name("first_logs"))
-
-
 def checkpoint_of(out: Path) -> int:
     """The optimizer step of the last whole checkpoint, 0 if there is none."""
     whole = [path.parent.name for path in out.glob("checkpoint-*/trainer_state.json")]
     return max((int(name.rpartition("-")[2]) for name in whole), default=0)
-
-
-def up_to(audits: Audits, optimizer_step: int) -> Audits:
-    return [[line for line in audit if line["optimizer_step"] <= optimizer_step] for audit in audits]
 
 
 @pytest.mark.timeout(600)
@@ -104,15 +83,19 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
     if engine == "zero2":
         changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False}
     whole = configuration(tiny_text, tmp_path / "whole", save_strategy="no", **changes)
-    unbroken(whole, num_ranks)
+    launch([whole], tmp_path / "whole", num_ranks, env=ENV)
     config = configuration(tiny_text, tmp_path / "killed", **changes)
     checkpoint, first = killed_on_the_way(config, num_ranks)
-    to_the_end(config, num_ranks)
+    with Run(config, num_ranks=num_ranks, env=ENV) as run:
+        ended = run.end()
+        assert ended.returncodes == [0], str(ended)
+        assert not run.left_behind()
 
     out = Path(config["output_dir"])
     audits = read_audits(out, num_ranks)
     second = [audit[len(before) :] for audit, before in zip(audits, first)]
-    together = [kept + rest for kept, rest in zip(up_to(first, checkpoint), second)]
+    kept = [[line for line in audit if line["optimizer_step"] <= checkpoint] for audit in first]
+    together = [before + rest for before, rest in zip(kept, second)]
     emitted = sorted(id for audit in together for line in audit for id in line["ids"])
     assert emitted == list(range(NUM_ROWS)), "I2"
     for before, rest in zip(first, second):
@@ -134,8 +117,5 @@ def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     again = whole | {"resume_from_checkpoint": f"{whole['output_dir']}/checkpoint-{SAVE_STEPS}"}
     again["output_dir"] = str(tmp_path / "again")
     launch([whole, again], tmp_path, env=ENGINES[engine].env | ENV)
-    logs = [
-        json.loads(Path(one["output_dir"], "trainer_state.json").read_text())["log_history"] for one in (whole, again)
-    ]
-    first, second = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
+    first, second = (losses(Path(one["output_dir"])) for one in (whole, again))
     assert len(first) == SAVE_STEPS + 2 and second == first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from stock import load_data, load_stock
-from support import noise, training_config, write_dataset
+from support import training_config, write_dataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
@@ -21,7 +20,6 @@ from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
-from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Budget
 
@@ -131,48 +129,6 @@ def test_window_of_1024_image_samples_holds_no_pixels(vl: Setting, capsys: pytes
     assert held < pixels / 100
 
 
-def test_images_are_not_opened_for_pixels_at_observation(vl: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    from PIL import ImageFile
-
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("an image was decoded"))
-    for index in range(48, 72):
-        vl.observe(index)
-
-
-def test_filler_of_a_text_only_group_is_known(vl: Setting, text: Setting) -> None:
-    assert vl.collation.pad_to_multiple_of == 8
-    assert vl.collation.dummy_media_tokens > 0 and vl.collation.dummy_media_patches > 0
-    assert (text.collation.dummy_media_tokens, text.collation.dummy_media_patches) == (0, 0)
-
-
-def test_images_inside_the_dataset_stay_encoded_until_collation(tiny_vl, tmp_path) -> None:
-    """A parquet file with an image column, one picture turned by its EXIF data: batches still equal stock's."""
-    picture = noise((120, 70)).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
-    picture.save(tmp_path / "turned.jpg", exif=exif)
-    picture.save(tmp_path / "plain.png")
-    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "noise"}]
-    features = datasets.Features(
-        {
-            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-            "images": datasets.Sequence(datasets.Image()),
-        }
-    )
-    rows = {"messages": [turns] * 2, "images": [[str(tmp_path / name)] for name in ("turned.jpg", "plain.png")]}
-    write_dataset(tmp_path, {"pictures": [{"messages": turns, "images": ["plain.png"]}]})
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "pictures.parquet")
-    info = json.loads((tmp_path / "dataset_info.json").read_text().replace("pictures.json", "pictures.parquet"))
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    setting = Setting(training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures"))
-    samples = [setting.observe(index) for index in range(2)]
-    assert all(isinstance(unpack(sample.features)["images"][0], EncodedImage) for sample in samples)
-    ours = OpenMedia(setting.collator)([unpack(sample.features) for sample in samples])
-    assert_same_batch(ours, setting.collator([dict(setting.stock["train_dataset"][index]) for index in range(2)]))
-    grids = ours["image_grid_thw"].tolist()
-    assert grids[0][1:] == grids[1][:0:-1], "one lies, one stands"
-
-
 def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path) -> None:
     config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures", cutoff_len=48)
     sample = Setting(config).observe(1)
@@ -277,16 +233,6 @@ def test_the_collator_answers_as_the_one_it_stands_for(text: Setting) -> None:
     assert pickle.loads(pickle.dumps(OpenMedia("any"))).collator == "any"
     with pytest.raises(AttributeError):
         ours.nothing_of_that_name  # noqa: B018
-
-
-def test_rows_that_stock_drops_are_dropped_and_counted(tiny_text, tmp_path) -> None:
-    good = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    rows = [{"messages": good}, {"messages": good[:1]}, {"messages": good}]
-    setting = Setting(training_config(tiny_text, write_dataset(tmp_path, {"texts": rows}), tmp_path / "out"))
-    assert len(setting.stock["train_dataset"]) == 2
-    rejection = setting.observe(1)
-    assert (rejection.reason, rejection.fatal) == ("invalid", False)
-    assert not isinstance(setting.observe(2), Rejection)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

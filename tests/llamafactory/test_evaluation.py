@@ -15,7 +15,6 @@ from support import noise, training_config, write_dataset
 from transformers import GenerationMixin, Qwen2ForCausalLM, TrainerCallback
 
 from odb_factory.errors import DataError
-from odb_factory.training.session import Session
 
 RELATIVE = 1e-6
 NOT_COMPARED = ("runtime", "per_second", "logits/")
@@ -84,10 +83,8 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = write_uneven_rows(tmp_path, {"one": 20, "other": 24})
-    """Its loader, whose workers persist, is that of the first."""
     changes = {"max_steps": 2, "eval_steps": 1, "eval_strategy": "steps", "per_device_eval_batch_size": 4}
-    changes |= {"eval_on_start": True}
-    changes |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    changes |= {"eval_on_start": True, "dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     config = training_config(
         tiny_text, data, tmp_path / "stock", dataset="one", eval_dataset="other", cutoff_len=120, **changes
     )
@@ -99,20 +96,12 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
             raise torch.OutOfMemoryError("as of an accelerator")
         return forward(model, *args, **kwargs)
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        made.extend([args[3].reason] if "is_evaluated" in kwargs else ())
-        return make_loader(*args, **kwargs)
-
-    made, make_loader = list[str](), Session.make_loader
     stock = train(config)
-    monkeypatch.setattr(Session, "make_loader", make)
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", of_little)
     ours = train(config | {"output_dir": str(tmp_path / "odb"), "odb": {"token_budget": 300, "eval_token_budget": 400}})
     cuts = [number for number, said in enumerate(caplog.messages) if "in an evaluation" in said]
     ends = [number for number, said in enumerate(caplog.messages) if said.startswith("evaluated 24 rows")]
     assert cuts and len(ends) > 1 and max(cuts) < ends[0]
-    of_training = [not reason.startswith("outside of training, or not checked") for reason in made]
-    assert of_training == [False, True, False], "before the check of the layout, in the training, after it"
     for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
         assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}
 

@@ -65,26 +65,3 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
             continue  # of samples whose weights differ; how many tokens each has is not in the audit
         weights = sum(line["weight"] for line in of_step) / num_ranks
         assert weights <= 1.00001
-
-
-@pytest.mark.nightly
-def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, tmp_path) -> None:
-    changes = {"gradient_accumulation_steps": 2, "odb": {"on_error": "raise"}}
-    config = configured(tiny_vl, tmp_path / "odb", FADING, **changes)
-    for rank in trained(config, 2, may_fail=True):
-        assert rank.returncode and "row 5 of" in rank.said and "cannot be collated" in rank.said, rank
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_row_that_is_found_too_late_weighs_nothing(tiny_vl, tmp_path, num_ranks: int) -> None:
-    """Every row is a micro-batch of its own, of which workers collate two ahead."""
-    fading = {k: f"gone{k}.png" for k in range(12, 16)}
-    changes = {"gradient_accumulation_steps": 8 // num_ranks, "odb": {"token_budget": 40, "layout": "padded"}}
-    config = configured(tiny_vl, tmp_path / "odb", fading, **changes)
-    trained(config, num_ranks)
-    folder = Path(config["output_dir"])
-    audits = read_audits(folder, num_ranks)
-    summary = check_books(folder, audits, left_out={"collation": 4})
-    weights = [line["weight"] for audit in audits for line in audit if line["optimizer_step"] == 2]
-    assert sum(weights) / num_ranks + summary["lost_weight"] == pytest.approx(1)

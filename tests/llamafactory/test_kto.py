@@ -95,9 +95,6 @@ def test_a_partner_without_an_answer_is_told(tiny_text: Path, rows_dir: Path, tm
 # The training
 
 
-WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7}
-
-
 def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     """Stock's micro-step is 2 x 2 rows on two ranks and 4 rows on one: the same estimates, losses, weights. The figures
     are those of both ranks."""
@@ -130,20 +127,3 @@ def test_rows_with_videos_are_refused() -> None:
 
 
 # The wide grid.
-
-
-@pytest.mark.nightly
-def test_one_estimate_of_an_optimizer_step_on_two_ranks(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
-    """I8: as stock on one rank that takes each optimizer step at once."""
-    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "odb": BLOCK | {"loss_scaling": "exact"}}
-    common = WEIGHED | {"dataset": "whole"}
-    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", **common, **two), 2)
-    stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", **common, per_device_train_batch_size=8))
-    report("kto, 2 ranks, exact", check_same_training(ours, stock, counts_other_tokens=True))
-
-
-@pytest.mark.nightly
-def test_filled_batches(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
-    block = BLOCK | {"global_batch_size": "fill", "buffer_size": 8}
-    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", dataset="odd", odb=block))
-    assert sum(map(len, ours.rows)) == 2 * NUM_ROWS["odd"]

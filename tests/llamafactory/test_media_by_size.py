@@ -22,7 +22,6 @@ from support import noise
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import media
 from odb_factory.llamafactory.attach import _check_tiles
 from odb_factory.llamafactory.media import MediaObserver, clips_by_length, images_by_size
 from odb_factory.planning import Media
@@ -82,16 +81,6 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
     assert sum("observed through the real processor" in one for one in caplog.messages) == 2
     blank, noisy = Image.new("RGB", (90, 91), "black"), noise((90, 91)).convert("RGB")
     assert media.count_media([blank], None, None, []) == media.count_media([noisy], None, None, []) > Media()
-
-
-def test_no_more_is_remembered_than_fits(monkeypatch) -> None:
-    monkeypatch.setattr(media, "MAX_REMEMBERED", 3)
-    plugin, _, processor = build("llava_next")
-    memory = images_by_size(plugin, processor)
-    assert memory is not None
-    for width in range(60, 70):
-        memory.answer([(width, 80)])
-    assert [sizes for sizes, _ in memory._known] == [((width, 80),) for width in (67, 68, 69)]
 
 
 def test_a_cap_that_would_not_be_kept_is_refused() -> None:

@@ -235,15 +235,6 @@ def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[
         assert sum(pop_step_info(batch).units for batch in loader) == units
 
 
-def test_an_item_to_which_cost_fn_gives_no_unit_is_left_out() -> None:
-    """Its mean loss would be one over nothing."""
-    items, collate, cost_fn, *_ = tagged_tokens()
-    items[3] |= {"labels": [-100] * len(items[3]["labels"])}
-    with ODBDataLoader(items, STEP, token_budget=64, collate_fn=collate, cost_fn=cost_fn) as loader:
-        assert {id for batch in loader for id in pop_step_info(batch).ids} == set(range(NUM_ROWS)) - {3}
-        assert loader.stats()["odb/skipped"] == 1
-
-
 def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "odb_factory"):
         with loader_of() as loader:
