@@ -34,26 +34,24 @@ def workplace(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainings(odb_factory, workplace: Path) -> dict[str, subprocess.CompletedProcess]:
     """Real runs side by side: two of two optimizer steps, with torch's own activation switched off; one refused."""
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    two_steps = ("max_steps=2", "gradient_accumulation_steps=1", "odb.token_budget=512", "ddp_backend=gloo")
+    two_steps = ("max_steps=2", "gradient_accumulation_steps=1", "odb.token_budget=512")
     started = {
         name: odb_factory("train", YAML, f"output_dir=saves/{name}", *arguments, cwd=workplace, **environment)
         for name, arguments, environment in (
             ("plain", two_steps, off),
-            ("by torchrun", two_steps, off | {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}),
+            ("torchrun", (*two_steps, "ddp_backend=gloo"), off | {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1"}),
             ("wrong block", ("odb.token_bugdet=1",), {}),
         )
     }
     return {name: command.end() for name, command in started.items()}
 
 
-@pytest.mark.parametrize("name", ["plain", "by torchrun"])
-def test_trains_with_odb_although_torch_does_not_activate(
-    trainings: dict[str, subprocess.CompletedProcess], workplace: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["plain", "torchrun"])
+def test_trains_with_odb_although_torch_does_not_activate(trainings, workplace, name: str) -> None:
     ended = trainings[name]
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-4000:]
-    assert ("Initializing 1 distributed tasks" in output) == (name == "by torchrun")
+    assert ("Initializing 1 distributed tasks" in output) == (name == "torchrun")
     assert "layout: flat" in output and "layout: padded" not in output
     summary = json.loads((workplace / "saves" / name / "odb_summary.json").read_text(encoding="utf-8"))
     assert (summary["optimizer_steps"], summary["samples"], summary["left_out"]) == (2, 4, {})

@@ -10,8 +10,6 @@ from typing import Any
 
 import datasets
 import pytest
-from llamafactory.data import converter as stock_converter
-from llamafactory.train.tuner import run_exp
 from PIL import Image
 from stock import load_data
 from support import noise, training_config
@@ -88,29 +86,16 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alpaca = {"columns": {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}}
     alpaca["columns"]["history"] = "history"
     openai_tags = SHAREGPT_TAGS | {"observation_tag": "tool", "function_tag": "function", "system_tag": "system"}
-    info: dict[str, Any] = {
-        "alpaca": {"file_name": "alpaca.json"} | alpaca,
-        "sharegpt": {"file_name": "sharegpt.json", "formatting": "sharegpt"},
-        "tools": {
-            "file_name": "tools.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations", "tools": "tools", "system": "system"},
-        },
-        "openai": {
-            "file_name": "openai.json",
-            "formatting": "openai",
-            "columns": {"messages": "messages"},
-            "tags": openai_tags,
-        },
-        "pictures": {
-            "file_name": "pictures.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages", "images": "images"},
-            "tags": SHAREGPT_TAGS,
-        },
-        "fewer": {"file_name": "alpaca.json", "num_samples": 9} | alpaca,
-        "more": {"file_name": "alpaca.json", "num_samples": 20} | alpaca,
+    sharegpt: dict[str, Any] = {"formatting": "sharegpt"}
+    described = {
+        "alpaca": alpaca,
+        "sharegpt": sharegpt,
+        "tools": sharegpt | {"columns": {"messages": "conversations", "tools": "tools", "system": "system"}},
+        "openai": {"formatting": "openai", "columns": {"messages": "messages"}, "tags": openai_tags},
+        "pictures": sharegpt | {"columns": {"messages": "messages", "images": "images"}, "tags": SHAREGPT_TAGS},
     }
+    info = {name: {"file_name": f"{name}.json"} | one for name, one in described.items()}
+    info |= {name: info["alpaca"] | {"num_samples": count} for name, count in (("fewer", 9), ("more", 20))}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
 
@@ -242,33 +227,6 @@ def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path
     stock = load_data(config)
     monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
     assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
-
-
-def test_before_the_first_step_a_window_is_converted_and_no_more(tiny_text, tmp_path, monkeypatch) -> None:
-    """The rows touched before training begins are bounded by window and prefetch, however many the dataset has."""
-    touched = {}
-    for rows in (400, 4000):
-        folder = tmp_path / str(rows)
-        folder.mkdir()
-        (folder / "texts.json").write_text(json.dumps([_sharegpt(3 * k) for k in range(rows)]), encoding="utf-8")
-        info = {"texts": {"file_name": "texts.json", "formatting": "sharegpt"}}
-        (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-        count = 0
-        converter = stock_converter.DATASET_CONVERTERS["sharegpt"]
-
-        class Counting(converter):
-            def __call__(self, example: Any) -> Any:
-                nonlocal count
-                count += 1
-                return super().__call__(example)
-
-        monkeypatch.setitem(stock_converter.DATASET_CONVERTERS, "sharegpt", Counting)
-        # In the training process, where it can be counted.
-        changes = {"dataloader_num_workers": 0, "max_steps": 1, "odb": BLOCK}
-        run_exp(training_config(tiny_text, folder, folder / "out", **changes))
-        touched[rows] = count
-        monkeypatch.undo()
-    assert touched[400] == touched[4000] <= 100
 
 
 def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_text, formats, tmp_path) -> None:

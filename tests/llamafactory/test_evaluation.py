@@ -39,8 +39,6 @@ CELLS = {
     "kto": Cell("kto", EVALUATED, block=BLOCK),
     "smoothed": Cell(changes=EVALUATED | {"label_smoothing_factor": 0.1}, block=BLOCK),
 }
-MORE = {stage: Cell(stage, EVALUATED, block=BLOCK) for stage in ("dpo", "rm")}
-"""Of the full grid: their trainings on two ranks are evaluated in `test_same_training.py`."""
 STOCK_S = (
     "this evaluation: figures of CustomKTOTrainer depend on which rows share a batch",
     "this evaluation: the trainer computes the loss in place of the model",
@@ -61,22 +59,16 @@ def evaluated(training: Training) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("cells", "stocks"),
-    [(CELLS, STOCK_S), pytest.param(MORE, (), marks=pytest.mark.nightly)],
-    ids=["cells", "more"],
-)
-def test_figures_are_those_of_stock_on_two_ranks(
-    cells: dict[str, Cell], stocks: tuple[str, ...], config_of: Config, tmp_path: Path
-) -> None:
-    for name, (ours, stock) in run_cells(cells, config_of, tmp_path / "ranks", 2, limit_s=560).items():
+def test_figures_are_those_of_stock_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
+    """Those of dpo and rm: in the trainings of `test_same_training.py`."""
+    for name, (ours, stock) in run_cells(CELLS, config_of, tmp_path / "ranks", 2, limit_s=560).items():
         assert evaluated(stock)
         for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
             assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}, name
     log = (tmp_path / "ranks" / "rank0.log").read_text(encoding="utf-8")
     in_and_after = 2  # evaluations of a training
-    assert log.count("[odb] evaluated ") == in_and_after * (len(cells) - len(stocks))
-    assert all(log.count(f"has no effect on {one}") == in_and_after for one in stocks)
+    assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - len(STOCK_S))
+    assert all(log.count(f"has no effect on {one}") == in_and_after for one in STOCK_S)
 
 
 def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
@@ -107,9 +99,7 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
 
 
 @pytest.mark.timeout(600)
-def test_generated_text_is_that_of_stock(
-    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_generated_text_is_that_of_stock(tiny_text, tmp_path, monkeypatch, caplog) -> None:
     """Greedy; prompts of one length share a batch, and the file has the order of the rows. So it is where memory holds
     two prompts and no more."""
     data = write_uneven_rows(tmp_path, {"one": 20, "other": 13})

@@ -39,33 +39,6 @@ def build(name: str, **options: Any) -> tuple[Any, Any, Any]:
     return get_mm_plugin(name, **NAME[name]), tokenizer, processor
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "one_by_one"),
-    [
-        ("llava_next", {}, True),
-        ("gemma3", {}, True),
-        ("gemma3", {"image_do_pan_and_scan": True}, None),
-        ("mllama", {}, False),
-    ],
-)
-def test_what_is_remembered_is_what_the_processor_says(
-    name: str, options: dict[str, Any], one_by_one: bool | None
-) -> None:
-    """Sizes that were not tried at start, in several orders; how pan and scan counts crops depends on the release."""
-    plugin, _, processor = build(name, **options)
-    memory = images_by_size(plugin, processor)
-    assert memory is not None and one_by_one in (memory.one_by_one, None)
-    for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
-        real = plugin._get_mm_inputs([noise(size).convert("RGB") for size in sizes], [], [], processor)
-        found = memory.answer(sizes)
-        assert found.keys() == real.keys()
-        for key, value in real.items():
-            assert np.shape(found[key]) == np.shape(value)
-            if key not in ("pixel_values", "aspect_ratio_mask"):
-                assert np.array_equal(np.asarray(found[key]), np.asarray(value)), key
-        assert all(value.untyped_storage().nbytes() < 64 for key, value in found.items() if key == "pixel_values")
-
-
 def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkeypatch) -> None:
     """A processor that leaves out white borders, as none of LLaMA-Factory's does today."""
     plugin, tokenizer, processor = build("llava_next")

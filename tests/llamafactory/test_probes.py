@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import av
-import datasets
 import pytest
 from llamafactory import launcher
 from llamafactory.data import mm_plugin
@@ -87,20 +85,6 @@ def test_what_is_replaced_is_where_it_was(config: dict[str, Any]) -> None:
     assert "__file__" in inspect.unwrap(launcher.launch).__code__.co_names, "torchrun is given another file"
 
 
-def test_datasets_and_pillow_keep_images() -> None:
-    """`datasets` decodes and encodes a cell of images, and Pillow keeps sizes, as `media` takes for granted."""
-    image = Image.frombytes("RGB", (3, 2), bytes(range(18)))
-    stored = io.BytesIO()
-    image.save(stored, "PNG")
-    feature = datasets.Image()
-    opened = feature.decode_example({"bytes": stored.getvalue(), "path": None})
-    again = feature.encode_example(opened)
-    assert {"bytes", "path"} <= set(again) and opened.format == "PNG"
-    assert {one.convert("RGB").tobytes() for one in (opened, feature.decode_example(again))} == {image.tobytes()}
-    blank = media.SizeOnlyImage((3, 2))
-    assert (blank.size, blank.width, blank.height, blank.mode) == ((3, 2), 3, 2, "RGB")
-
-
 CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "_system": ("align_dataset", lambda row: {"_system": "be brief"}),
     "input_ids": ("_get_preprocessed_dataset", lambda row: {"input_ids": row["input_ids"][:-1]}),
@@ -127,9 +111,7 @@ def test_another_processor_of_rows_is_found(config: dict[str, Any], monkeypatch:
         load(config)
 
 
-def test_other_sizes_of_images_turn_to_the_real_processor(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -> None:
     """`_regularize_images` answers otherwise than the processor resizes: patches are then counted by pixels."""
     patches = media.MediaObserver.count_media
     online = load(config)

@@ -36,9 +36,7 @@ def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_a_newer_release_is_told_once_and_goes_on(
-    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
-) -> None:
+def test_a_newer_release_is_told_once_and_goes_on(tiny_text, data_dir, tmp_path, monkeypatch, logged) -> None:
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 64})
     get_train_args(dict(config))
     assert logged() == [], "the release that is installed is known"

@@ -24,9 +24,7 @@ def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathF
 # What is refused, and what is said.
 
 
-def test_documents_stay_whole_and_that_is_said(
-    config_of: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_documents_stay_whole_and_that_is_said(config_of, tmp_path, caplog) -> None:
     given = config_of("pt", tmp_path, odb=ODB)
     assert get_train_args(given)[1].packing is False and "packing" not in given
     assert len([message for message in caplog.messages if "documents stay whole" in message]) == 1

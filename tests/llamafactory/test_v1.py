@@ -142,9 +142,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 
 
 @pytest.fixture(scope="module")
-def arguments(
-    rows: Path, tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[str, Any]]:
+def arguments(rows: Path, tiny_text, tiny_vl, tmp_path_factory) -> Callable[..., dict[str, Any]]:
     models = TinyModels(tiny_text, tiny_vl, tmp_path_factory.mktemp("v1_models"))
 
     def get(output_dir: Path, **changes: Any) -> dict[str, Any]:

@@ -245,9 +245,7 @@ def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("changes", [{}, {"global_batch_size": "fill"}, {"gradient_accumulation_steps": 4}])
-def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(
-    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(changes: dict[str, Any], caplog) -> None:
     """There `batch_size=1` is required; here it asks for optimizer steps of one sample."""
     snippet = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 64, "loss_scaling": "exact"}
     with caplog.at_level(logging.INFO, "odb_factory"):

@@ -160,9 +160,7 @@ def losses(model: Any, loader: ODBDataLoader) -> dict[int, float]:
     return dict(sums)
 
 
-def test_a_cache_that_hides_samples_is_switched_off(
-    tiny_text: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_hides_samples_is_switched_off(tiny_text, caplog, monkeypatch) -> None:
     """I10: as models come, they have their cache on, and samples of a row see each other without a word."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
     settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate}
