@@ -204,7 +204,6 @@ def deviation(ours: Training, stock: Training) -> Deviation:
             figures[f"state.{name}"] = _relative(ours.state[name], stock.state[name])
     assert ours.weights.keys() == stock.weights.keys()
     pairs = [(ours.weights[name].double(), its.double()) for name, its in stock.weights.items() if name != HEAD_BIAS]
-    assert all(tensor.dtype in (torch.float32, torch.float64) for tensor in stock.weights.values())
     weights = tensor = 0.0
     if pairs:  # FSDP has saved none here
         differences = torch.stack([(mine - its).norm() for mine, its in pairs])
@@ -237,6 +236,7 @@ def check_same_training(
     for number, (mine, its) in enumerate(zip(ours.rows, stock.rows)):
         assert mine == its, f"optimizer step {number} has other rows"
     assert ours.learning_rates == stock.learning_rates, "to the last digit"
+    assert all(tensor.dtype in (torch.float32, torch.float64) for tensor in stock.weights.values())
     found = deviation(ours, stock)
     not_compared = {"total_flos"} if shards_parameters or counts_other_tokens else set()
     not_compared |= {"num_input_tokens_seen"} if counts_other_tokens else set()
@@ -391,62 +391,48 @@ def write_rows(folder: Path) -> Path:
     ]
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
         noise(size).convert("RGB").save(folder / f"{name}.png")
-    pictures = []
-    for k, pair in enumerate(pairs[:NUM_PICTURES]):
-        images = ([], ["wide.png"], ["tall.png", "wide.png"])[k % 3]
-        asked = {"from": "human", "value": "<image>" * len(images) + pair["conversations"][0]["value"]}
-        pictures.append(pair | {"conversations": [asked], "images": images})
     talks = [{"conversations": pair["conversations"] + [pair["chosen"]]} for pair in pairs]
     judged = [talk | {"good": k % 3 > 0} for k, talk in enumerate(talks)]
-    albums = [{"conversations": one["conversations"] + [one["chosen"]], "images": one["images"]} for one in pictures]
+    images_of = ([], ["wide.png"], ["tall.png", "wide.png"])
+    albums = [with_media(talk, "images", images_of[k % 3]) for k, talk in enumerate(talks[:NUM_PICTURES])]
+    pictures = [
+        pair | {"conversations": album["conversations"][:1], "images": album["images"]}
+        for pair, album in zip(pairs, albums)
+    ]
     clip = ["wide.png"] * 4
-    scenes = [one | {"videos": [clip] if k % 4 == 1 else []} for k, one in enumerate(albums)]
-    for one in scenes:
-        asked, answer = one["conversations"]
-        asked = asked | {"value": "<video>" * len(one["videos"]) + asked["value"]}
-        one["conversations"] = [asked, answer]
-    sounds = []
-    for k, talk in enumerate(talks):
-        names = [write_noise(folder / f"{k}_{clip}.wav", 3000 + 700 * k) for clip in range((0, 1, 2)[k % 3])]
-        asked, answer = talk["conversations"]
-        asked = asked | {"value": "<audio>" * len(names) + asked["value"]}
-        sounds.append({"conversations": [asked, answer], "audios": names})
+    scenes = [with_media(one, "videos", [clip] if k % 4 == 1 else []) for k, one in enumerate(albums)]
+    sounds = [
+        with_media(talk, "audios", [write_noise(folder / f"{k}_{n}.wav", 3000 + 700 * k) for n in range(k % 3)])
+        for k, talk in enumerate(talks)
+    ]
     uneven, films = [], []  # all media in the rows that the first of two ranks draws
     frames = [f"frame_{number}.png" for number in range(4)]
     for number, name in enumerate(frames):
         noise((64, 64), seed=number).convert("RGB").save(folder / name)
     for k, talk in enumerate(talks[:24]):  # whole optimizer steps of 2 ranks
-        asked, answer = talk["conversations"]
         images = [] if k % 2 else (["wide.png"], ["tall.png", "wide.png"])[k // 2 % 2]
-        media = {"images": images}, {"videos": [frames[: 2 + k % 3]] if images else []}
-        for rows_of, one, tag in zip((uneven, films), media, ("<image>", "<video>")):
-            (files,) = one.values()
-            rows_of.append({"conversations": [asked | {"value": tag * len(files) + asked["value"]}, answer]} | one)
+        uneven.append(with_media(talk, "images", images))
+        films.append(with_media(talk, "videos", [frames[: 2 + k % 3]] if images else []))
     rows = {"documents": documents, "pairs": pairs, "pictures": pictures, "sounds": sounds, "uneven": uneven}
     rows |= {"talks": talks, "judged": judged, "albums": albums, "films": films, "scenes": scenes}
-    for name in rows:
-        (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
-    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
-    in_messages = {"messages": "conversations"}
-    of_pairs = {"formatting": "sharegpt", "ranking": True, "columns": columns}
-    info = {
-        "documents": {"file_name": "documents.json", "columns": {"prompt": "text"}},
-        "pairs": {"file_name": "pairs.json", **of_pairs},
-        "pictures": {"file_name": "pictures.json", **of_pairs, "columns": columns | {"images": "images"}},
-        "talks": {"file_name": "talks.json", "formatting": "sharegpt"},
-        "albums": {"file_name": "albums.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
-        "uneven": {"file_name": "uneven.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
-        "films": {"file_name": "films.json", "formatting": "sharegpt", "columns": in_messages | {"videos": "videos"}},
-        "scenes": {
-            "file_name": "scenes.json",
-            "formatting": "sharegpt",
-            "columns": in_messages | {"images": "images", "videos": "videos"},
-        },
-        "sounds": {"file_name": "sounds.json", "formatting": "sharegpt", "columns": in_messages | {"audios": "audios"}},
-        "judged": {"file_name": "judged.json", "formatting": "sharegpt", "columns": in_messages | {"kto_tag": "good"}},
-    }
+    info: dict[str, dict[str, Any]] = {}
+    for name, of_set in rows.items():
+        (folder / f"{name}.json").write_text(json.dumps(of_set), encoding="utf-8")
+        keys = {key for row in of_set for key in row}
+        columns = {"messages": "conversations"} | {key: key for key in keys - {"conversations", "good"}}
+        columns |= {"kto_tag": "good"} if "good" in keys else {}
+        info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns}
+        info[name]["ranking"] = "chosen" in keys
+    info["documents"] = {"file_name": "documents.json", "columns": {"prompt": "text"}}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
+
+
+def with_media(row: dict[str, Any], column: str, files: list[Any]) -> dict[str, Any]:
+    """The conversation with a tag for each medium before its question."""
+    asked, answer = row["conversations"]
+    asked = asked | {"value": f"<{column.removesuffix('s')}>" * len(files) + asked["value"]}
+    return row | {"conversations": [asked, answer], column: files}
 
 
 def write_noise(path: Path, num_samples: int) -> str:

@@ -128,22 +128,11 @@ def test_values_are_normalised() -> None:
 
 
 MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    # Types and words
-    ({"token_budget": "8192"}, "token_budget", {"token_budget": 8192}),
-    ({"token_budget": 8192.0}, "token_budget", {"token_budget": 8192}),
-    ({"max_patches": 0}, "max_patches", {"max_patches": ...}),
+    # Words for others
     ({"pad_to_multiple_of": "auto"}, "pad_to_multiple_of", {"pad_to_multiple_of": "none"}),
-    ({"global_batch_size": 0}, "global_batch_size", {"global_batch_size": 1}),
     ({"global_batch_size": "stock"}, "global_batch_size", {"global_batch_size": "keep"}),
-    ({"memory_fraction": 90, "token_budget": "auto"}, "memory_fraction", {"memory_fraction": 0.9}),
     ({"loss_scaling": None}, "loss_scaling", {"loss_scaling": "none"}),
-    ({"loss_scaling": True}, "loss_scaling", {"loss_scaling": "exact"}),
-    ({"lr_scale": "None"}, "lr_scale", {"lr_scale": "none"}),
-    ({"balance_encoder": "yes"}, "balance_encoder", {"balance_encoder": True}),
-    ({"overlong": "truncate"}, "overlong", {"overlong": "drop"}),
     # Spelling
-    ({"token_buget": 1}, "token_buget", {"token_buget": ...}),
-    ({"TOKEN_BUDGET": 1}, "TOKEN_BUDGET", {"TOKEN_BUDGET": ...}),
     ({"token_budget": ..., "tokenbudget": 8192}, "tokenbudget", {"tokenbudget": ..., "token_budget": 8192}),
     (
         {"token_budget": ..., "token_budget:100": None},

@@ -6,15 +6,20 @@ import ast
 import dataclasses
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
+from toy import a_micro_batch
 
 import odb_factory
-from odb_factory.accounting.statistics import StepStatistics
+from odb_factory.accounting.losses import MicroBatchLoss
+from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Computing, StepStatistics, audit_line
 from odb_factory.cli.main import COMMANDS
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, ODBKeys
+from odb_factory.data.samples import Measured
 from odb_factory.loop.step_info import ODBStepInfo
+from odb_factory.planning import Media
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
@@ -69,6 +74,8 @@ def test_every_public_name_is_in_the_api_page() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     entries = set(re.findall(r"^::: odb_factory\.(\w+)$", page, re.MULTILINE))
     assert entries == set(odb_factory.__all__) - {"__version__"}
+    assert sorted(dir(odb_factory)) == sorted(odb_factory.__all__)
+    assert all(getattr(odb_factory, name) is not None for name in odb_factory.__all__)
 
 
 def test_the_changelog_begins_with_this_version() -> None:
@@ -114,10 +121,16 @@ def test_snippets_are_valid(page: Path) -> None:
 
 
 def test_reference_has_every_public_name() -> None:
+    """The public surface is frozen by these pages: a change is one for every user."""
     assert first_column("The `odb:` block") == {item.name for item in dataclasses.fields(ODBConfig)}
+    assert get_type_hints(ODBKeys) == get_type_hints(ODBConfig)
     fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
     assert first_column("Step info") == fields | {"loss_scale"}
     metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
     assert first_column("Metrics") == metrics | {"odb/peak_memory_gib"}
     assert StepStatistics().summary().keys() < first_column("Summary")
+    measured = Measured(rows=2, length=3, media=Media(), units=3)
+    line = audit_line(Computing(a_micro_batch(), measured, MicroBatchLoss(1.0, None)), 0, 2, 0.25)
+    assert first_column("Audit") == line.keys()
+    assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
     assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()

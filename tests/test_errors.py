@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from odb_factory.errors import CollectiveError, DataError, one_line
+from odb_factory.errors import CollectiveError, ConfigError, DataError, ODBError, one_line
+
+
+def test_errors_a_caller_may_catch() -> None:
+    """A bad setting is a ValueError, a bad row a RuntimeError, and one name catches both."""
+    assert issubclass(ConfigError, ODBError) and issubclass(ConfigError, ValueError)
+    assert issubclass(DataError, ODBError) and issubclass(DataError, RuntimeError)
 
 
 def test_an_error_of_ours_is_its_message_and_another_has_its_type() -> None:

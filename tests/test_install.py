@@ -36,9 +36,7 @@ NEEDS = [(name, extra) for name, command in COMMANDS.items() for extra in comman
 
 
 @pytest.mark.parametrize(("command", "extra"), NEEDS)
-def test_a_command_without_its_extra_ends_in_one_line(
-    command: str, extra: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_without_its_extra_ends_in_one_line(command: str, extra: str, capsys, monkeypatch) -> None:
     for package in EXTRAS[extra]:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)

@@ -60,9 +60,7 @@ def test_records_can_be_caught(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["a line"]
 
 
-def test_other_ranks_of_torchrun_do_not_inform(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_ranks_of_torchrun_do_not_inform(monkeypatch, caplog) -> None:
     monkeypatch.setenv("RANK", "1")
     logger.info("a line")
     logger.warning("a warning")

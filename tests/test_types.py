@@ -66,18 +66,8 @@ def installed(folder: Path, *options: str) -> Path:
         shutil.copy(ROOT / name, source)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=LIMIT_S)
     python = folder / "venv" / "bin" / "python"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "-q",
-        "--no-deps",
-        *options,
-        str(source),
-    ]
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    install += [*options, str(source)]
     subprocess.run(install, check=True, timeout=LIMIT_S)
     if not options:
         shutil.rmtree(source)

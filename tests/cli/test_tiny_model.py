@@ -10,7 +10,6 @@ import torch
 import transformers
 from PIL import Image
 
-from odb_factory.cli import tiny_model
 from odb_factory.cli.tiny_model import build_tiny_qwen2
 
 TEXTS = ["def f(x):\n\treturn x['key'] + 1234  # it's done\r\n\n", "Grüße, 你好, 🤗", "<think>\nhm\n</think>\n\nyes"]
@@ -21,12 +20,6 @@ SMALL = "a small text, a small text"
 def test_the_tokenizer_round_trips_text(tiny_vl: Path, text: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_vl)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_the_tokenizer_is_trained_with_the_rule_that_qwen2_loads_it_with() -> None:
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    assert tiny_model.SPLIT_RULE == PRETOKENIZE_REGEX
 
 
 @pytest.mark.parametrize("size", [(64, 64), (640, 480), (3000, 200)])

@@ -197,49 +197,29 @@ def test_engine_grid(train, stock, name: str, num_ranks: int) -> None:
 
 # Shards of unequal size. With `disable_shuffling` row i goes to rank i % 2.
 
-
-@dataclass(frozen=True)
-class World:
-    """Words of the answer of each row of either rank's shard; 0: a row that LLaMA-Factory drops. pictures: every second
-    row of rank 0 has one."""
-
-    shards: tuple[list[int], list[int]]
-    token_budget: int = 256
-    pictures: bool = False
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            row(words, ["picture.png"] * (self.pictures and k % 2)) if words else INVALID
-            for k, pair in enumerate(zip(*self.shards, strict=True))
-            for words in pair
-        ]
-
-    @property
-    def usable(self) -> list[int]:
-        return [i for i, item in enumerate(self.rows) if item is not INVALID]
-
-
-def cycle(number: int, of: int) -> list[int]:
-    """`of` rows, `number` of them usable and spread evenly, of 3 to 40 words."""
-    usable = {k * of // number for k in range(number)} if number else set()
-    assert len(usable) == number
-    return [3 + (k * 11) % 38 if k in usable else 0 for k in range(of)]
-
-
-WORLDS = {
-    "16 and 9": World((cycle(16, 16), cycle(9, 16))),
-    "200 and 161": World((cycle(200, 200), cycle(161, 200)), token_budget=1024),
-    "30 times longer": World(([5] * 14, [150] * 14), token_budget=512),
-    "12 and none": World((cycle(12, 12), cycle(0, 12)), pictures=True),
+WORDS = [3 + (k * 11) % 38 for k in range(16)]
+NINE = {k * 16 // 9 for k in range(9)}
+SHARDS = {
+    "16 and 9": (WORDS, [words if k in NINE else 0 for k, words in enumerate(WORDS)]),
+    "30 times longer": ([5] * 14, [150] * 14),
+    "12 and none": (WORDS[:12], [0] * 12),
 }
+"""Words of the answer of each row of either rank; 0: a row that LLaMA-Factory drops."""
 
 
-def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[Path, Audits]:
+def run_shards(
+    name: str, model: Path, folder: Path, *, odb: dict[str, Any], has_pictures: bool = False, **changes: Any
+) -> tuple[Path, Audits, int]:
+    """Train on two ranks and check I1 to I4 and I7. Returns the output, the audits and how many rows are dropped.
+    has_pictures: every second row of rank 0 has one."""
     noise((96, 64)).convert("RGB").save(folder / "picture.png")
-    write_dataset(folder, {"rows": world.rows})
-    odb = {"token_budget": world.token_budget, "buffer_size": 16, "audit": True}
-    odb |= {"global_batch_size": "fill", "balance": False} | changes.pop("odb", {})
+    rows = [
+        row(words, ["picture.png"] * (has_pictures and k % 2)) if words else INVALID
+        for k, pair in enumerate(zip(*SHARDS[name], strict=True))
+        for words in pair
+    ]
+    write_dataset(folder, {"rows": rows})
+    odb = {"buffer_size": 16, "audit": True, "global_batch_size": "fill", "balance": False} | odb
     config = training_config(
         model,
         folder,
@@ -252,50 +232,36 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     )
     run_to_end(config | changes)
     audits = read_audits(folder / "out", 2)
-    if not odb.get("balance"):
+    if not odb["balance"]:
         for rank, audit in enumerate(audits):
             assert all(id % 2 == rank for line in audit for id in line["ids"]), "dealt out in turn"
-    return folder / "out", audits
+    usable = [number for number, item in enumerate(rows) if item is not INVALID]
+    bounds = {"token_budget": odb["token_budget"], "join": odb.get("join", True)}
+    check_audits(audits, ids=usable, accumulation=ACCUMULATION, fill=True, **bounds)
+    return folder / "out", audits, len(rows) - len(usable)
 
 
-def cell(name: str, nightly: bool = True, **odb: Any) -> Any:
-    return pytest.param(name, odb, marks=[pytest.mark.nightly] * nightly, id=f"{name}, {odb}")
+def test_unequal_shards(tiny_text, tmp_path) -> None:
+    """All rows of both; one has all the long rows, and both have as much to do."""
+    out, audits, _ = run_shards("30 times longer", tiny_text, tmp_path, odb={"token_budget": 512, "balance": True})
+    summary = check_books(out, audits, left_out={})
+    tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
+    assert min(tokens) > 0.8 * max(tokens)
+    assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
 
 
-@pytest.mark.parametrize(
-    ("name", "odb"),
-    [
-        cell("16 and 9"),
-        cell("200 and 161"),
-        cell("30 times longer", layout="padded"),
-        cell("30 times longer", nightly=False, balance=True),
-        cell("16 and 9", join=False),  # planning: tests/data/test_fill_epoch.py
-    ],
-)
-def test_unequal_shards(tiny_text, tmp_path, name: str, odb: dict[str, Any]) -> None:
-    """I1, I2, I4, I7: all rows of both, whatever their number and length. Without `join` I3: no idle step, nothing
-    twice, and the rest is counted."""
-    world, join = WORLDS[name], odb.get("join", True)
-    out, audits = run_world(world, tiny_text, tmp_path, odb=odb)
-    check_audits(
-        audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, fill=True, join=join
-    )
-    missing = len(world.rows) - len(world.usable)
-    remainder = len(world.usable) - sum(len(line["ids"]) for audit in audits for line in audit)
-    summary = check_books(out, audits, left_out={"invalid": missing} if missing else {}, remainder=remainder)
-    assert (remainder > 0) == (not join)
-    if odb.get("balance"):
-        tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
-        assert min(tokens) > 0.8 * max(tokens), "one has all the long rows, and both have as much to do"
-        assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
-    elif not missing or not join:
-        assert summary["idle_micro_batches"] == 0, "each has rows for as many micro-batches"
+@pytest.mark.nightly
+def test_unequal_shards_without_join(tiny_text, tmp_path) -> None:
+    """I3: no idle step, nothing twice, and the rest is counted."""
+    out, audits, num_dropped = run_shards("16 and 9", tiny_text, tmp_path, odb={"token_budget": 256, "join": False})
+    remainder = 25 - sum(len(line["ids"]) for audit in audits for line in audit)
+    assert remainder > 0
+    check_books(out, audits, left_out={"invalid": num_dropped}, remainder=remainder)
 
 
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:
     """I2 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or not."""
-    world = WORLDS["12 and none"]
-    out, audits = run_world(world, tiny_vl, tmp_path, deepspeed=deepspeed_config(3, tmp_path), use_cpu=False)
-    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=256, fill=True)
+    zero3 = {"deepspeed": deepspeed_config(3, tmp_path), "use_cpu": False, "odb": {"token_budget": 256}}
+    out, audits, num_dropped = run_shards("12 and none", tiny_vl, tmp_path, has_pictures=True, **zero3)
     assert all(line["idle"] for line in audits[1])
-    check_books(out, audits, left_out={"invalid": 12})
+    check_books(out, audits, left_out={"invalid": num_dropped})

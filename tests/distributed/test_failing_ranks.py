@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed.ranks import GROUP_TIMEOUT, run_ranks, toy_loader
 
-from odb_factory.data.ranks import Ranks
+from odb_factory.data.ranks import BEAT_S, Ranks
 from odb_factory.ending import ending
 
 NUM_ROWS = 400
@@ -130,3 +130,20 @@ def test_a_failed_rank_that_lives_on_is_not_waited_for(tmp_path) -> None:
     """Once it has said why it ends, nobody waits for its answer."""
     first, _ = run_ranks("distributed.test_failing_ranks:lives_on", tmp_path, limit_s=LIMIT_S, may_fail=True)
     assert first.value < 40, first
+
+
+def ends_after_a_pause(rank: int, first: int, fails: bool) -> None:
+    with toy_loader(100) as loader:
+        list(loader)
+        if rank != first:
+            time.sleep(3 * BEAT_S)
+            if fails:
+                loader.abort("cannot save")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
+    """Rank 0 serves a store that the other asks now and then."""
+    for outcome in run_ranks("distributed.test_failing_ranks:ends_after_a_pause", tmp_path, first=first, fails=fails):
+        assert "Exception" not in outcome.said and "[odb]" not in outcome.said

@@ -148,9 +148,7 @@ def test_trainers_without_llamafactory_compare_what_they_have(tiny_text: Path, t
     assert one["workers"] == "trained"
 
 
-def test_what_changes_the_model_is_compared_before_it_is_loaded(
-    tiny_text: Path, data_dir: Path, tmp_path: Path
-) -> None:
+def test_what_changes_the_model_is_compared_before_it_is_loaded(tiny_text, data_dir, tmp_path) -> None:
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 1024}, ddp_backend="gloo")
     ranks = run_ranks("distributed.test_ranks_that_differ:each", tmp_path, limit_s=200, config=config)
     one, other = (outcome.value for outcome in ranks)

@@ -48,9 +48,7 @@ def test_each_node_is_told_its_part(job: Callable[..., None], tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_the_script_trains_on_two_nodes(
-    job: Callable[..., None], tiny_text: Path, data_dir: Path, tmp_path: Path
-) -> None:
+def test_the_script_trains_on_two_nodes(job: Callable[..., None], tiny_text, data_dir, tmp_path) -> None:
     odb = {"token_budget": 1024, "global_batch_size": 12}
     config = training_config(tiny_text, data_dir, tmp_path / "out", ddp_backend="gloo", odb=odb)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -36,6 +36,8 @@ STEPS = EPOCHS * -(-NUM_ROWS // SAMPLES)
 CLIP = 0.5
 RELATIVE = 1e-5
 """Of weights and losses (float32)."""
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 @pytest.fixture(autouse=True)
@@ -104,15 +106,12 @@ def train(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
     trainer = lightning.Trainer(
-        accelerator="cpu",
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
         max_epochs=EPOCHS,
         gradient_clip_val=CLIP,
         callbacks=[checkpoints, OnlineBatching(), losses],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     with ODBDataLoader(
         Rows(),
@@ -194,12 +193,6 @@ def test_one_rank_is_a_plain_loop(alone: tuple[Path, Any, list[float]], tiny_tex
     assert distance(module.model.state_dict(), model.state_dict()) < RELATIVE
 
 
-def test_a_step_that_takes_a_number_under_any_name(alone: tuple[Path, Any, list[float]], tiny_text, tmp_path) -> None:
-    module, losses = train(str(tiny_text), tmp_path, kind=NumberedModule)
-    assert losses == alone[2]
-    assert sorted(set(module.numbers)) == list(range(STEPS // EPOCHS))
-
-
 def test_dataloaders_that_lightning_reloads_skip_no_epoch(tiny_text: Path) -> None:
     """It takes two iterators of each, and trains on those of the second."""
     epochs: dict[int, list[int]] = {}
@@ -215,16 +208,9 @@ def test_dataloaders_that_lightning_reloads_skip_no_epoch(tiny_text: Path) -> No
             return Steps(loader)
 
     with ODBDataLoader(Rows(), batch_size=16, token_budget=96, shuffle=True, collate_fn=pad) as loader:
-        lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=3,
-            reload_dataloaders_every_n_epochs=1,
-            callbacks=[OnlineBatching()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Module(str(tiny_text)), datamodule=Data())
+        options = QUIET | {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "enable_checkpointing": False}
+        trainer = lightning.Trainer(callbacks=[OnlineBatching()], **options)
+        trainer.fit(Module(str(tiny_text)), datamodule=Data())
     assert list(epochs) == [0, 1, 2]
     assert all(sorted(rows) == list(range(NUM_ROWS)) for rows in epochs.values()), "I2"
 
@@ -255,8 +241,9 @@ def test_resume_behind_every_step(alone: tuple[Path, Any, list[float]], tiny_tex
 
 
 def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[float]], tiny_text, tmp_path) -> None:
-    """I10. The step infos of two optimizer steps are taken out before the first forward."""
-    module, losses = train(str(tiny_text), tmp_path, layout="flat")
+    """I10. The step infos of two optimizer steps are taken out before the first forward; a step may take its number."""
+    module, losses = train(str(tiny_text), tmp_path, kind=NumberedModule, layout="flat")
+    assert sorted(set(module.numbers)) == list(range(STEPS // EPOCHS))
     assert losses == pytest.approx(alone[2], rel=RELATIVE)
     lines = read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
     assert any(len(line["segments"]) > 1 for line in lines)
@@ -281,10 +268,8 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: st
     callbacks = settings.pop("callbacks", [OnlineBatching()])
     with ODBDataLoader(Rows(), batch_size=2, token_budget=96, collate_fn=pad) as loader:
         data = settings.pop("loader", OptimizerSteps(loader))
-        trainer = lightning.Trainer(
-            accelerator="cpu", callbacks=callbacks, logger=False, max_epochs=1,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **settings,
-        )  # fmt: skip
+        options = QUIET | {"max_epochs": 1, "enable_checkpointing": False} | settings
+        trainer = lightning.Trainer(callbacks=callbacks, **options)
         with pytest.raises(ConfigError, match=words) as raised:
             trainer.fit(module, data)
     assert "\n" not in str(raised.value)
@@ -293,7 +278,7 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: st
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
 def test_strategies_that_shard_are_refused(strategy: type, tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning makes no Trainer with them where there is no accelerator, so they are put into one here."""
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = lightning.Trainer(**QUIET, enable_checkpointing=False)
     monkeypatch.setattr(trainer._accelerator_connector, "strategy", strategy())
     with pytest.raises(
         ConfigError, match=f"strategy: {strategy.__name__} does not let several micro-batches"

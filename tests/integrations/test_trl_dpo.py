@@ -156,6 +156,30 @@ def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path, layout: str, v
         assert any(rows > 6 for rows, _ in seen.shapes) and max(length for _, length in seen.shapes) == MAX_LENGTH
 
 
+@pytest.mark.timeout(600)
+def test_an_optimizer_step_that_is_restarted_counts_once(tiny_text: Path, tmp_path: Path) -> None:
+    """`oom: split`: memory ends in the last micro-batch of the second optimizer step, whose first is then cut."""
+    logs = []
+    for fails in (False, True):
+        trainer = make(tiny_text, tmp_path / str(fails), max_steps=2)
+        enable_odb_dpo(trainer, **BLOCK | {"token_budget": 300, "oom": "split"})
+        failed: list[int] = []
+
+        def fail_once(*_: Any, trainer: Any = trainer, failed: list[int] = failed) -> None:
+            computing, step = trainer.odb.computing, trainer.state.global_step
+            if computing is not None and step == 1 and computing.micro_batch.ends_optimizer_step and not failed:
+                failed.append(step)
+                raise torch.OutOfMemoryError("as of an accelerator")
+
+        if fails:
+            trainer.model.register_forward_pre_hook(fail_once)
+        trainer.train()
+        assert len(failed) == fails
+        history = trainer.state.log_history
+        logs.append([{key: entry[key] for key in entry if not key.startswith("odb/")} for entry in history])
+    compare(logs[1], logs[0], 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -1,8 +1,8 @@
-"""The online path gives what stock LLaMA-Factory gives, bit for bit, without its preprocessing pass."""
+"""Rows observed online: tokenized data, cut placeholders and those written out, media that cannot be read."""
 
 from __future__ import annotations
 
-import json
+import functools
 import pickle
 from typing import Any
 
@@ -10,42 +10,45 @@ import datasets
 import pytest
 import torch
 from PIL import Image
-from stock import load_data, load_stock
-from support import noise, training_config, write_dataset
+from stock import Stock, load_data, load_stock
+from support import training_config, write_dataset
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
-from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Budget
 
 pytestmark = pytest.mark.stock
 
 BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
-PATCH_BYTES = 3 * 2 * 16 * 16 * 4
-"""A patch of the tiny Qwen3-VL, as of the real one: 3 channels, 2 frames, 16 x 16 pixels, float32."""
 
 
 class Setting:
-    """One configuration loaded twice with real LLaMA-Factory: preprocessed by stock, and online."""
+    """One configuration with real LLaMA-Factory, online; `stock` is loaded when it is asked for."""
 
-    def __init__(self, config: dict[str, Any], block: dict[str, Any] = BLOCK):
-        self.config = ODBConfig.from_block(block)
-        stock = load_stock(config)
-        self.stock, self.collator = stock.datasets, stock.collator
-        self.dataset: OnlineDataset = load_data({**config, "odb": block})["train_dataset"]
+    def __init__(self, config: dict[str, Any], **block: Any):
+        self.given, self.config = config, ODBConfig.from_block(BLOCK | block)
+        self.dataset: OnlineDataset = load_data({**config, "odb": BLOCK | block})["train_dataset"]
         self.observer = RowObserver(self.dataset.media, STAGES["sft"], decode=self.config.on_error == "skip")
-        self.collation = STAGES["sft"].collation(self.collator, 14)
 
-    def observe(self, index: int) -> Any:
-        budget = Budget(self.config.token_budget, self.config.max_patches, self.collation)
-        return ObservedDataset(self.dataset, self.observer, self.config, budget)[index]
+    @functools.cached_property
+    def stock(self) -> Stock:
+        return load_stock(self.given)
+
+    def stock_row(self, index: int) -> dict[str, Any]:
+        return dict(self.stock.datasets["train_dataset"][index])
+
+    def observe(self, index: int, tokenized: list[dict[str, Any]] | None = None) -> Any:
+        """A row of the dataset, or of one that was tokenized before."""
+        rows: Any = self.dataset
+        if tokenized is not None:
+            rows = TokenizedDataset(datasets.Dataset.from_list(tokenized), rows.media, STAGES["sft"])
+        budget = Budget(self.config.token_budget, self.config.max_patches)
+        return ObservedDataset(rows, self.observer, self.config, budget)[index]
 
 
 @pytest.fixture(scope="module")
@@ -58,119 +61,11 @@ def text(tiny_text, data_dir, tmp_path_factory) -> Setting:
     return Setting(training_config(tiny_text, data_dir, tmp_path_factory.mktemp("out")))
 
 
-def assert_same_batch(ours: Any, stock: Any) -> None:
-    assert set(ours) == set(stock)
-    for key, value in stock.items():
-        assert torch.equal(ours[key], value) if isinstance(value, torch.Tensor) else ours[key] == value, key
-        if isinstance(value, torch.Tensor):
-            assert ours[key].dtype == value.dtype, key
-
-
 def test_a_label_on_the_first_token_is_seen(text: Setting, tiny_text, data_dir, tmp_path) -> None:
     """Stock counts it when it takes a mean, though nothing predicts it."""
     assert not any(text.observe(index).cost.leading_label for index in range(3))
     config = training_config(tiny_text, data_dir, tmp_path, train_on_prompt=True)
     assert all(Setting(config).observe(index).cost.leading_label for index in range(3))
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    ("name", "start_method"),
-    [("vl", "fork"), pytest.param("vl", "forkserver", marks=pytest.mark.nightly), ("text", "fork")],
-)
-def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
-    name: str, start_method: str, request: pytest.FixtureRequest
-) -> None:
-    """I2, I4 on collated tensors; every group is collated again by stock from stock's own rows.
-
-    With forkserver the collator's model travels without its weights, and its observer with its dataset.
-    """
-    setting = request.getfixturevalue(name)
-    loader = ODBLoader(
-        DataLoaderParts(
-            dataset=setting.dataset,
-            sampler=range(len(setting.dataset)),
-            collate_fn=OpenMedia(setting.collator),
-            num_workers=1,
-            multiprocessing_context=start_method,
-        ),
-        setting.config,
-        observer=setting.observer,
-        collation=setting.collation,
-        rule=OptimizerStepRule(batch_size=6),
-        patch_size=setting.dataset.media.patch_size,
-    )
-    stock_rows = setting.stock["train_dataset"]
-    seen: list[int] = []
-    kinds = set()
-    for step, measured, batch in loader:
-        seen += step.ids
-        assert_same_batch(batch, setting.collator([dict(stock_rows[i]) for i in step.ids]))
-        if len(step.ids) > 1:
-            assert batch["input_ids"].numel() <= setting.config.token_budget
-            assert measured.patches <= setting.config.max_patches
-        if "image_grid_thw" in batch:
-            assert measured.patches == int(batch["image_grid_thw"].prod(-1).sum())
-        assert measured.units == step.num_units
-        kinds.add(tuple(sorted({bool(stock_rows[i]["images"]) for i in step.ids})))
-    loader.close()
-    assert sorted(seen) == list(range(len(setting.dataset)))
-    if name == "vl":
-        assert kinds >= {(False,), (False, True)}, "the data should make text-only and mixed groups"
-
-
-def test_window_of_1024_image_samples_holds_no_pixels(vl: Setting, capsys: pytest.CaptureFixture) -> None:
-    """A waiting image sample is its ids, its labels and paths: kilobytes, not its pixels."""
-    with_images = [i for i in range(48, 72) if vl.stock["train_dataset"][i]["images"]]
-    window = [vl.observe(with_images[k % len(with_images)]) for k in range(1024)]
-    held = sum(len(pickle.dumps(sample)) for sample in window)
-    pixels = sum(sample.cost.patches * PATCH_BYTES for sample in window)
-    with capsys.disabled():
-        print(f"\n1,024 image samples: {held / 2**20:.1f} MiB in the window, {pixels / 2**20:.0f} MiB as pixel tensors")
-    assert held < 4 * 2**20
-    assert held < pixels / 100
-
-
-def test_images_are_not_opened_for_pixels_at_observation(vl: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    from PIL import ImageFile
-
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("an image was decoded"))
-    for index in range(48, 72):
-        vl.observe(index)
-
-
-def test_filler_of_a_text_only_group_is_known(vl: Setting, text: Setting) -> None:
-    assert vl.collation.pad_to_multiple_of == 8
-    assert vl.collation.dummy_media_tokens > 0 and vl.collation.dummy_media_patches > 0
-    assert (text.collation.dummy_media_tokens, text.collation.dummy_media_patches) == (0, 0)
-
-
-def test_images_inside_the_dataset_stay_encoded_until_collation(tiny_vl, tmp_path) -> None:
-    """A parquet file with an image column, one picture turned by its EXIF data: batches still equal stock's."""
-    picture = noise((120, 70)).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
-    picture.save(tmp_path / "turned.jpg", exif=exif)
-    picture.save(tmp_path / "plain.png")
-    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "noise"}]
-    features = datasets.Features(
-        {
-            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-            "images": datasets.Sequence(datasets.Image()),
-        }
-    )
-    rows = {"messages": [turns] * 2, "images": [[str(tmp_path / name)] for name in ("turned.jpg", "plain.png")]}
-    write_dataset(tmp_path, {"pictures": [{"messages": turns, "images": ["plain.png"]}]})
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "pictures.parquet")
-    info = json.loads((tmp_path / "dataset_info.json").read_text().replace("pictures.json", "pictures.parquet"))
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    setting = Setting(training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures"))
-    samples = [setting.observe(index) for index in range(2)]
-    assert all(isinstance(unpack(sample.features)["images"][0], EncodedImage) for sample in samples)
-    ours = OpenMedia(setting.collator)([unpack(sample.features) for sample in samples])
-    assert_same_batch(ours, setting.collator([dict(setting.stock["train_dataset"][index]) for index in range(2)]))
-    grids = ours["image_grid_thw"].tolist()
-    assert grids[0][1:] == grids[1][:0:-1], "one lies, one stands"
 
 
 def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path) -> None:
@@ -180,18 +75,16 @@ def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path)
     for word in ("cutoff_len 48", "row 1 of pictures.json", "picture_1_0.png", "singleton", "overlong: drop"):
         assert word in sample.message
     assert "\n" not in sample.message
-    dropped = Setting(config, BLOCK | {"overlong": "drop"}).observe(1)
+    dropped = Setting(config, overlong="drop").observe(1)
     assert not dropped.fatal and "overlong" not in dropped.message, "no advice to set what is set"
 
 
 def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
     """`tokenized_path`: rows are used as they are, but not one that the model cannot take."""
     cut = {"input_ids": 20, "attention_mask": 20, "labels": 20}
-    rows = [dict(vl.stock["train_dataset"][index]) for index in (49, 49)]
-    rows[1] = {key: value[: cut[key]] if key in cut else value for key, value in rows[1].items()}
-    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media, STAGES["sft"])
-    budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
-    whole, part = (ObservedDataset(tokenized, vl.observer, vl.config, budget)[index] for index in range(2))
+    row = vl.stock_row(49)
+    rows = [row, {key: value[: cut[key]] if key in cut else value for key, value in row.items()}]
+    whole, part = (vl.observe(index, rows) for index in range(2))
     assert whole.cost == vl.observe(49).cost, part
     assert isinstance(part, Rejection) and part.fatal and part.reason == "media_cut"
     assert "picture_1_0.png" in part.message and "\n" not in part.message
@@ -223,7 +116,7 @@ def test_placeholders_written_out_are_found_at_observation(tiny_vl, tmp_path) ->
         conversation("<image>what is <|vision_start|> for", ("red.png",)),
     ]
     config = training_config(tiny_vl, write_dataset(tmp_path, {"mine": rows}), tmp_path / "out", dataset="mine")
-    setting = Setting(config, BLOCK | {"on_error": "skip"})
+    setting = Setting(config, on_error="skip")
     seen = [setting.observe(index) for index in range(len(rows))]
     assert [isinstance(row, Rejection) for row in seen] == [True] * 4 + [False] * 2
     for index, rejection in enumerate(seen[:4]):
@@ -239,21 +132,19 @@ def test_a_cut_does_not_hide_a_placeholder_written_out(tiny_vl, tmp_path) -> Non
     config = training_config(tiny_vl, write_dataset(tmp_path, {"mine": rows}), tmp_path / "out", dataset="mine")
     setting = Setting(config)
     data_args = setting.dataset.processor.data_args
-    for cutoff_len in range(4, len(setting.stock["train_dataset"][0]["input_ids"]) + 2):
+    for cutoff_len in range(4, len(setting.stock_row(0)["input_ids"]) + 2):
         data_args.cutoff_len = cutoff_len
         assert isinstance(setting.observe(0), Rejection), cutoff_len
 
 
 def test_placeholders_written_out_in_tokenized_data_are_found_too(vl: Setting) -> None:
     pad = vl.dataset.media._token_ids["<|image_pad|>"]
-    rows = [dict(vl.stock["train_dataset"][index]) for index in (0, 49)]
+    rows = [vl.stock_row(index) for index in (0, 49)]
     for row in rows:
         for key, value in (("input_ids", pad), ("attention_mask", 1), ("labels", -100)):
             row[key] = [value, *row[key]]
-    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media, STAGES["sft"])
-    budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
     for index in range(2):
-        row = ObservedDataset(tokenized, vl.observer, vl.config, budget)[index]
+        row = vl.observe(index, rows)
         assert row.reason == "unreadable" and "contains the placeholder" in row.message, row
 
 
@@ -262,31 +153,21 @@ def test_tokenized_data_without_media_columns_are_trained_on(name: str, request:
     """As stock does: data that were tokenized elsewhere, or of text alone."""
     setting = request.getfixturevalue(name)
     columns = ("input_ids", "attention_mask", "labels")
-    rows = [{key: setting.stock["train_dataset"][index][key] for key in columns} for index in range(3)]
-    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), setting.dataset.media, STAGES["sft"])
-    observed = ObservedDataset(tokenized, setting.observer, setting.config, Budget(1024))
-    samples = [observed[index] for index in range(3)]
-    batch = OpenMedia(setting.collator)([unpack(sample.features) for sample in samples])
-    assert_same_batch(batch, setting.collator([dict(row) for row in rows]))
+    rows = [{key: setting.stock_row(index)[key] for key in columns} for index in range(3)]
+    collator = setting.stock.collator
+    ours = OpenMedia(collator)([unpack(setting.observe(index, rows).features) for index in range(3)])
+    stock = collator([dict(row) for row in rows])
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[key], stock[key]) for key in columns)
 
 
 def test_the_collator_answers_as_the_one_it_stands_for(text: Setting) -> None:
     """Callbacks and trainers ask it for its tokenizer; workers get it pickled."""
-    ours = OpenMedia(text.collator)
-    assert ours.tokenizer is text.collator.tokenizer and ours.pad_to_multiple_of == 8
+    collator = text.stock.collator
+    ours = OpenMedia(collator)
+    assert ours.tokenizer is collator.tokenizer and ours.pad_to_multiple_of == 8
     assert pickle.loads(pickle.dumps(OpenMedia("any"))).collator == "any"
     with pytest.raises(AttributeError):
         ours.nothing_of_that_name  # noqa: B018
-
-
-def test_rows_that_stock_drops_are_dropped_and_counted(tiny_text, tmp_path) -> None:
-    good = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    rows = [{"messages": good}, {"messages": good[:1]}, {"messages": good}]
-    setting = Setting(training_config(tiny_text, write_dataset(tmp_path, {"texts": rows}), tmp_path / "out"))
-    assert len(setting.stock["train_dataset"]) == 2
-    rejection = setting.observe(1)
-    assert (rejection.reason, rejection.fatal) == ("invalid", False)
-    assert not isinstance(setting.observe(2), Rejection)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -295,20 +176,13 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     (tmp_path / "not_an_image.png").write_bytes(b"plain text")
     whole = (tmp_path / "good.png").read_bytes()
     (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
-    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
-    rows = [{"messages": turns, "images": [name]} for name in ("good.png", "not_an_image.png", "cut_off.png")]
-    turns = [{"role": "user", "content": "<video>what?"}, turns[1]]
-    rows = [row | {"videos": []} for row in rows]
-    rows.append({"messages": turns, "images": [], "videos": [["good.png", "gone.png", "good.png", "good.png"]]})
     (tmp_path / "folder.png").mkdir()
-    rows.append(rows[0] | {"images": ["folder.png"]})
+    names = ("good.png", "not_an_image.png", "cut_off.png", "folder.png")
+    rows = [conversation("<image>what?", (name,)) | {"videos": []} for name in names]
+    frames = ["good.png", "gone.png", "good.png", "good.png"]
+    rows.append(conversation("<video>what?") | {"videos": [frames]})
     config = training_config(tiny_vl, write_dataset(tmp_path, {"pictures": rows}), tmp_path / "out", dataset="pictures")
-    # Stock preprocessing would fail on these rows, so the online path is built alone.
-    setting = Setting.__new__(Setting)
-    setting.config = ODBConfig.from_block(BLOCK | {"on_error": on_error})
-    setting.dataset = load_data({**config, "odb": BLOCK})["train_dataset"]
-    setting.observer = RowObserver(setting.dataset.media, STAGES["sft"], decode=on_error == "skip")
-    setting.collation = Budget(1).collation
+    setting = Setting(config, on_error=on_error)
     assert not isinstance(setting.observe(0), Rejection)
     bad = setting.observe(1)
     assert (bad.reason, bad.fatal) == ("unreadable", on_error == "raise")
@@ -317,8 +191,8 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     assert ("on_error: skip" in bad.message) == (on_error == "raise"), "no advice to set what is set"
     # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
     assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
-    assert "no such file: gone.png: ValueError" in setting.observe(3).message
-    assert "not a file: folder.png: " in setting.observe(4).message
+    assert "not a file: folder.png: " in setting.observe(3).message
+    assert "no such file: gone.png: ValueError" in setting.observe(4).message
 
 
 def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-import pytest
 from llamafactory.train.tuner import run_exp
 from llamafactory.webui import interface, runner
 from llamafactory.webui.common import save_cmd
@@ -18,9 +16,7 @@ from support import read_jsonl
 BLOCK = {"token_budget": 2048, "audit": True}
 
 
-def test_the_odb_key_of_extra_arguments_is_a_block(
-    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_odb_key_of_extra_arguments_is_a_block(tiny_text, data_dir, tmp_path, monkeypatch) -> None:
     engines = []
 
     class Engine(interface.Engine):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
-from llamafactory.data import converter as stock_converter
-from llamafactory.train.tuner import run_exp
 from PIL import Image
 from stock import load_data
 from support import noise, training_config
@@ -90,29 +86,16 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alpaca = {"columns": {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}}
     alpaca["columns"]["history"] = "history"
     openai_tags = SHAREGPT_TAGS | {"observation_tag": "tool", "function_tag": "function", "system_tag": "system"}
-    info: dict[str, Any] = {
-        "alpaca": {"file_name": "alpaca.json"} | alpaca,
-        "sharegpt": {"file_name": "sharegpt.json", "formatting": "sharegpt"},
-        "tools": {
-            "file_name": "tools.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations", "tools": "tools", "system": "system"},
-        },
-        "openai": {
-            "file_name": "openai.json",
-            "formatting": "openai",
-            "columns": {"messages": "messages"},
-            "tags": openai_tags,
-        },
-        "pictures": {
-            "file_name": "pictures.json",
-            "formatting": "sharegpt",
-            "columns": {"messages": "messages", "images": "images"},
-            "tags": SHAREGPT_TAGS,
-        },
-        "fewer": {"file_name": "alpaca.json", "num_samples": 9} | alpaca,
-        "more": {"file_name": "alpaca.json", "num_samples": 20} | alpaca,
+    sharegpt: dict[str, Any] = {"formatting": "sharegpt"}
+    described = {
+        "alpaca": alpaca,
+        "sharegpt": sharegpt,
+        "tools": sharegpt | {"columns": {"messages": "conversations", "tools": "tools", "system": "system"}},
+        "openai": {"formatting": "openai", "columns": {"messages": "messages"}, "tags": openai_tags},
+        "pictures": sharegpt | {"columns": {"messages": "messages", "images": "images"}, "tags": SHAREGPT_TAGS},
     }
+    info = {name: {"file_name": f"{name}.json"} | one for name, one in described.items()}
+    info |= {name: info["alpaca"] | {"num_samples": count} for name, count in (("fewer", 9), ("more", 20))}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
 
@@ -246,33 +229,6 @@ def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path
     assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
 
 
-def test_before_the_first_step_a_window_is_converted_and_no_more(tiny_text, tmp_path, monkeypatch) -> None:
-    """The rows touched before training begins are bounded by window and prefetch, however many the dataset has."""
-    touched = {}
-    for rows in (400, 4000):
-        folder = tmp_path / str(rows)
-        folder.mkdir()
-        (folder / "texts.json").write_text(json.dumps([_sharegpt(3 * k) for k in range(rows)]), encoding="utf-8")
-        info = {"texts": {"file_name": "texts.json", "formatting": "sharegpt"}}
-        (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-        count = 0
-        converter = stock_converter.DATASET_CONVERTERS["sharegpt"]
-
-        class Counting(converter):
-            def __call__(self, example: Any) -> Any:
-                nonlocal count
-                count += 1
-                return super().__call__(example)
-
-        monkeypatch.setitem(stock_converter.DATASET_CONVERTERS, "sharegpt", Counting)
-        # In the training process, where it can be counted.
-        changes = {"dataloader_num_workers": 0, "max_steps": 1, "odb": BLOCK}
-        run_exp(training_config(tiny_text, folder, folder / "out", **changes))
-        touched[rows] = count
-        monkeypatch.undo()
-    assert touched[400] == touched[4000] <= 100
-
-
 def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_text, formats, tmp_path) -> None:
     rows = [_openai(k) for k in range(4)]
     rows[2]["messages"][-1]["role"] = "developer"
@@ -305,18 +261,8 @@ ALPACA = {"prompt": "instruction", "response": "output"}
 ASKED = {"from": "human", "value": "why"}
 ANSWERED = {"from": "gpt", "value": "so"}
 DROPPED: dict[str, tuple[str, dict[str, Any], list[Any], str]] = {
-    "number": (
-        "sft",
-        {"columns": ALPACA},
-        [{"instruction": "1 + 1", "output": 2}],
-        r"columns\.response.*int",
-    ),
-    "date": (
-        "sft",
-        {"columns": ALPACA},
-        [{"instruction": "when", "output": "2026-11-27 10:00:00"}],
-        "columns.response.*datetime",
-    ),
+    "number": ("sft", {"columns": ALPACA}, [{"instruction": "1 + 1", "output": 2}], r"columns\.response.*int"),
+    "date": ("sft", {"columns": ALPACA}, [{"instruction": "when", "output": "2026-11-27 10:00:00"}], "datetime"),
     "label": (
         "kto",
         {"columns": ALPACA | {"kto_tag": "label"}},
@@ -344,7 +290,14 @@ DROPPED: dict[str, tuple[str, dict[str, Any], list[Any], str]] = {
         [{"text": "why? so"}],
         r"'text'.*columns\.messages.*str",
     ),
+    "no such column": (
+        "sft",
+        {"columns": ALPACA | {"response": "answer"}},
+        [{"instruction": "why", "output": "so"}],
+        r"columns\.response of rows\.jsonl is 'answer'",
+    ),
 }
+"""Stage, description and rows of a dataset, and what the message names."""
 
 
 @pytest.mark.parametrize("case", DROPPED)
@@ -359,46 +312,19 @@ def test_a_dataset_of_which_no_row_can_be_used_is_refused_by_its_key(tiny_text, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["label", "role", "no answer"])
+@pytest.mark.parametrize("case", ["role", "no answer"])
 def test_a_dropped_row_is_explained_by_its_own_column(tiny_text, tmp_path, case: str) -> None:
     """Rows before and after it are good, so the description of the data set is right."""
-    stage, description, rows, names = DROPPED[case]
-    good = rows[0] | ({"label": True} if "label" in rows[0] else {"conversations": [ASKED, ANSWERED]})
-    if case == "label":  # a column of Arrow has one type
-        good, rows = good | {"label": True}, [rows[0] | {"label": None}]
-        names = r"'label'.*columns\.kto_tag"
+    _, description, rows, names = DROPPED[case]
+    good = {"conversations": [ASKED, ANSWERED]}
     described(tmp_path, [good, *rows, good], **description)
-    stages = {"stage": stage} if stage == "kto" else {}
-    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", odb=BLOCK, **stages)
-    online = load_data(config, stage)["train_dataset"]
+    online = load_data(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", odb=BLOCK))
     with pytest.raises(RowDropped, match=names):
-        online[1]
-    assert online[0] == online[2]
+        online["train_dataset"][1]
+    assert online["train_dataset"][0] == online["train_dataset"][2]
 
 
-def test_a_dataset_that_does_not_fit_its_description_is_refused_at_once(tiny_text, formats, tmp_path) -> None:
-    """Whatever `on_error` says: no row has the column."""
-    rows = json.loads((formats / "alpaca.json").read_text(encoding="utf-8"))
-    described(tmp_path, rows, columns={"prompt": "instruction", "response": "answer"})
-    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", odb=BLOCK | {"on_error": "skip"})
-    with pytest.raises(DataError, match=r"dataset_info\.json: columns\.response of rows\.jsonl is 'answer'"):
+def test_a_dataset_without_rows_is_refused(tiny_text, formats, tmp_path) -> None:
+    config = training_config(tiny_text, formats, tmp_path / "out", dataset="alpaca", odb=BLOCK, max_samples=0)
+    with pytest.raises(DataError, match="alpaca.json has no row"):
         load_data(config)
-    with pytest.raises(DataError, match="rows.jsonl has no row"):
-        load_data(config | {"max_samples": 0})
-
-
-def test_an_index_with_a_mapping_is_read_without_gathering_row_by_row() -> None:
-    """`val_size`, `num_samples` and interleaving make one. Eight bytes a row are what it holds."""
-    dataset_module.forget()
-    count = 20_000
-    rows = datasets.Dataset.from_dict({"text": [""] * count})
-    index = dataset_module.index_of(dataset_module.Source(rows, SimpleNamespace(num_samples=None), None))
-    mapped = index.train_test_split(test_size=100, seed=1)["train"]
-    expected = mapped[dataset_module.SOURCE_ROW]
-    tracemalloc.start()
-    indexed = dataset_module.IndexedRows(mapped)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [indexed._row[i] for i in range(len(indexed))] == list(expected)
-    assert peak < 24 * count
-    dataset_module.forget()

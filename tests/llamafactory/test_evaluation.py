@@ -15,7 +15,6 @@ from support import noise, training_config, write_dataset
 from transformers import GenerationMixin, Qwen2ForCausalLM, TrainerCallback
 
 from odb_factory.errors import DataError
-from odb_factory.training.session import Session
 
 RELATIVE = 1e-6
 NOT_COMPARED = ("runtime", "per_second", "logits/")
@@ -40,8 +39,6 @@ CELLS = {
     "kto": Cell("kto", EVALUATED, block=BLOCK),
     "smoothed": Cell(changes=EVALUATED | {"label_smoothing_factor": 0.1}, block=BLOCK),
 }
-MORE = {stage: Cell(stage, EVALUATED, block=BLOCK) for stage in ("dpo", "rm")}
-"""Of the full grid: their trainings on two ranks are evaluated in `test_same_training.py`."""
 STOCK_S = (
     "this evaluation: figures of CustomKTOTrainer depend on which rows share a batch",
     "this evaluation: the trainer computes the loss in place of the model",
@@ -62,22 +59,16 @@ def evaluated(training: Training) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("cells", "stocks"),
-    [(CELLS, STOCK_S), pytest.param(MORE, (), marks=pytest.mark.nightly)],
-    ids=["cells", "more"],
-)
-def test_figures_are_those_of_stock_on_two_ranks(
-    cells: dict[str, Cell], stocks: tuple[str, ...], config_of: Config, tmp_path: Path
-) -> None:
-    for name, (ours, stock) in run_cells(cells, config_of, tmp_path / "ranks", 2, limit_s=560).items():
+def test_figures_are_those_of_stock_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
+    """Those of dpo and rm: in the trainings of `test_same_training.py`."""
+    for name, (ours, stock) in run_cells(CELLS, config_of, tmp_path / "ranks", 2, limit_s=560).items():
         assert evaluated(stock)
         for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
             assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}, name
     log = (tmp_path / "ranks" / "rank0.log").read_text(encoding="utf-8")
     in_and_after = 2  # evaluations of a training
-    assert log.count("[odb] evaluated ") == in_and_after * (len(cells) - len(stocks))
-    assert all(log.count(f"has no effect on {one}") == in_and_after for one in stocks)
+    assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - len(STOCK_S))
+    assert all(log.count(f"has no effect on {one}") == in_and_after for one in STOCK_S)
 
 
 def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
@@ -85,8 +76,7 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
 ) -> None:
     data = write_uneven_rows(tmp_path, {"one": 20, "other": 24})
     changes = {"max_steps": 2, "eval_steps": 1, "eval_strategy": "steps", "per_device_eval_batch_size": 4}
-    changes |= {"eval_on_start": True}
-    changes |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    changes |= {"eval_on_start": True, "dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     config = training_config(
         tiny_text, data, tmp_path / "stock", dataset="one", eval_dataset="other", cutoff_len=120, **changes
     )
@@ -98,28 +88,18 @@ def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
             raise torch.OutOfMemoryError("as of an accelerator")
         return forward(model, *args, **kwargs)
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        made.extend([args[3].reason] if "is_evaluated" in kwargs else ())
-        return make_loader(*args, **kwargs)
-
-    made, make_loader = list[str](), Session.make_loader
     stock = train(config)
-    monkeypatch.setattr(Session, "make_loader", make)
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", of_little)
     ours = train(config | {"output_dir": str(tmp_path / "odb"), "odb": {"token_budget": 300, "eval_token_budget": 400}})
     cuts = [number for number, said in enumerate(caplog.messages) if "in an evaluation" in said]
     ends = [number for number, said in enumerate(caplog.messages) if said.startswith("evaluated 24 rows")]
     assert cuts and len(ends) > 1 and max(cuts) < ends[0]
-    of_training = [not reason.startswith("outside of training, or not checked") for reason in made]
-    assert of_training == [False, True, True, False], "before the check of the layout, in the training, after it"
     for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
         assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}
 
 
 @pytest.mark.timeout(600)
-def test_generated_text_is_that_of_stock(
-    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_generated_text_is_that_of_stock(tiny_text, tmp_path, monkeypatch, caplog) -> None:
     """Greedy; prompts of one length share a batch, and the file has the order of the rows. So it is where memory holds
     two prompts and no more."""
     data = write_uneven_rows(tmp_path, {"one": 20, "other": 13})

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from distributed.invariants import check_books, losses, read_audits
-from distributed.ranks import Outcome
 from distributed.rows import row
 from PIL import Image
 from same_training import launch
@@ -23,27 +22,23 @@ LOST = {5, 19}
 SIZE, SWAPPED = "64x96", "160x192"
 
 
-def configured(tiny_vl: Path, folder: Path, fading: dict[int, str], **changes: Any) -> dict[str, Any]:
+def configured(tiny_vl: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """Weights stay as they are, so that the loss of an optimizer step says what it was trained on."""
     folder.mkdir(parents=True)
-    for name in {"fine.png", *fading.values()}:
+    for name in {"fine.png", *FADING.values()}:
         Image.radial_gradient("L").resize((64, 96)).convert("RGB").save(folder / name)
-    rows = [row(3 + (k * 11) % 38, [fading.get(k, "fine.png")]) for k in range(NUM_ROWS)]
+    rows = [row(3 + (k * 11) % 38, [FADING.get(k, "fine.png")]) for k in range(NUM_ROWS)]
     write_dataset(folder, {"rows": rows})
-    block = {"token_budget": 256, "audit": True, "on_error": "skip"} | changes.pop("odb", {})
+    block = {"token_budget": 256, "audit": True, "on_error": "skip"}
     settings = {"learning_rate": 1e-12, "gradient_accumulation_steps": ACCUMULATION, "disable_shuffling": True}
     return training_config(tiny_vl, folder, folder / "out", dataset="rows", odb=block, **settings | changes)
 
 
-def trained(config: dict[str, Any], num_ranks: int, **more: Any) -> list[Outcome]:
-    folder = Path(config["output_dir"]).parent
-    return launch([config | {"ddp_backend": "gloo"}], folder, num_ranks, env=shimmed("fading_pictures"), **more)
-
-
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path, num_ranks: int) -> None:
-    config = configured(tiny_vl, tmp_path / "odb", FADING, gradient_accumulation_steps=ACCUMULATION // num_ranks)
-    ended, folder = trained(config, num_ranks), Path(config["output_dir"])
+def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path) -> None:
+    num_ranks = 2
+    config = configured(tiny_vl, tmp_path / "odb", gradient_accumulation_steps=ACCUMULATION // num_ranks)
+    folder = Path(config["output_dir"])
+    ended = launch([config | {"ddp_backend": "gloo"}], folder.parent, num_ranks, env=shimmed("fading_pictures"))
     audits = read_audits(folder, num_ranks)
     ids = Counter(id for audit in audits for line in audit for id in line["ids"])
     assert ids == Counter(set(range(NUM_ROWS)) - LOST), "I2"
@@ -52,7 +47,7 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
     assert said.count("left out (collation): ") == len(LOST)
     assert f"has changed since it was observed (was {SIZE}, is {SWAPPED})" in said
     # The other optimizer steps are stock's; those that have lost a row are divided by what is left.
-    stock = configured(tiny_vl, tmp_path / "stock", FADING)
+    stock = configured(tiny_vl, tmp_path / "stock")
     del stock["odb"]
     train_stock(stock)
     ours, theirs = (losses(Path(one["output_dir"])) for one in (config, stock))
@@ -65,26 +60,3 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
             continue  # of samples whose weights differ; how many tokens each has is not in the audit
         weights = sum(line["weight"] for line in of_step) / num_ranks
         assert weights <= 1.00001
-
-
-@pytest.mark.nightly
-def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, tmp_path) -> None:
-    changes = {"gradient_accumulation_steps": 2, "odb": {"on_error": "raise"}}
-    config = configured(tiny_vl, tmp_path / "odb", FADING, **changes)
-    for rank in trained(config, 2, may_fail=True):
-        assert rank.returncode and "row 5 of" in rank.said and "cannot be collated" in rank.said, rank
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_row_that_is_found_too_late_weighs_nothing(tiny_vl, tmp_path, num_ranks: int) -> None:
-    """Every row is a micro-batch of its own, of which workers collate two ahead."""
-    fading = {k: f"gone{k}.png" for k in range(12, 16)}
-    changes = {"gradient_accumulation_steps": 8 // num_ranks, "odb": {"token_budget": 40, "layout": "padded"}}
-    config = configured(tiny_vl, tmp_path / "odb", fading, **changes)
-    trained(config, num_ranks)
-    folder = Path(config["output_dir"])
-    audits = read_audits(folder, num_ranks)
-    summary = check_books(folder, audits, left_out={"collation": 4})
-    weights = [line["weight"] for audit in audits for line in audit if line["optimizer_step"] == 2]
-    assert sum(weights) / num_ranks + summary["lost_weight"] == pytest.approx(1)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.rows import WORDS
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
-from same_training import check_same_training, report, train
+from same_training import check_same_training, report, train, write_rows
 from stock import load_data
 from support import training_config
 
@@ -22,37 +20,27 @@ from odb_factory.llamafactory.dataset import OnlineDataset
 from odb_factory.llamafactory.stages import STAGES
 
 BLOCK = {"token_budget": 512, "audit": True}
-TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-NUM_ROWS = {"feedback": 22, "odd": 21, "whole": 24}
-
-
-def feedback(number: int, rng: random.Random) -> dict[str, Any]:
-    question, answer = (" ".join(rng.choice(WORDS) for _ in range(n)) for n in (2 + number % 5, 3 + number * 23 % 97))
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "label": rng.random() < 0.6}
 
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`feedback`, `odd` and `whole`; `dropped`, of which LLaMA-Factory drops row 4, and `broken`,
-    where it fails at row 2 because row 1 has no answer."""
-    folder, info = tmp_path_factory.mktemp("feedback"), {}
-    rng = random.Random(5)
-    rows = {name: [feedback(number, rng) for number in range(count)] for name, count in NUM_ROWS.items()}
-    rows["dropped"] = [feedback(number, rng) | ({"label": None} if number == 4 else {}) for number in range(9)]
-    rows["broken"] = [feedback(number, rng) for number in range(4)]
-    rows["broken"][1]["messages"].pop()
-    for name in rows:
-        (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
-        columns = {"messages": "messages", "kto_tag": "label"}
-        info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": TAGS}
+    """`judged`; `dropped`, of which LLaMA-Factory drops row 4; `broken`, where it fails at row 2 because row 1 has no
+    answer."""
+    folder = write_rows(tmp_path_factory.mktemp("judged") / "rows")
+    rows = json.loads((folder / "judged.json").read_text(encoding="utf-8"))
+    info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    changed = {"dropped": [*rows[:4], rows[4] | {"good": None}, *rows[5:9]], "broken": rows[:4]}
+    changed["broken"][1] = rows[1] | {"conversations": rows[1]["conversations"][:1]}
+    for name, of_set in changed.items():
+        (folder / f"{name}.json").write_text(json.dumps(of_set), encoding="utf-8")
+        info[name] = info["judged"] | {"file_name": f"{name}.json"}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
 
 
 def config_of(model: Path, rows_dir: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
     """Two epochs; the gradient checkpoints of stock need another forward."""
-    config = training_config(model, rows_dir, output_dir, stage="kto", dataset="feedback", num_train_epochs=2)
+    config = training_config(model, rows_dir, output_dir, stage="kto", dataset="judged", num_train_epochs=2)
     return config | {"learning_rate": 2e-4, "logging_steps": 2, "disable_gradient_checkpointing": True} | changes
 
 
@@ -67,8 +55,8 @@ def rows_of(config: dict[str, Any]) -> Any:
     "changes",
     [
         {"preprocessing_batch_size": 4, "val_size": 3},
-        {"dataset": "dropped, odd", "preprocessing_batch_size": 7},
-        {"dataset": "odd", "preprocessing_batch_size": 4, "preprocessing_num_workers": 2},
+        {"dataset": "dropped, judged", "preprocessing_batch_size": 7, "max_samples": 21},
+        {"max_samples": 21, "preprocessing_batch_size": 4, "preprocessing_num_workers": 2},
     ],
     ids=["split", "two datasets, one row dropped", "two processes"],
 )
@@ -95,22 +83,17 @@ def test_a_partner_without_an_answer_is_told(tiny_text: Path, rows_dir: Path, tm
 # The training
 
 
-WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7}
-
-
 def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     """Stock's micro-step is 2 x 2 rows on two ranks and 4 rows on one: the same estimates, losses, weights. The figures
     are those of both ranks."""
-    config = {"dataset": "whole", "gradient_accumulation_steps": 2, "logging_steps": 1}
+    config = {"max_samples": 24, "gradient_accumulation_steps": 2, "logging_steps": 1}
     two = {"per_device_train_batch_size": 2, "odb": BLOCK | {"token_budget": 256}}
     ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", **config, **two), 2)
     stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", **config, per_device_train_batch_size=4))
     report("kto, 2 ranks", check_same_training(ours, stock, counts_other_tokens=True))
 
 
-def test_another_loss_is_refused(
-    tiny_text: Path, rows_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_loss_is_refused(tiny_text, rows_dir, tmp_path, monkeypatch) -> None:
     """A release whose loss is no function of the log-ratio less the estimate."""
     loss = CustomKTOTrainer.kto_loss
 
@@ -127,23 +110,3 @@ def test_rows_with_videos_are_refused() -> None:
     features = {"input_ids": [1, 2], "kl_input_ids": [1, 2, 3], "videos": ["one.mp4"]}
     with pytest.raises(ValueError, match="it has videos, which LLaMA-Factory's trainer for KTO does not hand"):
         STAGES["kto"].cost(features, None)  # type: ignore[arg-type]
-
-
-# The wide grid.
-
-
-@pytest.mark.nightly
-def test_one_estimate_of_an_optimizer_step_on_two_ranks(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
-    """I8: as stock on one rank that takes each optimizer step at once."""
-    two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "odb": BLOCK | {"loss_scaling": "exact"}}
-    common = WEIGHED | {"dataset": "whole"}
-    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", **common, **two), 2)
-    stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", **common, per_device_train_batch_size=8))
-    report("kto, 2 ranks, exact", check_same_training(ours, stock, counts_other_tokens=True))
-
-
-@pytest.mark.nightly
-def test_filled_batches(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
-    block = BLOCK | {"global_batch_size": "fill", "buffer_size": 8}
-    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", dataset="odd", odb=block))
-    assert sum(map(len, ours.rows)) == 2 * NUM_ROWS["odd"]

@@ -22,7 +22,6 @@ from support import noise
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import media
 from odb_factory.llamafactory.attach import _check_tiles
 from odb_factory.llamafactory.media import MediaObserver, clips_by_length, images_by_size
 from odb_factory.planning import Media
@@ -40,33 +39,6 @@ def build(name: str, **options: Any) -> tuple[Any, Any, Any]:
     return get_mm_plugin(name, **NAME[name]), tokenizer, processor
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "one_by_one"),
-    [
-        ("llava_next", {}, True),
-        ("gemma3", {}, True),
-        ("gemma3", {"image_do_pan_and_scan": True}, None),
-        ("mllama", {}, False),
-    ],
-)
-def test_what_is_remembered_is_what_the_processor_says(
-    name: str, options: dict[str, Any], one_by_one: bool | None
-) -> None:
-    """Sizes that were not tried at start, in several orders; how pan and scan counts crops depends on the release."""
-    plugin, _, processor = build(name, **options)
-    memory = images_by_size(plugin, processor)
-    assert memory is not None and one_by_one in (memory.one_by_one, None)
-    for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
-        real = plugin._get_mm_inputs([noise(size).convert("RGB") for size in sizes], [], [], processor)
-        found = memory.answer(sizes)
-        assert found.keys() == real.keys()
-        for key, value in real.items():
-            assert np.shape(found[key]) == np.shape(value)
-            if key not in ("pixel_values", "aspect_ratio_mask"):
-                assert np.array_equal(np.asarray(found[key]), np.asarray(value)), key
-        assert all(value.untyped_storage().nbytes() < 64 for key, value in found.items() if key == "pixel_values")
-
-
 def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkeypatch) -> None:
     """A processor that leaves out white borders, as none of LLaMA-Factory's does today."""
     plugin, tokenizer, processor = build("llava_next")
@@ -82,16 +54,6 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
     assert sum("observed through the real processor" in one for one in caplog.messages) == 2
     blank, noisy = Image.new("RGB", (90, 91), "black"), noise((90, 91)).convert("RGB")
     assert media.count_media([blank], None, None, []) == media.count_media([noisy], None, None, []) > Media()
-
-
-def test_no_more_is_remembered_than_fits(monkeypatch) -> None:
-    monkeypatch.setattr(media, "MAX_REMEMBERED", 3)
-    plugin, _, processor = build("llava_next")
-    memory = images_by_size(plugin, processor)
-    assert memory is not None
-    for width in range(60, 70):
-        memory.answer([(width, 80)])
-    assert [sizes for sizes, _ in memory._known] == [((width, 80),) for width in (67, 68, 69)]
 
 
 def test_a_cap_that_would_not_be_kept_is_refused() -> None:

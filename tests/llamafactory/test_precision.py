@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.test_engines import ENGINES, deepspeed_config
-from same_training import Config, Training, configurations, launch, read, train, write_rows
+from same_training import Config, Training, configurations, deviation, launch, read, report, train, write_rows
 from support import shimmed
 from tiny_models import TinyModels
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -82,30 +82,6 @@ CELLS = {
 ON_TWO_RANKS = {"sft": CELLS["sft"], "images": IMAGES_IN_BF16, "dpo": CELLS["dpo, lora"], "kto": CELLS["kto, lora"]}
 
 
-@dataclass(frozen=True)
-class Distance:
-    """The largest relative differences between two trainings; of the weights, of the norm of all."""
-
-    loss: float
-    grad_norm: float
-    weights: float
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.1e}, grad_norm {self.grad_norm:.1e}, weights {self.weights:.1e}"
-
-
-def distance(one: Training, other: Training) -> Distance:
-    largest = {}
-    for name in ("loss", "grad_norm"):
-        figures = [[entry[name] for entry in training.log if name in entry] for training in (one, other)]
-        assert len(figures[0]) == len(figures[1]) >= 2
-        largest[name] = max(abs(a - b) / max(abs(a), abs(b)) for a, b in zip(*figures))
-    assert one.weights.keys() == other.weights.keys() != set()
-    pairs = [(one.weights[name].double(), tensor.double()) for name, tensor in other.weights.items()]
-    difference = torch.stack([(mine - its).norm() for mine, its in pairs]).norm()
-    return Distance(**largest, weights=float(difference / torch.stack([its.norm() for _, its in pairs]).norm()))
-
-
 ROUNDING = 2**-9
 """Half the relative distance of bfloat16 numbers: the norm of a gradient may differ by it whatever stock's does."""
 
@@ -117,22 +93,19 @@ and one training in float32 may be nearer to stock's by chance."""
 
 def check(name: str, trained: dict[str, Training]) -> None:
     ours, stock = trained["odb"], trained["stock"]
-    found = distance(ours, stock)
-    exact = distance(trained["float32"], stock)
-    rounding = [distance(training, stock) for kind, training in trained.items() if kind.startswith("cut")] or [exact]
+    found, exact = deviation(ours, stock), deviation(trained["float32"], stock)
+    rounding = [deviation(training, stock) for kind, training in trained.items() if kind.startswith("cut")] or [exact]
     # Stock rounds the gradients of all labels alike, in every cut, for they are nearly -1 / tokens; odb does not.
-    allowed = Distance(
-        loss=max(one.loss for one in rounding),
-        grad_norm=max(one.grad_norm for one in [*rounding, exact]),
-        weights=max(one.weights for one in rounding),
-    )
-    print(f"{name}: {found}; stock itself: {allowed}")
+    loss, weights = max(one.loss for one in rounding), max(one.weights for one in rounding)
+    grad_norm = max(one.grad_norm for one in [*rounding, exact])
+    report(name, found)
+    print(f"stock itself: loss {loss:.1e}, grad_norm {grad_norm:.1e}, weights {weights:.1e}")
     assert ours.rows == stock.rows
     assert ours.learning_rates == stock.learning_rates
     assert max(ours.num_micro_batches) > 1
-    assert found.loss <= FACTOR * max(allowed.loss, OF_PREFERENCES * ("kto" in name))
-    assert found.grad_norm <= max(FACTOR * allowed.grad_norm, ROUNDING)
-    assert found.weights <= FACTOR * allowed.weights
+    assert found.loss <= FACTOR * max(loss, OF_PREFERENCES * ("kto" in name))
+    assert found.grad_norm <= max(FACTOR * grad_norm, ROUNDING)
+    assert found.weights <= FACTOR * weights
 
 
 @pytest.fixture(scope="module")

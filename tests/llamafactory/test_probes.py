@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import av
-import datasets
 import pytest
 from llamafactory import launcher
-from llamafactory.data import loader as stock_loader
 from llamafactory.data import mm_plugin
 from llamafactory.hparams import get_train_args
 from llamafactory.train.callbacks import LogCallback
@@ -40,10 +37,6 @@ def config(tiny_vl: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 def load(config: dict[str, Any]) -> Any:
     """The training dataset as a run has it, before the model is loaded."""
     return load_data(config)["train_dataset"]
-
-
-def changed(function: Callable, change: Callable[[Any], Any]) -> Callable:
-    return lambda *args, **kwargs: change(function(*args, **kwargs))
 
 
 @pytest.mark.parametrize(
@@ -92,45 +85,21 @@ def test_what_is_replaced_is_where_it_was(config: dict[str, Any]) -> None:
     assert "__file__" in inspect.unwrap(launcher.launch).__code__.co_names, "torchrun is given another file"
 
 
-def test_datasets_and_pillow_keep_images() -> None:
-    """`datasets` decodes and encodes a cell of images, and Pillow keeps sizes, as `media` takes for granted."""
-    image = Image.frombytes("RGB", (3, 2), bytes(range(18)))
-    stored = io.BytesIO()
-    image.save(stored, "PNG")
-    feature = datasets.Image()
-    opened = feature.decode_example({"bytes": stored.getvalue(), "path": None})
-    again = feature.encode_example(opened)
-    assert {"bytes", "path"} <= set(again) and opened.format == "PNG"
-    assert {one.convert("RGB").tobytes() for one in (opened, feature.decode_example(again))} == {image.tobytes()}
-    blank = media.SizeOnlyImage((3, 2))
-    assert (blank.size, blank.width, blank.height, blank.mode) == ((3, 2), 3, 2, "RGB")
+CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "_system": ("align_dataset", lambda row: {"_system": "be brief"}),
+    "input_ids": ("_get_preprocessed_dataset", lambda row: {"input_ids": row["input_ids"][:-1]}),
+    "labels": ("_get_preprocessed_dataset", lambda row: {"labels": row["input_ids"]}),
+    "weights": ("_get_preprocessed_dataset", lambda row: {"weights": 1.0}),
+}
+"""By column: a pass of stock that does more than what is called by row."""
 
 
-def test_another_conversion_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock's pass does more than the converter that is called by row."""
-
-    def with_system(rows: Any) -> Any:
-        return rows.map(lambda row: {"_system": "be brief"})
-
-    monkeypatch.setattr(dataset, "align_dataset", changed(dataset.align_dataset, with_system))
-    with pytest.raises(ConfigError, match="gives another input_ids by row"):
-        load(config)
-
-
-@pytest.mark.parametrize(
-    ("column", "change"),
-    [
-        ("input_ids", lambda row: {"input_ids": row["input_ids"][:-1]}),
-        ("labels", lambda row: {"labels": row["input_ids"]}),
-        ("weights", lambda row: {"weights": 1.0}),
-    ],
-)
-def test_another_preprocessing_is_found(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str, change: Callable
-) -> None:
-    stock = stock_loader._get_preprocessed_dataset
-    monkeypatch.setattr(dataset, "_get_preprocessed_dataset", changed(stock, lambda rows: rows.map(change)))
-    with pytest.raises(ConfigError, match=f"gives another {column} by row"):
+@pytest.mark.parametrize("column", CHANGED)
+def test_a_pass_that_does_more_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str) -> None:
+    name, change = CHANGED[column]
+    stock = getattr(dataset, name)
+    monkeypatch.setattr(dataset, name, lambda *args, **kwargs: stock(*args, **kwargs).map(change))
+    with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} by row"):
         load(config)
 
 
@@ -142,9 +111,7 @@ def test_another_processor_of_rows_is_found(config: dict[str, Any], monkeypatch:
         load(config)
 
 
-def test_other_sizes_of_images_turn_to_the_real_processor(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -> None:
     """`_regularize_images` answers otherwise than the processor resizes: patches are then counted by pixels."""
     patches = media.MediaObserver.count_media
     online = load(config)

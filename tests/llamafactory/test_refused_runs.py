@@ -49,6 +49,13 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"num_train_epochs": 0}, "num_train_epochs: 0"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0"),
     ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
+    # Values of a wrong type
+    ({"cutoff_len": "abc"}, "cutoff_len: 'abc'"),
+    ({"cutoff_len": "2048"}, "cutoff_len: '2048'"),
+    ({"learning_rate": "abc"}, "learning_rate: 'abc'"),
+    ({"num_train_epochs": "x"}, "num_train_epochs: 'x'"),
+    ({"gradient_accumulation_steps": [2]}, r"gradient_accumulation_steps: \[2\]"),
+    ({"bf16": "no"}, "bf16: 'no'"),
     ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
 ]
 """Changes to a YAML, and what the message begins with (a pattern)."""

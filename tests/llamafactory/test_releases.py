@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import llamafactory.hparams
-import llamafactory.hparams.parser as parser
 import pytest
 from llamafactory.hparams import get_train_args
 from packaging.specifiers import SpecifierSet
@@ -40,9 +36,7 @@ def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_a_newer_release_is_told_once_and_goes_on(
-    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
-) -> None:
+def test_a_newer_release_is_told_once_and_goes_on(tiny_text, data_dir, tmp_path, monkeypatch, logged) -> None:
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 64})
     get_train_args(dict(config))
     assert logged() == [], "the release that is installed is known"
@@ -64,15 +58,3 @@ def test_the_pin_lets_the_main_branch_live() -> None:
     assert supported == SpecifierSet(SUPPORTED)
     for version in ("0.9.4", "0.9.5", NEWEST_TESTED, "0.9.6"):
         assert supported.contains(version, prereleases=True)
-
-
-def test_the_reader_of_arguments_is_found_where_the_main_branch_moves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hooks.find_read_args() is parser.read_args
-    moved = types.ModuleType("llamafactory.extras.arguments")
-    moved.read_args = lambda args: ["moved"]
-    monkeypatch.setitem(sys.modules, moved.__name__, moved)
-    monkeypatch.delattr(parser, "read_args")
-    monkeypatch.delattr(llamafactory.hparams, "read_args")
-    assert hooks.find_read_args() is moved.read_args
-    monkeypatch.delattr(moved, "read_args")
-    assert hooks.find_read_args() is None

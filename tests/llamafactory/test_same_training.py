@@ -31,7 +31,6 @@ from same_training import (
     Config,
     Training,
     check_cell,
-    check_same_training,
     deviation,
     report,
     run_cells,
@@ -311,9 +310,7 @@ def parameters() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "cell"), parameters())
-def test_the_same_training(
-    trained: Trained, name: str, cell: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_training(trained, name: str, cell: str, monkeypatch, caplog) -> None:
     if not is_here(cell):
         pytest.skip("these releases have no such loss or model, or bitsandbytes is not installed")
     caplog.set_level("INFO")
@@ -366,27 +363,13 @@ def test_the_comparison_finds_another_loss(config_of: Config, tmp_path: Path) ->
     assert found.loss > 5 * RELATIVE and found.weights > 20 * RELATIVE
 
 
-def test_rows_that_llamafactory_drops_are_told(
-    tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_llamafactory_drops_are_told(tiny_text, tmp_path, caplog) -> None:
     """Stock shuffles what its preprocessing pass leaves, which nobody knows without such a pass."""
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(16)]})
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_shuffling": True}
     run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TIGHT, **steps))
     told = [message for message in caplog.messages if "LLaMA-Factory's preprocessing drops" in message]
     assert len(told) == 1 and "(1 by optimizer step 1)" in told[0] and "tokenized_path" in told[0]
-
-
-@pytest.mark.nightly
-def test_rows_that_llamafactory_drops_beforehand(tiny_text: Path, tmp_path: Path) -> None:
-    """With `tokenized_path` its own pass has been made, and the steps are stock's."""
-    write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(40)]})
-    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "val_size": 0.1}
-    ours, stock = (
-        train(training_config(tiny_text, tmp_path, tmp_path / name, tokenized_path=f"{tmp_path}/{name}_", **more))
-        for name, more in (("odb", steps | {"odb": TIGHT | {"audit": True}}), ("stock", steps))
-    )
-    report("tokenized beforehand", check_same_training(ours, stock))
 
 
 class Generates(TrainerCallback):

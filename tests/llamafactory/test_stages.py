@@ -10,7 +10,6 @@ from llamafactory.hparams import get_train_args
 from same_training import ODB, Config, configurations, write_rows
 from tiny_models import TinyModels
 
-from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Media
@@ -25,15 +24,7 @@ def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathF
 # What is refused, and what is said.
 
 
-def test_keys_that_a_stage_cannot_have_are_refused_in_one_line(config_of: Config, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="odb.token_budget: 'auto' .* stage kto") as caught:
-        get_train_args(config_of("kto", tmp_path, odb=ODB | {"token_budget": "auto"}))
-    assert "\n" not in str(caught.value)
-
-
-def test_documents_stay_whole_and_that_is_said(
-    config_of: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_documents_stay_whole_and_that_is_said(config_of, tmp_path, caplog) -> None:
     given = config_of("pt", tmp_path, odb=ODB)
     assert get_train_args(given)[1].packing is False and "packing" not in given
     assert len([message for message in caplog.messages if "documents stay whole" in message]) == 1

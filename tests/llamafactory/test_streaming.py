@@ -11,12 +11,11 @@ from typing import Any
 
 import datasets
 import pytest
-from distributed.launch import Run
 from distributed.rows import row, write_uneven_rows
 from llamafactory.hparams import get_train_args
 from llamafactory.train.tuner import run_exp
 from same_training import Training, check_same_training, report, train
-from support import read_jsonl, training_config
+from support import training_config
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.order import is_split_by_node
@@ -91,13 +90,6 @@ def test_local_files_are_read_by_index(config, caplog) -> None:
 def test_what_stock_asks_of_a_stream_it_still_asks(config, changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         get_train_args(config | STREAM | changes)
-
-
-def test_a_stream_needs_max_steps_as_in_stock(config) -> None:
-    given = config | STREAM | {"max_steps": -1, "num_train_epochs": 2}
-    with pytest.raises(ValueError, match="specify `max_steps` in streaming mode"):
-        get_train_args(given)
-    assert get_train_args(given | {"max_steps": 5})[2].max_steps == 5
 
 
 def test_stocks_buffer_size_is_not_taken_for_ours(config) -> None:
@@ -184,25 +176,6 @@ def test_a_stage_whose_rows_need_each_other_takes_no_stream(config) -> None:
     ) as caught:
         online_stream(datasets.IterableDataset, head, ODBConfig(token_budget=256), data_args, training_args)
     assert "\n" not in str(caught.value)
-
-
-def ids_of_ranks(output_dir: Path, num_ranks: int) -> list[Counter]:
-    """Of the first epoch."""
-    audits = [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(num_ranks)]
-    return [Counter(id for line in audit if line["epoch"] == 0 for id in line["ids"]) for audit in audits]
-
-
-@pytest.mark.nightly
-def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) -> None:
-    """I1, I2 with uneven ends: each rank reads its own files only, and all rows are trained on once."""
-    fill = {"odb": BLOCK | {"global_batch_size": "fill", "balance": False}, "max_steps": 12, "ddp_backend": "gloo"}
-    with Run(config | STREAM | fill, num_ranks=2) as run:
-        ended = run.end()
-    assert ended.returncodes == [0], str(ended)
-    assert "each rank reads its part of the 6 shards" in ended.ranks[0]
-    ids = ids_of_ranks(tmp_path / "odb", 2)
-    assert sum(one.total() for one in ids) == sum(SHARDS) and max((ids[0] + ids[1]).values()) == 1
-    assert sorted(one.total() for one in ids) != [16, 16], "not every second row"
 
 
 @pytest.mark.nightly

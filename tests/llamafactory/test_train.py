@@ -156,31 +156,6 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
     )
 
 
-def test_max_steps_goes_over_as_many_epochs_as_it_takes(tiny_text, data_dir, tmp_path) -> None:
-    config = training_config(
-        tiny_text,
-        data_dir,
-        tmp_path / "out",
-        max_steps=31,
-        max_samples=24,
-        warmup_steps=4,
-        lr_scheduler_type="linear",
-        save_strategy="epoch",
-        odb=BLOCK | {"token_budget": 256, "buffer_size": 12, "global_batch_size": "fill"},
-    )
-    run_exp(dict(config))
-    audit, log = audit_of(tmp_path / "out"), read_log(tmp_path / "out")
-    assert len(audit) == 31
-    epochs = ids_by_epoch(audit)
-    assert len(epochs) > 2
-    assert all(epochs[epoch] == Counter(range(24)) for epoch in list(epochs)[:-1])
-    rates = [entry["learning_rate"] for entry in log if "loss" in entry]
-    assert rates == pytest.approx([1e-3 * (k / 4 if k < 4 else (31 - k) / 27) for k in range(31)])
-    ends = [max(line["optimizer_step"] for line in audit if line["epoch"] == epoch) for epoch in epochs]
-    saved = {int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("checkpoint-*")}
-    assert saved == set(ends)
-
-
 def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
     """Other callbacks keep their say; a run that is stopped ends cleanly with a summary of what it did."""
     config = training_config(

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from support import BIN, read_jsonl, run_command, shimmed
+from support import BIN, end_of, read_jsonl, run_command, shimmed
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.timeout(600)
@@ -78,27 +78,14 @@ LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
     "two ranks": ("installed", 2, ["sft"]),
     "main, one rank": ("main", 1, ["dpo", "sft, images"]),
 }
+GRID_ON_ONE = ["sft, workers", "sft, padded", "sft, cut", "sft, recomputed", "sft, lora", "rm, padded"]
+GRID_ON_TWO = ["sft, workers", "sft, own share", "sft, a step of two", "sft, fsdp2", "rm", "rm, fsdp2"]
+GRID_OF_MAIN = ["sft", "rm", "dpo, padded", "dpo, orpo", "dpo, simpo and sft", "dpo, ld", "dpo, lora"]
 GRID: dict[str, tuple[str, int, list[str]]] = {
-    "one rank, grid": (
-        "installed",
-        1,
-        ["sft, workers", "sft, padded", "sft, cut", "sft, recomputed", "sft, lora", "rm, padded"],
-    ),
-    "two ranks, grid": (
-        "installed",
-        2,
-        ["sft, workers", "sft, own share", "sft, a step of two", "sft, fsdp2", "rm", "rm, fsdp2"],
-    ),
-    "main, one rank, grid": (
-        "main",
-        1,
-        ["sft", "rm", "dpo, padded", "dpo, orpo", "dpo, simpo and sft", "dpo, ld", "dpo, lora"],
-    ),
-    "main, two ranks, grid": (
-        "main",
-        2,
-        ["sft", "sft, fsdp2", "dpo", "dpo, fsdp2"],
-    ),
+    "one rank, grid": ("installed", 1, GRID_ON_ONE),
+    "two ranks, grid": ("installed", 2, GRID_ON_TWO),
+    "main, one rank, grid": ("main", 1, GRID_OF_MAIN),
+    "main, two ranks, grid": ("main", 2, ["sft", "sft, fsdp2", "dpo", "dpo, fsdp2"]),
 }
 
 
@@ -114,12 +101,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = []
     for _ in range(38):
         prompt = {"role": "user", "content": text(2, 9, 20)}
-        pairs.append(
-            {
-                answer: [prompt, {"role": "assistant", "content": text(2, 3, 5, 8, 40)}]
-                for answer in ("chosen", "rejected")
-            }
-        )
+        answers = {name: {"role": "assistant", "content": text(2, 3, 5, 8, 40)} for name in ("chosen", "rejected")}
+        pairs.append({name: [prompt, answer] for name, answer in answers.items()})
     pictures = []
     for number in range(26):
         names = [str(folder / f"{number}_{one}.png") for one in range((1, 0, 2, 0)[number % 4])]
@@ -128,11 +111,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.new("RGB", size, tuple(drawn.randrange(256) for _ in range(3))).save(name)
         tags = "<image>" * len(names)
         pictures.append({"instruction": tags + text(2, 9), "input": "", "output": text(2, 5, 40), "images": names})
-    for name, data, converter in (
-        ("sft", sft, "alpaca"),
-        ("pairs", pairs, "pair"),
-        ("pictures", pictures, "alpaca"),
-    ):
+    of_all = (("sft", sft, "alpaca"), ("pairs", pairs, "pair"), ("pictures", pictures, "alpaca"))
+    for name, data, converter in of_all:
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in data))
         info = {"rows": {"path": str(path), "source": "local", "converter": converter}}
@@ -155,18 +135,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
             if not folder.exists():
                 zipfile.ZipFile(wheel).extractall(folder)
             path.insert(0, str(folder))
-        return os.environ | shimmed("v1_on_cpu") | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "DISABLE_VERSION_CHECK": "1",
-        }  # fmt: skip
+        paths = {"PYTHONPATH": os.pathsep.join(path), "DISABLE_VERSION_CHECK": "1"}
+        return os.environ | shimmed("v1_on_cpu") | paths
 
     return get
 
 
 @pytest.fixture(scope="module")
-def arguments(
-    rows: Path, tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., dict[str, Any]]:
+def arguments(rows: Path, tiny_text, tiny_vl, tmp_path_factory) -> Callable[..., dict[str, Any]]:
     models = TinyModels(tiny_text, tiny_vl, tmp_path_factory.mktemp("v1_models"))
 
     def get(output_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -265,16 +241,10 @@ def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments
     said = run_command(command, LAUNCH_TIMEOUT_S, environment=env | torchrun)
     assert "online dynamic batching is on for v1's sft; layout: flat" in said
     assert len(losses(str(tmp_path / "out"))) == 2
-    refused = subprocess.run(
-        [*command, "per_device_train_batch_size=2"], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert refused.returncode == 1
-    (line,) = [one for one in refused.stderr.splitlines() if one.startswith("[odb]")]
-    assert line == (
-        "[odb] per_device_train_batch_size: 2 is no key of LLaMA-Factory's v1 trainer (USE_V1); it is called "
-        "micro_batch_size there."
-    )
-    assert "Traceback" not in refused.stderr
+    refused = end_of([*command, "per_device_train_batch_size=2"], 120, environment=env)
+    assert refused.returncode == 1 and "Traceback" not in refused.stdout
+    (line,) = [one for one in refused.stdout.splitlines() if one.startswith("[odb]")]
+    assert line.startswith("[odb] per_device_train_batch_size: 2 ") and "micro_batch_size" in line
 
 
 @pytest.mark.parametrize("change", sorted(path.stem for path in (ROOT / "patches" / "upstream").glob("*.diff")))

@@ -235,15 +235,6 @@ def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[
         assert sum(pop_step_info(batch).units for batch in loader) == units
 
 
-def test_an_item_to_which_cost_fn_gives_no_unit_is_left_out() -> None:
-    """Its mean loss would be one over nothing."""
-    items, collate, cost_fn, *_ = tagged_tokens()
-    items[3] |= {"labels": [-100] * len(items[3]["labels"])}
-    with ODBDataLoader(items, STEP, token_budget=64, collate_fn=collate, cost_fn=cost_fn) as loader:
-        assert {id for batch in loader for id in pop_step_info(batch).ids} == set(range(NUM_ROWS)) - {3}
-        assert loader.stats()["odb/skipped"] == 1
-
-
 def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "odb_factory"):
         with loader_of() as loader:
@@ -254,9 +245,7 @@ def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("changes", [{}, {"global_batch_size": "fill"}, {"gradient_accumulation_steps": 4}])
-def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(
-    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(changes: dict[str, Any], caplog) -> None:
     """There `batch_size=1` is required; here it asks for optimizer steps of one sample."""
     snippet = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 64, "loss_scaling": "exact"}
     with caplog.at_level(logging.INFO, "odb_factory"):

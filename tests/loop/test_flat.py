@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from loop import loops
 from loop.loops import BUDGET
 from toy import NUM_ROWS, Rows, item
-from training.flat_models import gradients, largest_difference, make_model
+from training.flat_models import make_model
 from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
 
 from odb_factory import ConfigError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
@@ -106,14 +106,18 @@ def test_a_collator_that_lays_flat_itself(layout: Any, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(
-    ("by_logits", "pad_to_multiple_of"), [(True, None), (True, 32), (False, 32)], ids=["", "filled", "without logits"]
+    ("layout", "by_logits", "pad_to_multiple_of"),
+    [("padded", True, None), ("flat", True, None), ("flat", True, 32), ("flat", False, 32)],
 )
-def test_the_gradient_is_that_of_one_padded_batch(tiny_text: Path, by_logits: bool, pad_to_multiple_of: Any) -> None:
+def test_the_gradient_is_that_of_one_padded_batch(
+    tiny_text: Path, layout: str, by_logits: bool, pad_to_multiple_of: Any
+) -> None:
     """I8, I10: of every optimizer step, and its loss."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64, use_cache=False).train()
     loss_of = without_logits(model)
     steps, ids, total, num_micro_batches = 0, [], 0.0, set()
     with make(
+        layout=layout,
         dataset=Rows(labelled, 24),
         batch_size=4,
         gradient_accumulation_steps=2,
@@ -156,9 +160,7 @@ def losses(model: Any, loader: ODBDataLoader) -> dict[int, float]:
     return dict(sums)
 
 
-def test_a_cache_that_hides_samples_is_switched_off(
-    tiny_text: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_hides_samples_is_switched_off(tiny_text, caplog, monkeypatch) -> None:
     """I10: as models come, they have their cache on, and samples of a row see each other without a word."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
     settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate}
@@ -193,49 +195,6 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
         unpad(model, loader)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2", "llama"])
-def test_every_step_is_that_of_padded_batches(kind: str) -> None:
-    """I8, I10: with layers that carry state along a row, recomputed in the backward, and evaluated in between."""
-    model = make_model(kind, torch.float64).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate, "batch_size": 8}
-
-    def train(loader: ODBDataLoader, evaluate: bool) -> list[dict[str, torch.Tensor]]:
-        steps = []
-        for batch in loader:
-            info = pop_step_info(batch)
-            weighted_loss(model(**{key: batch[key] for key in batch if key != "labels"}).logits, batch["labels"], info)
-            labels = batch.pop("labels")
-            if evaluate:
-                evaluation = model.eval()(torch.tensor([[5, 6, 7, 8]])).logits
-                torch.testing.assert_close(evaluation, expected_evaluation, rtol=1e-6, atol=1e-6)
-                tokens = sum(info.segments)  # one sample as long as the row
-                row = {"input_ids": torch.arange(tokens)[None] % 90, "position_ids": torch.arange(tokens)[None]}
-                alone = model(**row).logits
-                torch.testing.assert_close(alone, model(row["input_ids"]).logits, rtol=1e-6, atol=1e-6)
-                model.train()
-            weighted_loss(model(**batch).logits, labels, info).backward()
-            if info.ends_optimizer_step:
-                steps.append(gradients(model))
-                model.zero_grad()
-        return steps
-
-    expected_evaluation = model.eval()(torch.tensor([[5, 6, 7, 8]])).logits
-    model.train()
-    with make(layout="padded", **settings) as loader:
-        expected = train(loader, False)
-    before = [dict(vars(part)) for part in model.modules()]
-    with make(**settings) as loader:
-        undo = unpad(model, loader)
-        found = train(loader, True)
-    assert row_in_progress() is None
-    assert len(found) == len(expected) == 3
-    for mine, theirs in zip(found, expected):
-        assert largest_difference(mine, theirs) < 1e-6
-    undo()
-    assert [set(vars(part)) for part in model.modules()] == [set(names) for names in before]
-
-
 def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
     """Rows of one total, so that only their samples differ; and a row of another total."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
@@ -258,21 +217,6 @@ def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
         pop_step_info(batch)
         model(**batch)
         del batches
-
-
-def test_mixed_precision_within_the_model_is_rounding(tiny_text: Path) -> None:
-    """I10: as accelerate prepares a model, float32 weights and autocast around its forward alone.
-
-    Padded layouts of these rows agree to the last bit, so they do not say what rounding is."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float32).train()
-    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-
-    def long(k: int) -> dict[str, Any]:
-        ids = [(7 * k + 3 * t) % 90 + 5 for t in range(100 + 37 * k % 150)]
-        return {"input_ids": ids, "labels": ids}
-
-    with make(dataset=Rows(long, 24), collate_fn=collate, token_budget=1024) as loader:
-        unpad(model, loader)
 
 
 def test_a_forward_that_stands_before_the_own_is_asked_like_it(tiny_text: Path) -> None:

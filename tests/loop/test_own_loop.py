@@ -31,50 +31,12 @@ from odb_factory import (
     ODBError,
     apply_odb,
     pop_step_info,
-    weighted_loss,
-    without_logits,
 )
 from odb_factory.planning import Media
 
 FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt")
 
 # What a loop needs to know
-
-
-def _model_and_losses() -> tuple[torch.nn.Module, Callable[[int], list[torch.Tensor]]]:
-    """A model of float64, and what it says of a row alone: the losses of its tokens."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)).double()
-
-    def of_row(k: int) -> Any:
-        ids = torch.tensor(item(k)["input_ids"])
-        return torch.nn.functional.cross_entropy(model(ids[:-1]), ids[1:], reduction="none")
-
-    return model, of_row
-
-
-def test_weighted_losses_add_up_to_the_mean_over_all_tokens() -> None:
-    """I8: over the micro-batches of an optimizer step, and their gradients too."""
-    model, of_row = _model_and_losses()
-    with make(batch_size=5, gradient_accumulation_steps=2, shuffle=True) as loader:
-        assert loader.num_optimizer_steps == 6
-        ids, total = [], 0.0
-        for batch in loader:
-            info = pop_step_info(batch)
-            loss = weighted_loss(model(batch["input_ids"]), batch["labels"], info)
-            loss.backward()
-            ids, total = [*ids, *info.ids], total + loss.item()
-            if not info.ends_optimizer_step:
-                continue
-            found = [value.grad.clone() for value in model.parameters()]
-            model.zero_grad()
-            expected = torch.cat([of_row(k) for k in ids]).mean()
-            assert total == pytest.approx(expected.item(), rel=1e-12)
-            expected.backward()
-            for value, other in zip(model.parameters(), found):
-                torch.testing.assert_close(value.grad, other, rtol=1e-10, atol=1e-14)
-            model.zero_grad()
-            ids, total = [], 0.0
 
 
 def test_a_loop_without_gradients_evaluates(tiny_text: Path) -> None:
@@ -90,20 +52,6 @@ def test_a_loop_without_gradients_evaluates(tiny_text: Path) -> None:
             units = alone["labels"].shape[1] - 1
             expected = [expected[0] + model(**alone).loss.item() * units, expected[1] + units]
     assert tokens == expected[1] and loss == pytest.approx(expected[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["padded", "flat"])
-def test_labels_on_a_device_are_not_counted_there(layout: Any) -> None:
-    """The host would wait for it in each micro-batch: a tensor on "meta" has no values to count."""
-
-    class Model(torch.nn.Module):
-        def forward(self, **_: Any) -> dict[str, torch.Tensor]:
-            return {"loss": torch.zeros(())}
-
-    loss_of = without_logits(Model())
-    with make(layout=layout) as loader:
-        for batch in loader:
-            loss_of({"labels": batch["labels"].to("meta")}, pop_step_info(batch))
 
 
 def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
@@ -163,15 +111,6 @@ def test_len_neither_estimates_nor_begins_anything() -> None:
         assert loader.num_optimizer_steps == 4
         assert len(list(loader)) < NUM_ROWS
         assert "rank 0 of 1" in repr(loader)
-
-
-def test_the_figures_of_a_loop_are_those_of_the_trainer() -> None:
-    with make() as loader:
-        padded = sum(batch["input_ids"].numel() for batch in loader)
-    stats = loader.stats()
-    tokens = sum(len(item(k)["input_ids"]) for k in range(NUM_ROWS))
-    assert stats["odb/padding_ratio"] == pytest.approx(1 - tokens / padded, abs=1e-4)
-    assert stats["odb/samples_per_second"] > 0
 
 
 # What a loop can forget
@@ -247,20 +186,6 @@ def test_a_collator_that_leaves_samples_out_is_refused(loss_scaling: Any) -> Non
     words = r"collator made \d+ rows of \d+ tokens of these \d+ samples"
     with make(collate_fn=drop, loss_scaling=loss_scaling) as loader, pytest.raises(DataError, match=words):
         rows_of(loader)
-
-
-@pytest.mark.parametrize("overlong", ["singleton", "drop", "error"])
-def test_a_sample_above_max_patches_follows_the_policy(overlong: str) -> None:
-    rows = Rows(lambda k: item(k) | {"odb_n_patches": 30 if k == 3 else 2})
-    with make(rows, token_budget=200, max_patches=20, overlong=overlong) as loader:
-        if overlong != "error":
-            found = rows_of(loader)
-            assert (3 in found) == (overlong == "singleton") and len(found) > 3
-            return
-        with pytest.raises(DataError) as caught:
-            rows_of(loader)
-    over = r"row 3 .*: \d+ tokens, 30 image patches break the budget of 200 tokens, 20 patches"
-    assert re.search(over, str(caught.value))
 
 
 def test_a_first_row_that_cannot_be_read_changes_no_check() -> None:
@@ -401,19 +326,6 @@ def test_a_cost_may_be_a_number_of_torch_or_numpy(number: Callable[[int], Any], 
             assert rows_of(loader) == EVERY_ROW
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_item_that_nobody_can_pickle_is_named(num_workers: int) -> None:
-    """Without workers, too: samples wait as bytes."""
-
-    class Odd(Rows):
-        def __getitem__(self, k: int) -> Any:
-            return item(k) | ({"made_by": lambda: None} if k == 7 else {})
-
-    with make(Odd(), num_workers=num_workers) as loader, pytest.raises(DataError) as caught:
-        rows_of(loader)
-    assert "row 7 " in str(caught.value) and "let it hold what pickle takes" in str(caught.value)
-
-
 @pytest.mark.parametrize("part", ["dataset", "cost_fn", "collate_fn"])
 def test_what_a_spawned_worker_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
     unsendable: dict[str, Any] = {
@@ -427,18 +339,6 @@ def test_what_a_spawned_worker_cannot_be_sent_is_refused_in_one_line(part: str) 
             with make(**{part: unsendable[part]}, num_workers=1, multiprocessing_context="spawn") as loader:
                 list(loader)
     assert "\n" not in str(error.value)
-
-
-def test_a_row_without_tokens_is_left_out_as_one_without_labels() -> None:
-    """In stock it is a row of padding, which weighs nothing."""
-
-    class Odd(Rows):
-        def __getitem__(self, k: int) -> Any:
-            return {"input_ids": [], "labels": []} if k == 7 else item(k)
-
-    with make(Odd()) as loader:
-        assert rows_of(loader) == EVERY_ROW - Counter([7])
-        assert loader.stats()["odb/skipped"] == 1
 
 
 # What a loop can be given
@@ -613,14 +513,3 @@ def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) 
         gathered = [accelerator.gather_for_metrics(batch["input_ids"][:, 0]) for batch in prepared]
     assert sorted(torch.cat(gathered).tolist()) == list(range(1, 18)) and len(gathered) == 1
     assert [len(accelerator.gather_for_metrics(batch["input_ids"])) for batch in prepared] == [16, 1]
-
-
-def test_accelerate_saves_the_state_of_a_single_rank(tmp_path: Any, accelerate_state: None) -> None:
-    accelerator = Accelerator(cpu=True)
-    with accelerator.prepare(make(shuffle=True)) as loader:
-        before, _ = stopped(loader, 2)
-        accelerator.save_state(str(tmp_path))
-    accelerator = Accelerator(cpu=True)
-    with accelerator.prepare(make(shuffle=True)) as loader:
-        accelerator.load_state(str(tmp_path))
-        assert before + rows_of(loader) == EVERY_ROW

@@ -13,11 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
 from packaging.version import Version
@@ -219,48 +217,6 @@ def test_deepspeed_steps_where_an_optimizer_step_ends(tmp_path: Path) -> None:
         assert [(step, of_engine) for step, of_engine, _ in steps] == [(k, k) for k in range(1, 5)]
         assert max(micro_batches for *_, micro_batches in steps) > 1
         assert ("loses the gradients" if is_lost else "no error") in offloaded
-
-
-def on_a_mesh(rank: int) -> dict[str, Any]:
-    os.environ["LOCAL_RANK"] = str(rank)
-    accelerator = Accelerator(cpu=True)
-
-    def prepared(**sizes: int) -> ODBDataLoader:
-        # accelerate builds such a mesh itself, but not on a CPU.
-        AcceleratorState().device_mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
-        return accelerator.prepare(ODBDataLoader(Rows(), **SETTINGS))
-
-    tensor, context = {"tp_size": 4}, {"dp_shard_size": 2, "cp_size": 2}
-    refused = [error_of(lambda sizes=sizes: iter(prepared(**sizes))) for sizes in (tensor, context)]
-    with prepared(dp_shard_size=2, tp_size=2) as loader:
-        infos = [pop_step_info(batch) for batch in loader]
-    with prepared(dp_shard_size=2, dp_replicate_size=2) as loader:
-        shared = rows_of(loader)
-    return {
-        "refused": refused,
-        "rows": [row for info in infos for row in info.ids],
-        "scales": [info.loss_scale for info in infos],
-        "tokens": [info.units for info in infos],
-        "steps": [info.optimizer_step for info in infos],
-        "shared": shared,
-    }
-
-
-def test_the_mesh_of_accelerate_says_who_shares_samples(tmp_path: Path) -> None:
-    """I2 over the data-parallel ranks; tensor-parallel ones get the same batches, with weights for two ranks."""
-    ranks = [run.value for run in run_ranks("loop.test_own_loop_ranks:on_a_mesh", tmp_path, world_size=4)]
-    for rank in ranks:
-        assert "(tp 4) has no data-parallel dimension" in rank["refused"][0] and "process_group=" in rank["refused"][0]
-        assert "context or sequence parallel" in rank["refused"][1]
-    assert ranks[0]["rows"] == ranks[1]["rows"] and ranks[2]["rows"] == ranks[3]["rows"]
-    assert every_row_once(ranks[0]["rows"], ranks[2]["rows"])
-    assert every_row_once(*(rank["shared"] for rank in ranks))
-    totals = Counter[int]()
-    for rank in (ranks[0], ranks[2]):
-        for step, tokens in zip(rank["steps"], rank["tokens"]):
-            totals[step] += tokens
-    for step, tokens, scale in zip(ranks[0]["steps"], ranks[0]["tokens"], ranks[0]["scales"]):
-        assert scale == pytest.approx(2 * tokens / totals[step])
 
 
 def leaves_early(rank: int, how: str) -> Any:

@@ -19,10 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM
 
-from odb_factory import ODBDataLoader, pop_step_info
+from odb_factory import ODBDataLoader, ODBError, pop_step_info
 
 SETTINGS = {"token_budget": 128, "batch_size": 4, "global_batch_size": 16, "collate_fn": pad, "shuffle": True}
 RELATIVE = 1e-5
+REFUSED = (({"tp_size": 4}, "process_group="), ({"dp_shard_size": 2, "cp_size": 2}, "context or sequence parallel"))
+"""Meshes without data-parallel ranks, or whose ranks share the tokens of a sample."""
 
 
 def on_mesh(**sizes: int) -> Any:
@@ -64,6 +66,10 @@ def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
     if dist.get_world_size() == 2:
         losses_of("2 ranks", DistributedDataParallel(loaded()), None)
         return found
+    for sizes, words in REFUSED:
+        on_mesh(**sizes)
+        with pytest.raises(ODBError, match=words):
+            iter(accelerator.prepare(ODBDataLoader(Rows(), **SETTINGS)))
     mesh = on_mesh(dp_shard_size=2, tp_size=2)
     made, group = loaded(tp_plan="auto", device_mesh=mesh["tp"]), mesh["dp"].get_group()
     assert made.model.layers[0].mlp.up_proj.weight.shape[0] == made.config.intermediate_size // 2

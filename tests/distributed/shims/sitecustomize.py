@@ -1,6 +1,6 @@
 """Runs first in every process that a test starts: modules beside this that its environment names, and a late end.
 
-ODB_TEST_SHIM_ENDLESS_COLLATION=1 imports `endless_collation`, and so on.
+ODB_TEST_SHIM_START_METHOD=1 imports `start_method`, and so on.
 """
 
 import atexit
