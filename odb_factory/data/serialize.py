@@ -1,16 +1,10 @@
-"""What is sent to other processes: samples as bytes, collators without weights; and checksums of rows."""
+"""What is sent to other processes: samples as bytes, collators without weights; and fingerprints of rows."""
 
 from __future__ import annotations
 
-import contextlib
-import copyreg
-import dataclasses
-import functools
 import io
 import pickle
-import types
 import zlib
-from array import array
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -19,7 +13,6 @@ import numpy as np
 import torch
 
 from odb_factory.errors import ConfigError, one_line
-from odb_factory.planning import Cost
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait until they are collated, and how samples travel between ranks.
@@ -62,26 +55,24 @@ def unpack(packed: bytes) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # Send a collator to a worker process that is not forked, without the weights of a model it holds.
 # LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled unchanged, every worker
-# would get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place: code
-# that needs only the config works as before, and code that needs a weight raises.
+# would get a copy of all weights, and engines that wrap the model later (FSDP, DeepSpeed) make it unpicklable. So a
+# model of transformers is sent as its class and config: code that needs a weight raises, on torch's device "meta".
 
 NOT_SENT = (
     "cannot be sent to a worker process, as the start methods 'spawn' and 'forkserver' require ({}); make it "
     "picklable, choose 'fork' (multiprocessing.set_start_method), or use num_workers 0."
 )
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 class Picklable:
     """A callable that can be sent to a worker of any start method; there it is the plain callable again.
 
-    Attributes and calls go to `inner`. role: its name in messages. A model in it is pickled once: engines that wrap the
-    model later on (FSDP, DeepSpeed) make it unpicklable. Sending raises `ConfigError` if `inner` cannot be pickled.
+    Attributes and calls go to `inner`. role: its name in messages. Sending raises `ConfigError` if `inner` cannot be
+    pickled.
     """
 
     def __init__(self, inner: Callable[..., Any], role: str):
         self.inner, self.role = inner, role
-        self._models: dict[int, bytes] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
@@ -92,102 +83,51 @@ class Picklable:
     def __reduce__(self) -> tuple[Any, ...]:
         buffer = io.BytesIO()
         try:
-            _Pickler(buffer, self._models).dump(self.inner)
+            _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(self.inner)
         except Exception as error:
             raise ConfigError(f"{self.role}: {type(self.inner).__name__} {NOT_SENT.format(one_line(error))}") from None
         return pickle.loads, (buffer.getvalue(),)
 
 
 class _Pickler(ForkingPickler):
-    """Pickles modules without their weights: classes, submodules, attributes; tensors as "meta", functions as
-    `_NotSent`. models: the pickles of modules that were sent before, by their id; None within a module."""
-
-    def __init__(self, file: io.BytesIO, models: dict[int, bytes] | None = None):
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._models = models
-
     def reducer_override(self, obj: Any) -> Any:
-        if self._models is None and isinstance(obj, torch.Tensor):
-            return _meta, (type(obj) is torch.nn.Parameter, tuple(obj.shape), obj.dtype)
         if not isinstance(obj, torch.nn.Module):
             return NotImplemented
-        if self._models is not None:
-            if id(obj) not in self._models:
-                buffer = io.BytesIO()
-                _Pickler(buffer).dump(obj)
-                self._models[id(obj)] = buffer.getvalue()
-            return pickle.loads, (self._models[id(obj)],)
-        # Hooks belong to the trainer of the model, functions are often closures of an engine.
-        blank = vars(torch.nn.Module())
-        state = {name: value for name, value in vars(obj).items() if name not in blank}
-        state = {name: _NotSent(name) if isinstance(value, _FUNCTIONS) else value for name, value in state.items()}
-        state |= blank | {name: dict(vars(obj)[name]) for name in ("_parameters", "_buffers", "_modules")}
-        return copyreg.__newobj__, (type(obj),), {**state, "training": obj.training}  # type: ignore[attr-defined]
+        model: Any = getattr(obj, "get_base_model", lambda: obj)()  # PEFT's
+        if not hasattr(model, "config"):
+            return NotImplemented
+        # FSDP2 puts a class of its own in the place of the model's.
+        kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+        return _without_weights, (kind, model.config)
 
 
-class _NotSent:
-    """Stands for a function that was set on a module; raises if it is called."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self.name} of the model is not there in a worker process that is not forked")
-
-
-def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device="meta")
-    return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+def _without_weights(kind: Callable[[Any], torch.nn.Module], config: Any) -> torch.nn.Module:
+    with torch.device("meta"):
+        return kind(config)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What rows say, as a number: to notice that training data have changed, or differ between ranks.
+# What rows say, as a number: to notice that the data of ranks differ.
 
 
-def checksum(features: Any, cost: Cost) -> int:
-    """32 bits, never 0, of a row's cost, token ids and labels: the same in every process and version.
-
-    For a pair: of both answers. Media are not read: a picture replaced by another one of the same size goes unnoticed.
-    """
-    named = features if isinstance(features, Mapping) else {}
-    tokens = {key: value for key, value in named.items() if str(key).endswith(("input_ids", "labels"))}
-    return fingerprint([dataclasses.astuple(cost), tokens], floats=True) or 1
-
-
-def fingerprint(value: Any, before: int = 0, *, floats: bool = False) -> int:
-    """CRC-32 of the text and numbers in `value`, whatever container holds them.
-
-    Floating-point numbers, which augmentation may change, count with `floats` only; else, like objects of other kinds,
-    by their type.
+def fingerprint(value: Any, before: int = 0) -> int:
+    """CRC-32 of the text and whole numbers in `value`, whatever containers hold them; of anything else (objects, and
+    floating-point numbers, which augmentation may change) the type counts.
 
         >>> fingerprint([{"input_ids": [1, 2]}]) == fingerprint([{"input_ids": [1, 3]}])
         False
     """
     if isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            before = fingerprint(value[key], fingerprint(key, before), floats=floats)
-        return _add(f"{len(value)} keys", before)
-    if isinstance(value, str | bool | int | None) or (floats and isinstance(value, float)):
-        return _add(repr(value), before)
-    if isinstance(value, bytes):
-        return zlib.crc32(value, before)
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
-        value = value.detach().numpy()
-    if isinstance(value, np.ndarray | np.generic):
-        kind, before = value.dtype.kind, _add(str(value.shape), before)
-        if kind in "biu" or (floats and kind == "f"):
-            value = value.astype("<f8" if kind == "f" else "<i8")
-        if kind in "biuSU" or (floats and kind == "f"):
-            return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
+        value = sorted(value.items(), key=lambda item: repr(item[0]))
+    if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+        value = value.cpu().numpy()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biu":
+        value = [list(value.shape), value.astype("<i8").tobytes()]
+    is_plain = isinstance(value, str | bytes | int | None)
     if isinstance(value, list | tuple):
-        if value and type(value[0]) is int:
-            with contextlib.suppress(TypeError, OverflowError):  # the usual case, faster, and as an array counts
-                return zlib.crc32(array("q", value).tobytes(), _add(f"({len(value)},)", before))
-        for one in value:
-            before = fingerprint(one, before, floats=floats)
-        return _add(f"{len(value)} items", before)
-    return _add(type(value).__name__, before)
-
-
-def _add(text: str, before: int) -> int:
+        is_plain = all(type(one) is int for one in value)  # at once, which is faster
+        if not is_plain:
+            for one in value:
+                before = fingerprint(one, before)
+    text = repr(value) if is_plain else type(value).__name__
     return zlib.crc32(text.encode(errors="surrogatepass"), before)
