@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -361,7 +360,7 @@ class ODBDataLoader(DataLoader[T_co]):
         check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
         generator = source.generator
         seed = next(s for s in (resolved.seed, generator and generator.initial_seed(), 0) if s is not None)
-        parts = dismantle(source, seed, already_split=already_split)
+        parts = dataclasses.replace(dismantle(source, seed), already_split=already_split)
         if already_split and parts.sampler is not None:
             raise ConfigError(
                 "already_split: this dataset has an index, of which every rank takes its own share; give each rank the "
@@ -518,7 +517,6 @@ class ODBDataLoader(DataLoader[T_co]):
             return
         self._is_closed = True
         if self._loader is not None:
-            self._finalizer.detach()
             self._loader.close()
             self._accounting.close()
 
@@ -596,7 +594,7 @@ class ODBDataLoader(DataLoader[T_co]):
             loader.set_epoch(self._epoch)
             writes = not self._is_prepared or self._process_group is not None or _is_first_of_replica()
             self._accounting = StepAccounting(loader, self.config, self._audit_dir if writes else None)
-            self._loader, self._finalizer = loader, weakref.finalize(self, _release, loader, os.getpid())
+            self._loader = loader
         return self._loader
 
     @property
@@ -612,12 +610,6 @@ class ODBDataLoader(DataLoader[T_co]):
         """The content (JSON types) of each rank of the process group, on all of them."""
         answers = gather_once(json.dumps(content).encode(), self.config.exchange_timeout_s, parent=self._process_group)
         return [json.loads(answer) for answer in answers]
-
-
-def _release(loader: ODBLoader, pid: int) -> None:
-    """The user has not closed the loader: it is garbage-collected, or the program ends."""
-    if os.getpid() == pid:  # not in a worker process, which inherits the finalizer
-        loader.release()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
