@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ class Loader:
         self.world_size = world_size
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
-        self.failed: defaultdict[str, float] = defaultdict(float)
 
     def consume(self, step: OptimizerStep) -> None:
         self.consumed.append(step)
@@ -154,6 +153,7 @@ def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptu
 
 
 def test_waiting_for_the_loader_is_counted() -> None:
-    accounting, items = _accounting(), iter([1])
-    assert accounting.next(items) == 1 and accounting.next(items) is None  # type: ignore[arg-type]
+    ((one,),) = optimizer_step([Row(9, 4, False, 0, 0)], [[[0]]])
+    accounting, items = _accounting(), iter([(one, measured(one, 9), {})])
+    assert accounting.next(items) is not None and accounting.next(items) is None
     assert 0 < accounting.summary()["data_wait_s"] <= accounting.summary()["seconds"]
