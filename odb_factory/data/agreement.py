@@ -58,9 +58,10 @@ def compare(
         raise problem
     if (different := difference([texts for texts, _ in ranks])) is not None:
         raise CollectiveError(f"{different}; give every rank the same.")
-    for rank, (_, reason) in enumerate(ranks):
+    reasons = [reason for _, reason in ranks]
+    for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise CollectiveError(f"rank {rank} stopped: {reason}")
+            raise CollectiveError(reason if len(set(reasons)) == 1 else f"rank {rank} stopped: {reason}")
 
 
 def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
