@@ -118,8 +118,8 @@ class EpochPlanner(ABC):
     is_left = False
     _next: object | None
     """The row that is drawn ahead, None at the end."""
-    _may_be_awaited = False
-    """Other ranks may wait for samples of this one, where no metadata reach them."""
+    _task = ""
+    """What this rank does between a gather and the end of the exchange, where no metadata reach the others."""
 
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
@@ -169,7 +169,7 @@ class EpochPlanner(ABC):
             buffer, Counter(self.rejected), self.overlong, context.order(index), self._checksum, context.lowered()
         )
         ranks = context.ranks.gather(mine)
-        self._may_be_awaited = True
+        self._task = "planning"
         if (problem := context.compare_orders([rank.order for rank in ranks])) is not None:
             raise CollectiveError(problem)
         self._compare_plans(ranks)
@@ -196,7 +196,7 @@ class EpochPlanner(ABC):
         """
         start = plan.starts[self.rank]
         mine = {start + i: one.sample for i, one in enumerate(held)}
-        self._may_be_awaited = bool(plan.moves)
+        self._task = "redistributing samples" if plan.moves else ""
         if not plan.moves:
             return mine
         table, _, owner = pool([rank.buffer for rank in ranks])
@@ -218,7 +218,7 @@ class EpochPlanner(ABC):
             for number in numbers:
                 mine[number] = pickle.loads(content[place : place + size_of[number]])
                 place += size_of[number]
-        self._may_be_awaited = False
+        self._task = ""
         return mine
 
     @abstractmethod
@@ -261,8 +261,8 @@ class EpochPlanner(ABC):
             self.observed = iter(())  # lets its worker processes go
         if has_ended:
             raise DataError(message)
-        if self._may_be_awaited and not self.is_left:
-            ranks.abort(f"planning: {message}")
+        if self._task and not self.is_left:
+            ranks.abort(f"{self._task}: {message}")
         else:
             ranks.stop(message)
         raise CollectiveError(message)
