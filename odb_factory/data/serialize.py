@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
 import pickle
+import types
 import zlib
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -55,24 +58,26 @@ def unpack(packed: bytes) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # Send a collator to a worker process that is not forked, without the weights of a model it holds.
 # LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled unchanged, every worker
-# would get a copy of all weights, and engines that wrap the model later (FSDP, DeepSpeed) make it unpicklable. So a
-# model of transformers is sent as its class and config: code that needs a weight raises, on torch's device "meta".
+# would get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place: code
+# that needs only the config works as before, and code that needs a weight raises.
 
 NOT_SENT = (
     "cannot be sent to a worker process, as the start methods 'spawn' and 'forkserver' require ({}); make it "
     "picklable, choose 'fork' (multiprocessing.set_start_method), or use num_workers 0."
 )
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 class Picklable:
     """A callable that can be sent to a worker of any start method; there it is the plain callable again.
 
-    Attributes and calls go to `inner`. role: its name in messages. Sending raises `ConfigError` if `inner` cannot be
-    pickled.
+    Attributes and calls go to `inner`. role: its name in messages. A model in it is pickled once: engines that wrap the
+    model later on (FSDP, DeepSpeed) make it unpicklable. Sending raises `ConfigError` if `inner` cannot be pickled.
     """
 
     def __init__(self, inner: Callable[..., Any], role: str):
         self.inner, self.role = inner, role
+        self._models: dict[int, bytes] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
@@ -83,27 +88,52 @@ class Picklable:
     def __reduce__(self) -> tuple[Any, ...]:
         buffer = io.BytesIO()
         try:
-            _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(self.inner)
+            _Pickler(buffer, self._models).dump(self.inner)
         except Exception as error:
             raise ConfigError(f"{self.role}: {type(self.inner).__name__} {NOT_SENT.format(one_line(error))}") from None
         return pickle.loads, (buffer.getvalue(),)
 
 
 class _Pickler(ForkingPickler):
+    """Pickles modules without their weights: classes, submodules, attributes; tensors as "meta", functions as
+    `_NotSent`. models: the pickles of modules that were sent before, by their id; None within a module."""
+
+    def __init__(self, file: io.BytesIO, models: dict[int, bytes] | None = None):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._models = models
+
     def reducer_override(self, obj: Any) -> Any:
+        if self._models is None and isinstance(obj, torch.Tensor):
+            return _meta, (type(obj) is torch.nn.Parameter, tuple(obj.shape), obj.dtype)
         if not isinstance(obj, torch.nn.Module):
             return NotImplemented
-        model: Any = getattr(obj, "get_base_model", lambda: obj)()  # PEFT's
-        if not hasattr(model, "config"):
-            return NotImplemented
-        # FSDP2 puts a class of its own in the place of the model's.
-        kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-        return _without_weights, (kind, model.config)
+        if self._models is not None:
+            if id(obj) not in self._models:
+                buffer = io.BytesIO()
+                _Pickler(buffer).dump(obj)
+                self._models[id(obj)] = buffer.getvalue()
+            return pickle.loads, (self._models[id(obj)],)
+        # Hooks belong to the trainer of the model, functions are often closures of an engine.
+        blank = vars(torch.nn.Module())
+        state = {name: value for name, value in vars(obj).items() if name not in blank}
+        state = {name: _NotSent(name) if isinstance(value, _FUNCTIONS) else value for name, value in state.items()}
+        state |= blank | {name: dict(vars(obj)[name]) for name in ("_parameters", "_buffers", "_modules")}
+        return copyreg.__newobj__, (type(obj),), {**state, "training": obj.training}  # type: ignore[attr-defined]
 
 
-def _without_weights(kind: Callable[[Any], torch.nn.Module], config: Any) -> torch.nn.Module:
-    with torch.device("meta"):
-        return kind(config)
+class _NotSent:
+    """Stands for a function that was set on a module; raises if it is called."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{self.name} of the model is not there in a worker process that is not forked")
+
+
+def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
