@@ -209,7 +209,6 @@ class TokenLoss:
         self._models: list[Any] = [module for module in models if _is_causal(module)]
         self._loss: Callable[..., Tensor] = weighted_token_loss
         self._calls = 0
-        self._lacks_gradient = False
         self.without_logits = WithoutLogits(model, needs_logits)
         inner = model_with_labels(model)
         calls_function = inner in self._models and (isinstance(own_loss(inner), AfterHead) or has_routers(inner))
@@ -238,7 +237,7 @@ class TokenLoss:
             weights = torch.from_numpy(by_position(row_weights, segments))
         models = [] if row_weights is None else self._models
         self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments)
-        self._calls, self._lacks_gradient = 0, False
+        self._calls = 0
         own = [module.loss_function for module in models]
         door = self.without_logits
         from_logits: Any = contextlib.nullcontext()
@@ -276,29 +275,12 @@ class TokenLoss:
     ) -> Tensor:
         """Called by the model in place of `ForCausalLMLoss`."""
         self._calls += 1
-        loss = self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
-        if loss.requires_grad:
-            self._lacks_gradient = True
-            loss.register_hook(self._has_gradient)
-        return loss
+        return self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
 
     def _from_logits(self, own: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """In the place of a forward that computes a loss of its own."""
         output = own(*args, **kwargs)
         return output if labels is None else type(output)(**{**output, "loss": self(output["logits"], labels)})
-
-    def _has_gradient(self, gradient: Tensor) -> None:
-        self._lacks_gradient = False
-
-    def check_gradient(self) -> None:
-        """After the backward. Raises `ConfigError` if it did not reach the weighted loss: the model's loss was computed
-        and another one was trained on."""
-        if self._lacks_gradient:
-            raise ConfigError(
-                f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
-                f"compute_loss of the trainer returns another loss than that of {self._name}, which lacks "
-                f"them; {OTHER_LOSS}."
-            )
 
 
 def _with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from odb_factory.accounting.statistics import Audit, Computing, StepStatistics, 
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import COLLATION, LOST_WEIGHT, OVER_BUDGET, Measured, MicroBatch, OptimizerStep
+from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget
 
 logger = get_logger(__name__)
 
-EMPTIED = "emptied"
-"""Micro-batches of which every row has been left out after the plan."""
+OVER_BUDGET, EMPTIED = "over_budget", "emptied"
+"""Micro-batches that the collator made larger than the budget; of which every row has been left out after the plan."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: what one optimizer step is, and how it is cut.
@@ -177,7 +177,6 @@ class StepAccounting:
         self.encoder_patches: list[int] = []
         self._checks = BatchChecks(config, loader.budget)
         self._audit = None if audit_dir is None else Audit(Path(audit_dir), loader.rank)
-        loader.weights = self._shares
         self._at_log = StepStatistics()
         self._clock: float | None = None
         self._has_logged = True
@@ -196,11 +195,18 @@ class StepAccounting:
         self._tick()
         self._waited += self.total["seconds"] - before
         self.total["data_wait_s"] += self.total["seconds"] - before
+        if item is not None:
+            micro_batch, measured, _ = item
+            self.num_over_budget += len(micro_batch.ids) > 1 and not measured.is_within(self.loader.budget)
+            if micro_batch.whole is not None:
+                lost = self.leave_out(micro_batch.whole, micro_batch.failed, COLLATION)
+                self._left_out[COLLATION] += len(lost)
+                self.total["lost_weight"] += sum(lost)
         return item
 
     def _tick(self) -> None:
-        """Bring `seconds` up to date; they count from the first call on."""
-        now = time.perf_counter()
+        """Bring `seconds` and `skipped` up to date; seconds count from the first call on."""
+        now, self.total["skipped"] = time.perf_counter(), self.left_out.total()
         self.total["seconds"] += 0.0 if self._clock is None else now - self._clock
         self._clock = now
 
@@ -210,7 +216,6 @@ class StepAccounting:
         Raises `DataError` if the collator has changed what was planned.
         """
         self._checks(micro_batch, measured)
-        self._take_reports()
         step, before = micro_batch.step, self._uncounted
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
@@ -242,7 +247,6 @@ class StepAccounting:
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
-        self._take_reports()
         self._tick()
         interval = self.total.since(self._at_log)
         self._at_log, self._has_logged = StepStatistics(self.total), True
@@ -250,9 +254,22 @@ class StepAccounting:
 
     def metrics(self) -> dict[str, float]:
         """The `odb/...` entries of the whole run."""
-        self._take_reports()
         self._tick()
         return self.total.metrics(self.config.token_budget, self.loader.world_size)
+
+    def leave_out(self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str) -> list[float]:
+        """Log that late rows of a micro-batch are left out. causes: id -> why.
+
+        Returns the share of each in the loss of its optimizer step, which is lost: the others keep their weights.
+        """
+        weights, lost = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size), []
+        for sample, weight in zip(micro_batch.samples, weights):
+            if (cause := causes.get(sample.id)) is not None:
+                lost.append(share := weight * sample.units / self.loader.world_size)
+                where = self.loader.describe(sample.id)
+                message = f"{where}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
+                self.loader.left_out.leave_out(reason, message)
+        return lost
 
     def lose(self, shares: Sequence[float], reason: str) -> None:
         """Count rows that were left out after their optimizer step had begun. shares: of the loss of that step."""
@@ -303,23 +320,9 @@ class StepAccounting:
         if self._audit is not None:
             self._audit.close()
 
-    def _shares(self, micro_batch: MicroBatch) -> list[float]:
-        """The share of each sample in the loss of its optimizer step."""
-        weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
-
-    def _take_reports(self) -> None:
-        """Count what this rank has left out or collated beyond its budget."""
-        failed = self.loader.failed
-        self._left_out[COLLATION] += int(failed.pop(COLLATION, 0))
-        self.num_over_budget += int(failed.pop(OVER_BUDGET, 0))
-        self.total["lost_weight"] += failed.pop(LOST_WEIGHT, 0.0)
-        self.total["skipped"] = self.left_out.total()
-
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1
         self.loader.consume(step)
-        self._take_reports()
         if self._audit is not None:
             self._audit.flush()
         self.total["optimizer_steps"] += 1

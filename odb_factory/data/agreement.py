@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import platform
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +20,6 @@ PACKAGES = (
 LOCAL_KEYS = ("audit", "exchange_timeout_s")
 """Keys of the odb: block on which no plan and no weight depends."""
 MAX_KEYS_NAMED = 3
-MAX_VALUES_NAMED = 3
 MAX_VALUE_CHARACTERS = 80
 
 
@@ -49,23 +47,21 @@ def compare(
     """Raise one and the same error on every rank if the settings of the ranks differ. Collective.
 
     settings: compared by the `repr` of each value, so that 1, 1.0 and "1" differ. gather: sends the bytes of this rank
-    and returns those of all ranks, in rank order; only ranks whose digests differ send the settings themselves.
+    and returns those of all ranks, in rank order.
     problem: why this rank cannot go on; the other ranks end for it too, unless a difference explains more.
     Raises `CollectiveError`, which all ranks have; a rank alone raises `problem` itself.
     """
     texts = {name: repr(value) for name, value in settings.items()}
-    mine = pickle.dumps((texts, None if problem is None else one_line(problem)), 5)
-    digests = gather(hashlib.blake2b(mine, digest_size=16).digest())
-    if len(set(digests)) == 1:
-        if problem is not None:
-            raise problem if len(digests) == 1 else CollectiveError(one_line(problem))
-        return
-    ranks = [pickle.loads(text) for text in gather(mine)]
+    reason = None if problem is None else one_line(problem)
+    ranks = [pickle.loads(text) for text in gather(pickle.dumps((texts, reason), 5))]
+    if problem is not None and len(ranks) == 1:
+        raise problem
     if (different := difference([texts for texts, _ in ranks])) is not None:
         raise CollectiveError(f"{different}; give every rank the same.")
-    for rank, (_, reason) in enumerate(ranks):
+    reasons = [reason for _, reason in ranks]
+    for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise CollectiveError(f"rank {rank} stopped: {reason}")
+            raise CollectiveError(reason if len(set(reasons)) == 1 else f"rank {rank} stopped: {reason}")
 
 
 def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
@@ -74,42 +70,22 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
     >>> difference([{"seed": "1"}, {"seed": "2"}])
     'the ranks differ in seed (1 on rank 0; 2 on rank 1)'
     """
-    keys = list(dict.fromkeys(key for settings in ranks for key in settings))
-    differing = [key for key in keys if len({settings.get(key) for settings in ranks}) > 1]
+    differing = {}
+    for key in dict.fromkeys(key for settings in ranks for key in settings):
+        values = [settings.get(key, "nothing") for settings in ranks]
+        if (other := first_unlike(values)) is not None:
+            differing[key] = f"{key} ({_short(values[0])} on rank 0; {_short(values[other])} on rank {other})"
     if not differing:
         return None
-    named = ", ".join(f"{key} ({_values(key, ranks)})" for key in differing[:MAX_KEYS_NAMED])
+    named = ", ".join(list(differing.values())[:MAX_KEYS_NAMED])
     more = f" and {len(differing) - MAX_KEYS_NAMED} more" if len(differing) > MAX_KEYS_NAMED else ""
     return f"the ranks differ in {named}{more}"
 
 
-def _values(key: str, ranks: Sequence[Mapping[str, str]]) -> str:
-    """`1 on ranks 0, 2; 4 on rank 1`: the value that most ranks have comes first."""
-    by_value: dict[str, list[int]] = {}
-    for rank, settings in enumerate(ranks):
-        by_value.setdefault(settings.get(key, "nothing"), []).append(rank)
-    parts = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
-    named = "; ".join(f"{_short(value)} on {name_ranks(ranks)}" for value, ranks in parts[:MAX_VALUES_NAMED])
-    more = len(parts) - MAX_VALUES_NAMED
-    return f"{named}; and {more} more" if more > 0 else named
+def first_unlike(values: Sequence[Hashable]) -> int | None:
+    """The first rank whose value is not that of rank 0. values: of each rank."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def _short(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 2` or `128 ranks (0, 1, 2, ...)`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= 8:
-        return f"ranks {', '.join(map(str, ranks))}"
-    return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:3]))}, ...)"
-
-
-def ranks_alike(values: Sequence[Hashable]) -> str:
-    """Which ranks have the same value: `ranks 0, 2; rank 1`."""
-    ranks: dict[Hashable, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return "; ".join(map(name_ranks, ranks.values()))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pickle
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,9 +25,6 @@ from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, Start, le
 from odb_factory.data.pool import POLL_S, LoaderPool, Pending, ends_of, size
 from odb_factory.data.ranks import Ranks
 from odb_factory.data.samples import (
-    COLLATION,
-    LOST_WEIGHT,
-    OVER_BUDGET,
     LeftOut,
     MicroBatch,
     OptimizerStep,
@@ -204,12 +201,9 @@ class ODBLoader:
     `samples_of`. is_evaluated: of `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
-    left_out: rows that this rank leaves out. failed: counts of this rank, which the training takes: rows that could not
-        be collated (COLLATION), their shares of the loss of their steps (LOST_WEIGHT), micro-batches of two or more
-        samples that became larger than the budgets (OVER_BUDGET).
+    left_out: rows that this rank leaves out.
     groups: what collates its micro-batches, in its layout.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
-    weights: of each sample of a micro-batch the share of the loss of its optimizer step; the training sets it.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -300,9 +294,7 @@ class ODBLoader:
             self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
         self.epoch = 0
         self.under_way: Pass | None = None
-        self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
-        self.failed: defaultdict[str, float] = defaultdict(float)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -369,18 +361,6 @@ class ODBLoader:
     def describe(self, id: int) -> str:
         """Where a row comes from, for messages."""
         return self._rows.where(id)
-
-    def leave_out(self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str) -> list[float]:
-        """Leave out rows of a micro-batch whose optimizer step has begun: they weigh 0 in it.
-
-        causes: id -> why. Returns the share of each in the loss of its optimizer step, which is lost.
-        """
-        shares = dict(zip(micro_batch.ids, self.weights(micro_batch)))
-        lost = [shares.get(id, 0.0) for id in causes]
-        for (id, cause), share in zip(causes.items(), lost):
-            message = f"{self.describe(id)}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
-            self.left_out.leave_out(reason, message)
-        return lost
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """Collate these samples in this process. Raises `DataError` if that fails."""
@@ -571,15 +551,12 @@ class ODBLoader:
             raise DataError(self._problem(outcome))
         if outcome.failed and not micro_batch.idle:
             causes = {id: f"cannot be collated: {cause}" for id, cause in outcome.failed.items()}
-            self.failed[LOST_WEIGHT] += sum(self.leave_out(micro_batch, causes, COLLATION))
-            self.failed[COLLATION] += len(causes)
-            micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes])
+            micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes], causes)
         if measured is None:
             try:
                 measured, batch = self.groups.collate([self.stand_in()])
             except DataError:
                 raise DataError(self._problem(outcome)) from None
-        self.failed[OVER_BUDGET] += len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
         return micro_batch, measured, batch
 
     def _problem(self, outcome: Outcome) -> str:

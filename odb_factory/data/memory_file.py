@@ -20,8 +20,6 @@ import torch
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every number."""
-IS_THERE = hasattr(os, "memfd_create")
-"""On Linux; elsewhere tensors are sent as torch does it."""
 MOST_BUFFERS = 512
 """Of one call of `writev`."""
 Dumped = tuple[bytes, tuple[int, ...]]
@@ -31,7 +29,7 @@ Dumped = tuple[bytes, tuple[int, ...]]
 def dump(value: Any, connection: socket.socket) -> Dumped:
     """Pickle `value` and send the file with its tensors over `connection`. Raises what pickle raises."""
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(pickled, pickle.HIGHEST_PROTOCOL, True, buffers.append if IS_THERE else None).dump(value)
+    _Pickler(pickled, pickle.HIGHEST_PROTOCOL, True, buffers.append).dump(value)
     raw = [buffer.raw() for buffer in buffers]
     if raw:
         file = os.memfd_create("odb-batch")
@@ -72,7 +70,7 @@ def _write(file: int, buffers: Sequence[memoryview]) -> None:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or not IS_THERE or not obj.numel() or obj.requires_grad:
+        if type(obj) is not torch.Tensor or not obj.numel() or obj.requires_grad:
             return NotImplemented
         is_plain = obj.device.type == "cpu" and obj.layout is torch.strided and obj.is_contiguous()
         if not is_plain or obj.is_quantized or obj.is_conj() or obj.is_neg():

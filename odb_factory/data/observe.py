@@ -204,36 +204,22 @@ def _packed(features: Any) -> bytes:
 class RawItem:
     """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
 
-    id: its position in the stream. On its way to a worker process it is pickled by itself, so that an item that cannot
-    be sent is a row that cannot be used.
+    id: its position in the stream. content: packed for a worker process, or why it cannot be.
     """
 
     id: int
-    content: Any
+    content: bytes | ItemError
 
-    def __getitem__(self, id: int) -> Any:
-        return self.content
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    @classmethod
+    def of(cls, id: int, item: Any) -> RawItem:
         try:
-            return _SentItem, (self.id, pack(self.content), "")
-        except Exception as error:
-            return _SentItem, (self.id, b"", one_line(error))
-
-
-class _SentItem(RawItem):
-    """content: pickled. problem: why it cannot be."""
-
-    __slots__ = ("problem",)
-    problem: str
-
-    def __init__(self, id: int, content: bytes, problem: str):
-        super().__init__(id, content)
-        object.__setattr__(self, "problem", problem)
+            return cls(id, _packed(item))
+        except ItemError as error:
+            return cls(id, error)
 
     def __getitem__(self, id: int) -> Any:
-        if self.problem:
-            raise ItemError(NOT_PACKED.format(self.problem))
+        if isinstance(self.content, ItemError):
+            raise self.content
         return unpack(self.content)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import ranks_alike
+from odb_factory.data.agreement import first_unlike
 from odb_factory.data.observe import RawItem
 from odb_factory.data.ranks import world_size_of
 from odb_factory.data.samples import Rejection
@@ -42,8 +42,6 @@ IN_ORDER = (
     "in_order: False would let the timing of workers decide the order of batches; leave it at True, odb needs the same "
     "order in every run."
 )
-ORDER_BLOCK = 4096
-"""Indices of an order that are Python numbers at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,26 +64,10 @@ class DataLoaderParts:
     persistent_workers: bool = False
     timeout: float = 0
     pin_memory: bool = False
-    pin_memory_device: str = ""
     multiprocessing_context: Any = None
     worker_init_fn: Callable[[int], None] | None = None
     generator: torch.Generator | None = None
     already_split: bool = False
-
-
-class RandomOrder(SeedableRandomSampler):
-    """The order of accelerate's sampler as a tensor, not a list: 8 bytes a row, which forked workers share."""
-
-    def __iter__(self) -> Iterator[int]:
-        if self.replacement:
-            yield from super().__iter__()
-            return
-        self.generator.manual_seed(self.epoch + self.initial_seed)
-        for left in range(self.num_samples, 0, -len(self.data_source)):
-            permutation = torch.randperm(len(self.data_source), generator=self.generator)[:left]
-            for block in permutation.split(ORDER_BLOCK):
-                yield from block.tolist()
-        self.set_epoch(self.epoch + 1)
 
 
 class DrawnOrder(Sampler[int]):
@@ -145,18 +127,17 @@ def unwrap(dataloader: Any) -> DataLoader:
     return dataloader
 
 
-def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: bool = False) -> DataLoaderParts:
+def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts:
     """The parts of `dataloader` (torch's, or one that accelerate has prepared).
 
     stream: the dataset itself, if it is iterated and known: accelerate may have cut `dataloader`'s into shards.
-    already_split: see `DataLoaderParts`.
 
     Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are made later. A
     random sampler gets its order from `seed` and the epoch. Raises `ConfigError` if the order cannot be found out, and
     for options that have no meaning here.
     """
     loader = unwrap(dataloader)
-    if not getattr(loader, "in_order", True):  # torch >= 2.6
+    if not getattr(loader, "in_order", True):  # torchdata's may have none
         raise ConfigError(IN_ORDER)
     if loader.timeout and not loader.num_workers:
         raise ConfigError(
@@ -192,18 +173,14 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: 
         persistent_workers=loader.persistent_workers,
         timeout=loader.timeout,
         pin_memory=loader.pin_memory and _can_pin(),
-        pin_memory_device=loader.pin_memory_device,
         multiprocessing_context=loader.multiprocessing_context,
         worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
-        already_split=already_split,
     )
 
 
 def _can_pin() -> bool:
     """Whether torch can pin memory here; where it cannot, it only warns."""
-    if not hasattr(torch, "accelerator"):  # before torch 2.6
-        return torch.cuda.is_available()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device is not None and device.type != "mps"
 
@@ -231,7 +208,7 @@ def _whole(sampler: Any, seed: int) -> Any:
     if kind is DistributedSampler or (of_torchdata and isinstance(sampler, DistributedSampler)):
         return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
     if kind in (RandomSampler, SeedableRandomSampler) or (of_torchdata and kind.__name__ == "RandomSampler"):
-        return RandomOrder(
+        return SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
             num_samples=sampler.num_samples,
@@ -247,8 +224,8 @@ def _whole(sampler: Any, seed: int) -> Any:
 
 FINGERPRINTED = 64
 DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
-    "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
+    "the ranks draw their samples in different orders (rank 0 and rank {}), so some would be lost and others trained "
+    "on twice; give every rank the same whole sampler, seeded alike, not a share of it: each takes its own share."
 )
 
 
@@ -370,7 +347,8 @@ class ShardSampler(Sampler[int]):
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
-        return DIFFERENT_ORDERS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
+        other = first_unlike(numbers)
+        return None if other is None else DIFFERENT_ORDERS.format(other)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
@@ -383,26 +361,18 @@ class ShardSampler(Sampler[int]):
 ITEMS_COMPARED = 16
 """Of a stream, read ahead and held until they are observed."""
 DIFFERENT_STREAMS = (
-    "the ranks iterate different streams ({}), so samples would be lost: each takes its own share of the one stream "
-    "that all iterate alike; if the dataset gives every rank a part of its own, set already_split=True, else let it "
-    "yield the same items in the same order on every rank."
+    "the ranks iterate different streams (rank 0 and rank {}), so samples would be lost: each takes its own share of "
+    "the one stream that all iterate alike; if the dataset gives every rank a part of its own, set already_split=True, "
+    "else let it yield the same items in the same order on every rank."
 )
 SAME_STREAMS = (
-    "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream ({}), so "
+    "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream, so "
     "each sample would be trained on several times; leave it out, or give each rank a part of its own."
 )
 
 
 def is_split_by_node(stream: Any) -> bool:
-    """Whether each rank has a part of it: by `datasets.distributed.split_dataset_by_node`, or by its `already_split`.
-
-    Raises `ConfigError` for a release of `datasets` whose streams do not show that.
-    """
-    if type(stream).__module__.startswith("datasets.") and not hasattr(stream, "_distributed"):
-        raise ConfigError(
-            "dataset: this release of datasets does not tell whether split_dataset_by_node has split a stream, so parts"
-            " of it could be lost; say so yourself with already_split=True, or install datasets 4.0."
-        )
+    """Whether each rank has a part of it: by `split_dataset_by_node` of `datasets`, or by its `already_split`."""
     return getattr(stream, "already_split", False) or getattr(stream, "_distributed", None) is not None
 
 
@@ -455,7 +425,7 @@ class StreamReader:
                 )
                 yield Rejection(position + 1, "unreadable", message, fatal=True)
                 return
-            yield RawItem(position * self.world_size + self.rank if self.is_split else position, item)
+            yield RawItem.of(position * self.world_size + self.rank if self.is_split else position, item)
 
     def common(self, place: tuple[int, ...], step: int) -> int:
         """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
@@ -465,8 +435,9 @@ class StreamReader:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
         if self.is_split:
             begun = [number for number in numbers if number]
-            return SAME_STREAMS.format(ranks_alike(numbers)) if len(set(begun)) < len(begun) else None
-        return DIFFERENT_STREAMS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
+            return SAME_STREAMS if len(set(begun)) < len(begun) else None
+        other = first_unlike(numbers)
+        return None if other is None else DIFFERENT_STREAMS.format(other)
 
     def peek(self) -> int:
         return self.fingerprint

@@ -28,19 +28,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.multiprocessing  # tensors travel in shared memory
-from accelerate.utils import recursively_apply
 from torch.utils.data import _utils as torch_utils
-from torch.utils.data import get_worker_info
 
 from odb_factory.data.collate import CollatedDataset, Outcome
 from odb_factory.data.memory_file import Dumped, dump, load
@@ -52,7 +50,6 @@ from odb_factory.ending import why_no_space, why_worker_died
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.random_numbers import kept_random_numbers, random_seed, seed_random_numbers
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 CHECK_S = 1.0
@@ -71,26 +68,16 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
-    """What `torch.utils.data.get_worker_info()` returns in a worker, as in torch."""
-
-    id: int
-    num_workers: int
-    seed: int
-    dataset: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
     """What a worker process is started with.
 
-    table: int64[num_workers, 2] in shared memory, the process id of each worker (0: it has not begun) and the row that
-    it is at (-1: none). lock: over the choice of a line of it. connections: for each worker, see
-    `memory_file`. outlives: SIGTERM does not end the worker.
+    work, init_fn: make what they stand for, see `_Shipped`. table: int64[num_workers, 2] in shared memory, the process
+    id of each worker (0: it has not begun) and the row that it is at (-1: none). lock: over the choice of a line of it.
+    connections: for each worker, see `memory_file`. outlives: SIGTERM does not end the worker.
     """
 
-    work: _Shipped
-    init_fn: _Shipped
+    work: Callable[[], Any]
+    init_fn: Callable[[], Any]
     num_workers: int
     seed: int
     table: torch.Tensor
@@ -120,32 +107,22 @@ def at(row: int) -> None:
 
 
 class _Shipped:
-    """An object for a worker process: inherited by fork, else pickled when the process is started.
-
-    It is unpickled by `open`, once the worker watches its parent: that may take long, or fail.
-    """
+    """Makes its content in a worker process: inherited by fork, else pickled when the process is started, and
+    unpickled once the worker watches its parent: that may take long, or fail."""
 
     def __init__(self, content: Any, name: str):
         self.content, self.name = content, name
 
+    def __call__(self) -> Any:
+        return self.content
+
     def __reduce__(self) -> tuple[Any, ...]:
         try:
-            return _Pickled, (bytes(ForkingPickler.dumps(self.content)),)
+            return partial, (pickle.loads, bytes(ForkingPickler.dumps(self.content)))
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(f"{self.name} {NOT_SENT.format(one_line(error))}") from None
-
-    def open(self) -> Any:
-        return self.content
-
-
-class _Pickled:
-    def __init__(self, content: bytes):
-        self.content = content
-
-    def open(self) -> Any:
-        return pickle.loads(self.content)
 
 
 def _begin(setup: _Setup) -> None:
@@ -163,14 +140,13 @@ def _begin(setup: _Setup) -> None:
     threading.Thread(target=_end_with_parent, name="odb-parent-watch", daemon=True).start()
     torch.set_num_threads(1)
     try:
-        _here.work, init_fn = setup.work.open(), setup.init_fn.open()
-        dataset, seed = getattr(_here.work, "dataset", None), random_seed(setup.seed, number)
-        info = WorkerInfo(id=number, num_workers=setup.num_workers, seed=seed, dataset=dataset)
-        torch_utils.worker._worker_info = info  # type: ignore[assignment]
+        _here.work, init_fn = setup.work(), setup.init_fn()
+        dataset: Any = getattr(_here.work, "dataset", None)
+        seed = random_seed(setup.seed, number)
+        info = torch_utils.worker.WorkerInfo(id=number, num_workers=setup.num_workers, seed=seed, dataset=dataset)
+        torch_utils.worker._worker_info = info
         seed_random_numbers(seed)
         if init_fn is not None:
-            if get_worker_info() is not info:
-                raise ConfigError("worker_init_fn: this release of torch has no worker info to be set; leave it out.")
             init_fn(number)
     except Exception as error:
         _here.problem = error if isinstance(error, ConfigError) else DataError(f"a data worker: {one_line(error)}")
@@ -200,9 +176,9 @@ Answer = tuple[Dumped | None, Exception | None, int]
 
 def _run(name: str, args: tuple[Any, ...]) -> Answer:
     assert _here is not None
-    if _here.problem is not None:
-        return None, _here.problem, _here.number
     try:
+        if _here.problem is not None:
+            raise _here.problem
         value = getattr(_here.work, name)(*args)
     except BaseException as error:
         return None, _sendable(error), _here.number
@@ -215,34 +191,12 @@ def _run(name: str, args: tuple[Any, ...]) -> Answer:
 
 
 def _sendable(error: BaseException) -> Exception:
-    """The error itself, if it is one that arrives whole in another process."""
-    if isinstance(error, ConfigError | DataError):
-        with suppress(Exception):
-            if str(pickle.loads(pickle.dumps(error))) == str(error):
-                return error
-    return DataError(one_line(error))
+    """As an error that arrives whole in another process."""
+    return (ConfigError if isinstance(error, ConfigError) else DataError)(one_line(error))
 
 
 class NotSent(DataError):
     """A result could not be sent to the training process."""
-
-
-def _pinned(value: Any) -> Any:
-    return value.pin_memory()
-
-
-def _can_be_pinned(value: Any) -> bool:
-    return hasattr(value, "pin_memory")
-
-
-def _device() -> int:
-    """The index of the current accelerator of the calling thread."""
-    return torch.accelerator.current_device_index() if hasattr(torch, "accelerator") else torch.cuda.current_device()
-
-
-def _set_device(index: int) -> None:
-    set_index = torch.accelerator.set_device_index if hasattr(torch, "accelerator") else torch.cuda.set_device
-    set_index(index)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,32 +263,21 @@ def named(rows: Sequence[int]) -> str:
 class Pool:
     """Computes methods of `work` in `num_workers` processes, or in place if there are none.
 
-    work: `work.dataset`, if there is such, is what `worker_init_fn` finds in `get_worker_info()`. timeout: seconds
-    that a result is waited for (0: no limit). pin_memory: results are
-    copied to pinned memory. The other options are those of a DataLoader.
+    work: `work.dataset`, if there is such, is what `worker_init_fn` finds in `get_worker_info()`. parts: those options
+    of a DataLoader count that are about workers and pinned memory.
 
-        with closing(Pool(work, 2)) as pool:
+        with closing(Pool(work, parts)) as pool:
             pool.start()
             pending = [pool.submit("square", number, rows=[number]) for number in range(10)]
             squares = [one.result() for one in pending]
     """
 
-    def __init__(
-        self,
-        work: Any,
-        num_workers: int,
-        *,
-        multiprocessing_context: Any = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        timeout: float = 0,
-        pin_memory: bool = False,
-        name: str = "the work",
-    ):
-        self.work, self.num_workers, self.timeout = work, num_workers, timeout
-        self._context: Any = multiprocessing_context
-        if multiprocessing_context is None or isinstance(multiprocessing_context, str):
-            self._context = multiprocessing.get_context(multiprocessing_context)
-        self._init_fn, self._pins, self._name = worker_init_fn, pin_memory, name
+    def __init__(self, work: Any, parts: DataLoaderParts):
+        self.work, self.parts = work, parts
+        self.num_workers, self.timeout = parts.num_workers, parts.timeout
+        self._context: Any = parts.multiprocessing_context
+        if self._context is None or isinstance(self._context, str):
+            self._context = multiprocessing.get_context(self._context)
         self._executor: ProcessPoolExecutor | None = None
         self._processes: list[BaseProcess] = []
         self._connections: list[socket.socket] = []
@@ -342,19 +285,6 @@ class Pool:
         self._table = NO_WORKER
         self._why_broken, self._owner = "", 0
         self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, work: Any, parts: DataLoaderParts, num_workers: int | None = None, *, pin_memory: bool = False) -> Pool:
-        """With the options of a DataLoader. num_workers: others than its own."""
-        return cls(
-            work,
-            parts.num_workers if num_workers is None else num_workers,
-            multiprocessing_context=parts.multiprocessing_context,
-            worker_init_fn=parts.worker_init_fn,
-            timeout=parts.timeout,
-            pin_memory=pin_memory,
-            name=f"dataset: {type(parts.dataset).__name__}, or its cost_fn,",
-        )
 
     def start(self, seed: int = 0) -> None:
         """Start the workers, unless they run. Call it in the main thread: no thread of ours may run when they fork.
@@ -367,10 +297,10 @@ class Pool:
         self._why_broken, self._table = "", torch.tensor([[0, -1]] * self.num_workers).share_memory_()
         pairs = [socket.socketpair() for _ in range(self.num_workers)]
         self._connections = [ours for ours, _ in pairs]
-        self._device = _device() if self._pins else None
+        self._device = torch.accelerator.current_device_index() if self.parts.pin_memory else None
         setup = _Setup(
-            work=_Shipped(self.work, self._name),
-            init_fn=_Shipped(self._init_fn, "worker_init_fn:"),
+            work=_Shipped(self.work, f"dataset: {type(self.parts.dataset).__name__}, or its cost_fn,"),
+            init_fn=_Shipped(self.parts.worker_init_fn, "worker_init_fn:"),
             num_workers=self.num_workers,
             seed=seed,
             table=self._table,
@@ -424,11 +354,6 @@ class Pool:
             for one in pending:
                 one.cancel()
 
-    def compute(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
-        result: R = self.submit("compute", function, args, kwargs).result()
-        return result
-
     def receive(self, dumped: Dumped | None, error: Exception | None, number: int) -> Any:
         """The result in the answer of a worker."""
         if dumped is None:
@@ -439,8 +364,8 @@ class Pool:
         except Exception as error:
             raise NotSent(one_line(error)) from None
         if self._device is not None:
-            _set_device(self._device)
-            value = recursively_apply(_pinned, value, test_type=_can_be_pinned)
+            torch.accelerator.set_device_index(self._device)  # the thread of the executor has one of its own
+            value = torch_utils.pin_memory.pin_memory(value)
         return value
 
     def why_late(self) -> str:
@@ -515,9 +440,8 @@ def _close_all() -> None:
 
 
 # A program that ends without closing its loader: Python waits for all that is submitted before it calls what `atexit`
-# has. What is registered here it calls before, and without it such a program ends later.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_close_all)
+# has. What is registered here it calls before.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The pool of a loader.
@@ -592,7 +516,7 @@ class LoaderPool:
 
     def __init__(self, parts: DataLoaderParts, rows: ObservedDataset, groups: CollatedDataset, rank: int, size: int):
         self._parts, self._rank = parts, rank
-        self._pool = Pool.of(Work(rows, groups), parts, pin_memory=parts.pin_memory)
+        self._pool = Pool(Work(rows, groups), parts)
         self.num_workers, self.window = parts.num_workers, parts.prefetch_factor * parts.num_workers
         self.has_rows = parts.sampler is not None
         self.order: Any
@@ -624,8 +548,9 @@ class LoaderPool:
         micro_batch, samples = task
         return self._pool.submit("collate", self._draws, task, rows=micro_batch.ids or [samples[0].id])
 
-    def compute(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._pool.compute(function, *args, **kwargs)
+    def compute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
+        return self._pool.submit("compute", function, args, kwargs).result()
 
     def read_rows(self, rows: Iterable[int]) -> Iterator[Sample | Rejection]:
         """Observe rows by their numbers."""
@@ -676,12 +601,11 @@ class LoaderPool:
         self.start()
         reasons: dict[int, str] = {}  # a row may be looked at twice
         for rows in self._rows_to_try():
-            calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, STAND_IN_CHUNK))
-            with closing(self._pool.map("stand_in", calls, 0)) as tried:
-                for sample, others in tried:
-                    if sample is not None:
-                        return sample
-                    reasons |= others
+            for chunk in batched(rows, STAND_IN_CHUNK):
+                sample, others = self._pool.submit("stand_in", self._draws, chunk, rows=_ids(chunk)).result()
+                if sample is not None:
+                    return sample
+                reasons |= others
         raise DataError(no_usable_row(Counter(reasons.values())))
 
     def _rows_to_try(self) -> Iterator[Iterable[Row]]:
@@ -721,7 +645,8 @@ class _Look:
 
 def look(parts: DataLoaderParts, function: Callable[[Any], R]) -> R:
     """`function(dataset)`, in a process of its own if these parts have workers; random numbers stay as they are."""
-    with closing(Pool.of(_Look(parts.dataset, function), parts, min(parts.num_workers, 1))) as pool:
+    parts = replace(parts, num_workers=min(parts.num_workers, 1), pin_memory=False)
+    with closing(Pool(_Look(parts.dataset, function), parts)) as pool:
         pool.start()
         result: R = pool.submit("look").result()
         return result

@@ -254,13 +254,10 @@ class Ring:
         generation = _generations[group] = _generations.get(group, 0) + 1
         self._store = dist.PrefixStore(f"odb_factory {generation}", group.get_group_store())
         self.main = self.channel()
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in self._loops]
+        loops = (self._listen, "odb-ring"), (self._beat, "odb-beat")
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in loops]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def _loops(self) -> list[tuple[Callable[[], None], str]]:
-        return [(self._listen, "odb-ring"), (self._beat, "odb-beat")]
 
     def channel(self) -> Channel:
         """A channel that no other thread uses. All ranks ask for it in the same order, in the main thread."""

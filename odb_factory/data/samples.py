@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from odb_factory.log import get_logger
@@ -96,6 +96,7 @@ class MicroBatch:
     whole, numbers: of a part, the micro-batch that it was taken from, by which its samples are weighed, and their
         places in it. A part remains where rows are late; `oom: split` cuts a micro-batch in two.
     start: of a part that was cut, the number of its first sample in the micro-batch as collated before.
+    failed: of a part, the ids of late rows: samples of the whole that cannot be collated, and why.
     """
 
     step: OptimizerStep
@@ -105,10 +106,12 @@ class MicroBatch:
     whole: MicroBatch | None = None
     numbers: tuple[int, ...] = ()
     start: int = 0
+    failed: Mapping[int, str] = field(default_factory=dict)
 
-    def only(self, numbers: Sequence[int]) -> MicroBatch:
+    def only(self, numbers: Sequence[int], failed: Mapping[int, str] | None = None) -> MicroBatch:
         """The part with these of its samples: they weigh as in the whole, and its totals stay."""
-        return replace(self, samples=tuple(self.samples[i] for i in numbers), whole=self, numbers=tuple(numbers))
+        samples = tuple(self.samples[i] for i in numbers)
+        return replace(self, samples=samples, whole=self, numbers=tuple(numbers), failed=failed or {})
 
     def cut(self, at: int) -> tuple[MicroBatch, MicroBatch]:
         """Two parts, the second from sample number `at` on."""
@@ -201,7 +204,6 @@ def describe_cost(tokens: int, media: Media) -> str:
 MAX_LOGGED = 10
 COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
 """The reasons of rows that fail: they cannot be collated, or are of a micro-batch that memory does not hold."""
-OVER_BUDGET, LOST_WEIGHT = "over_budget", "lost_weight"
 HINTS = {"unsupervised": " (no token carries loss; cutoff_len may cut the answers off, and nothing would be learned)"}
 
 logger = get_logger(__name__)
@@ -211,16 +213,14 @@ class LeftOut:
     """Logs the first rows that this rank leaves out; the accounting counts those of all ranks."""
 
     def __init__(self) -> None:
-        self._count, self._lock = 0, threading.Lock()
+        self._numbers = itertools.count(1)
 
     def leave_out(self, reason: str, message: str) -> None:
         """Leave a row out. Any thread."""
-        with self._lock:
-            self._count += 1
-            count = self._count
-        if count <= MAX_LOGGED:
+        number = next(self._numbers)
+        if number <= MAX_LOGGED:
             logger.warning("left out (%s): %s", reason, message)
-        if count == MAX_LOGGED:
+        if number == MAX_LOGGED:
             logger.warning("further rows that are left out are counted and not logged")
 
 

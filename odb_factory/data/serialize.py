@@ -1,16 +1,13 @@
-"""What is sent to other processes: samples as bytes, collators without weights; and checksums of rows."""
+"""What is sent to other processes: samples as bytes, collators without weights; and fingerprints of rows."""
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
-import dataclasses
 import functools
 import io
 import pickle
 import types
 import zlib
-from array import array
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -19,7 +16,6 @@ import numpy as np
 import torch
 
 from odb_factory.errors import ConfigError, one_line
-from odb_factory.planning import Cost
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait until they are collated, and how samples travel between ranks.
@@ -141,53 +137,27 @@ def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> tor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What rows say, as a number: to notice that training data have changed, or differ between ranks.
+# What rows say, as a number: to notice that the data of ranks differ.
 
 
-def checksum(features: Any, cost: Cost) -> int:
-    """32 bits, never 0, of a row's cost, token ids and labels: the same in every process and version.
-
-    For a pair: of both answers. Media are not read: a picture replaced by another one of the same size goes unnoticed.
-    """
-    named = features if isinstance(features, Mapping) else {}
-    tokens = {key: value for key, value in named.items() if str(key).endswith(("input_ids", "labels"))}
-    return fingerprint([dataclasses.astuple(cost), tokens], floats=True) or 1
-
-
-def fingerprint(value: Any, before: int = 0, *, floats: bool = False) -> int:
-    """CRC-32 of the text and numbers in `value`, whatever container holds them.
-
-    Floating-point numbers, which augmentation may change, count with `floats` only; else, like objects of other kinds,
-    by their type.
+def fingerprint(value: Any, before: int = 0) -> int:
+    """CRC-32 of the text and whole numbers in `value`, whatever containers hold them; of anything else (objects, and
+    floating-point numbers, which augmentation may change) the type counts.
 
         >>> fingerprint([{"input_ids": [1, 2]}]) == fingerprint([{"input_ids": [1, 3]}])
         False
     """
     if isinstance(value, Mapping):
-        for key in sorted(value, key=repr):
-            before = fingerprint(value[key], fingerprint(key, before), floats=floats)
-        return _add(f"{len(value)} keys", before)
-    if isinstance(value, str | bool | int | None) or (floats and isinstance(value, float)):
-        return _add(repr(value), before)
-    if isinstance(value, bytes):
-        return zlib.crc32(value, before)
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
-        value = value.detach().numpy()
-    if isinstance(value, np.ndarray | np.generic):
-        kind, before = value.dtype.kind, _add(str(value.shape), before)
-        if kind in "biu" or (floats and kind == "f"):
-            value = value.astype("<f8" if kind == "f" else "<i8")
-        if kind in "biuSU" or (floats and kind == "f"):
-            return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
+        value = sorted(value.items(), key=lambda item: repr(item[0]))
+    if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+        value = value.cpu().numpy()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biu":
+        value = [list(value.shape), value.astype("<i8").tobytes()]
+    is_plain = isinstance(value, str | bytes | int | None)
     if isinstance(value, list | tuple):
-        if value and type(value[0]) is int:
-            with contextlib.suppress(TypeError, OverflowError):  # the usual case, faster, and as an array counts
-                return zlib.crc32(array("q", value).tobytes(), _add(f"({len(value)},)", before))
-        for one in value:
-            before = fingerprint(one, before, floats=floats)
-        return _add(f"{len(value)} items", before)
-    return _add(type(value).__name__, before)
-
-
-def _add(text: str, before: int) -> int:
+        is_plain = all(type(one) is int for one in value)  # at once, which is faster
+        if not is_plain:
+            for one in value:
+                before = fingerprint(one, before)
+    text = repr(value) if is_plain else type(value).__name__
     return zlib.crc32(text.encode(errors="surrogatepass"), before)

@@ -7,7 +7,6 @@ integers, so each computes the plan, the totals of all ranks, the weights and th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import pickle
@@ -15,11 +14,11 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from odb_factory.data.agreement import ranks_alike
+from odb_factory.data.agreement import first_unlike
 from odb_factory.data.cursor import Place, Remaining
 from odb_factory.data.order import StockSteps, split_by_weight
 from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
@@ -30,7 +29,6 @@ from odb_factory.planning import (
     MAX_REDISTRIBUTED_BYTES,
     Budget,
     BufferMetadata,
-    CostModel,
     Limits,
     MicroStepTotals,
     Plan,
@@ -51,24 +49,9 @@ OTHER_LENGTH = (
     "`__len__`: the steps of an epoch are counted by it."
 )
 DIFFERENT_PLANS = (
-    "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
-    "odb_factory and numpy on the same kind of processor."
+    "the ranks have computed different plans from the same metadata (rank 0 and rank {}); give every rank the same "
+    "versions of odb_factory and numpy on the same kind of processor."
 )
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class Compute(Protocol):
-    """Computes a pure function, somewhere."""
-
-    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-
-def compute_here(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """In the caller's thread."""
-    return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +61,7 @@ class EpochContext:
     num_samples: of the epoch on all ranks; None if nobody knows (a stream). seed: of the order of filled micro-steps.
     order: a checksum of the order drawn so far, given the index of the plan. compare_orders: with the checksums of all
         ranks, why they cannot go on (None: they can).
-    model: what micro-batches cost. lowered: the limits to which this rank has lowered its budgets (None: not lowered);
+    lowered: the limits to which this rank has lowered its budgets (None: not lowered);
         `budget` stays as configured.
     compute: what runs planners, which are pure functions.
     leave_out: as `LeftOut.leave_out`.
@@ -94,9 +77,8 @@ class EpochContext:
     leave_out: Callable[..., None]
     order: Callable[[int], int] = int
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
-    model: CostModel = CostModel()
     lowered: Callable[[], Limits | None] = lambda: None
-    compute: Compute = compute_here
+    compute: Callable[..., Any] = lambda function, *args, **options: function(*args, **options)
 
 
 @dataclass(slots=True)
@@ -136,6 +118,8 @@ class EpochPlanner(ABC):
     is_left = False
     _next: object | None
     """The row that is drawn ahead, None at the end."""
+    _task = ""
+    """What this rank does between a gather and the end of the exchange, where no metadata reach the others."""
 
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
@@ -185,6 +169,7 @@ class EpochPlanner(ABC):
             buffer, Counter(self.rejected), self.overlong, context.order(index), self._checksum, context.lowered()
         )
         ranks = context.ranks.gather(mine)
+        self._task = "planning"
         if (problem := context.compare_orders([rank.order for rank in ranks])) is not None:
             raise CollectiveError(problem)
         self._compare_plans(ranks)
@@ -193,8 +178,7 @@ class EpochPlanner(ABC):
     def plan(self, ranks: list[RankMetadata], index: int) -> Plan:
         """The plan of all ranks; sets `final`."""
         budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
-        with self._telling_others("planning"):
-            plan = self._make_plan(ranks, budget, index)
+        plan = self._make_plan(ranks, budget, index)
         self._checksum = plan.checksum()
         if self.context.balance and not self._has_warned and exceeds_limit([rank.buffer for rank in ranks]):
             self._has_warned = True
@@ -212,6 +196,7 @@ class EpochPlanner(ABC):
         """
         start = plan.starts[self.rank]
         mine = {start + i: one.sample for i, one in enumerate(held)}
+        self._task = "redistributing samples" if plan.moves else ""
         if not plan.moves:
             return mine
         table, _, owner = pool([rank.buffer for rank in ranks])
@@ -224,16 +209,16 @@ class EpochPlanner(ABC):
                     incoming.setdefault(owner_of[number], []).append(number)
                 elif taker != self.rank == owner_of[number]:
                     outgoing.setdefault(taker, []).append(number)
-        with self._telling_others("redistributing samples"):
-            received = self.context.ranks.exchange(
-                {taker: b"".join(packed[number - start] for number in numbers) for taker, numbers in outgoing.items()},
-                {sender: sum(size_of[number] for number in numbers) for sender, numbers in incoming.items()},
-            )
-            for sender, numbers in incoming.items():
-                content, place = received[sender], 0
-                for number in numbers:
-                    mine[number] = pickle.loads(content[place : place + size_of[number]])
-                    place += size_of[number]
+        received = self.context.ranks.exchange(
+            {taker: b"".join(packed[number - start] for number in numbers) for taker, numbers in outgoing.items()},
+            {sender: sum(size_of[number] for number in numbers) for sender, numbers in incoming.items()},
+        )
+        for sender, numbers in incoming.items():
+            content, place = received[sender], 0
+            for number in numbers:
+                mine[number] = pickle.loads(content[place : place + size_of[number]])
+                place += size_of[number]
+        self._task = ""
         return mine
 
     @abstractmethod
@@ -268,35 +253,24 @@ class EpochPlanner(ABC):
         except CollectiveError:
             raise
         except Exception as error:
-            message = LEFT_EPOCH if self.is_left else _reason(error, "planning")
+            message = LEFT_EPOCH if self.is_left else one_line(error)
+            if not self.is_left and not isinstance(error, DataError):
+                # Logged here and not chained: its traceback would keep the worker processes alive.
+                logger.error("planning failed", exc_info=error)
         finally:
             self.observed = iter(())  # lets its worker processes go
         if has_ended:
             raise DataError(message)
-        ranks.stop(message)
-        raise CollectiveError(message)
-
-    @contextlib.contextmanager
-    def _telling_others(self, task: str) -> Iterator[None]:
-        """Tell the other ranks of an error while they may be in a collective, where no metadata reach them."""
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except Exception as error:
-            if self.is_left:
-                raise
-            message = _reason(error, task)
-            self.context.ranks.abort(f"{task}: {message}")
+        if self._task and not self.is_left:
+            ranks.abort(f"{self._task}: {message}")
         else:
-            return
+            ranks.stop(message)
         raise CollectiveError(message)
 
     def _compare_plans(self, ranks: Sequence[RankMetadata]) -> None:
         """The ranks tell which plan they made last (I6)."""
-        plans = [rank.plan for rank in ranks]
-        if len(set(plans)) > 1:
-            raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(plans)))
+        if (other := first_unlike([rank.plan for rank in ranks])) is not None:
+            raise CollectiveError(DIFFERENT_PLANS.format(other))
 
     def _optimizer_step(
         self, planned: Sequence[Planned], ranks: Sequence[RankMetadata], index: int, **figures: Any
@@ -337,13 +311,6 @@ class EpochPlanner(ABC):
             empty = f"it yields nothing in epoch {self.epoch}; its `__iter__` must restart each time it is called"
         others = [f"{remainder} {why}"] if remainder else []
         return CollectiveError(no_usable_row(rejected, others, empty))
-
-
-def _reason(error: Exception, task: str) -> str:
-    if not isinstance(error, DataError):
-        # Logged here and not chained: its traceback would keep the worker processes alive.
-        logger.error("%s failed", task, exc_info=error)
-    return one_line(error)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -417,7 +384,7 @@ class KeepEpoch(EpochPlanner):
         context, buffers = self.context, [rank.buffer for rank in ranks]
         if self.stock.equal_weights:
             buffers = split_by_weight(buffers, self.stock)
-        plan: Plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model)
+        plan: Plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance)
         self.final = plan.final
         expected = self.stock.steps_an_epoch
         if expected is not None and self.final != (index + 1 >= expected):
@@ -526,7 +493,6 @@ class FillEpoch(EpochPlanner):
             accumulation=self.accumulation,
             join=self.join,
             balance=self.context.balance,
-            model=self.context.model,
         )
         self.final = plan.final
         return plan

@@ -6,6 +6,7 @@ Called by the plugin's hooks and by patched forks (`patches/` in the repository)
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.serialize import Picklable, checksum
+from odb_factory.data.serialize import Picklable, fingerprint
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
@@ -164,7 +165,7 @@ def attach(trainer: Any, config: ODBConfig, begin_log: Callable[[], None] | None
         patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
-        agree_on={**rows.stage.settings, "checksum of row 0": _checksum(rows if head is None else head, observer)},
+        agree_on={**rows.stage.settings, "what row 0 says": _first_row(rows if head is None else head, observer)},
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
     )
@@ -177,10 +178,11 @@ def attach(trainer: Any, config: ODBConfig, begin_log: Callable[[], None] | None
         )
 
 
-def _checksum(dataset: Any, observer: RowObserver) -> object:
+def _first_row(dataset: Any, observer: RowObserver) -> object:
     """Of the first row after template and tokenizer, which ranks compare (I11). For a row that cannot be read the kind
     of error stands: the loader reports it."""
     try:
-        return checksum(*observer.observe(dataset[0]))
+        features, cost = observer.observe(dataset[0])
+        return fingerprint([dataclasses.astuple(cost), features])
     except Exception as error:
         return type(error).__name__

@@ -360,7 +360,7 @@ class ODBDataLoader(DataLoader[T_co]):
         check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
         generator = source.generator
         seed = 0 if generator is None else generator.initial_seed()
-        parts = dismantle(source, seed, already_split=already_split)
+        parts = dataclasses.replace(dismantle(source, seed), already_split=already_split)
         if already_split and parts.sampler is not None:
             raise ConfigError(
                 "already_split: this dataset has an index, of which every rank takes its own share; give each rank the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -80,7 +79,6 @@ class ODBStepInfo:
     progress: float | None
     planned: MicroBatch = field(repr=False, compare=False)
     num_supervised: int | None = field(default=None, repr=False, compare=False)
-    world_size: int = field(default=1, repr=False, compare=False)
     taken: Taken = field(default_factory=Taken, repr=False, compare=False)
 
     @classmethod
@@ -92,7 +90,7 @@ class ODBStepInfo:
             progress = 1.0 if step.last else min(step.done / max(loader.num_samples, 1), 1.0)
         return cls(
             loss_scaling=scaling,
-            token_weight=_weight_of(micro_batch, scaling, loader.world_size),
+            token_weight=next(iter(token_weights(micro_batch, scaling, loader.world_size)), 0.0),  # all are the same
             is_idle=micro_batch.idle,
             ids=micro_batch.ids,
             segments=measured.segments,
@@ -109,7 +107,6 @@ class ODBStepInfo:
             progress=progress,
             planned=micro_batch,
             num_supervised=measured.num_supervised,
-            world_size=loader.world_size,
             taken=taken,
         )
 
@@ -126,11 +123,6 @@ class ODBStepInfo:
     def to(self, *args: Any, **kwargs: Any) -> ODBStepInfo:
         """Itself: what moves all of a batch to a device leaves it as it is."""
         return self
-
-
-def _weight_of(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> float:
-    """The weight of each unit: the same for all of a micro-batch in every scaling of a loop."""
-    return next(iter(token_weights(micro_batch, loss_scaling, world_size)), 0.0)
 
 
 def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
@@ -167,14 +159,13 @@ def _subclass(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__})
 
 
-def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo:
+def pop_step_info(batch: object) -> ODBStepInfo:
     """Take the step info out of a batch of an `ODBDataLoader`; do so right before `model(**batch)`.
 
     A model that `unpad` has set up takes the lengths of a flat row from the info that was taken out last.
 
     batch: as the loader yields it: a mapping, or another type that `collate_fn` returns (a tuple, a tensor, an object).
-    loss_scaling: exact, approx or none; default: that of the loader. Raises `DataError` if the batch has no info, and
-    `ValueError` for another word.
+    Raises `DataError` if the batch has no info.
     """
     holder = batch if isinstance(batch, MutableMapping) else getattr(batch, "__dict__", {})
     info: ODBStepInfo | None = holder.pop(STEP_INFO_KEY, None)
@@ -185,12 +176,7 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
         )
     begin_row(info.segments)
     info.taken.count, info.taken.row = info.taken.count + 1, row_in_progress()
-    if loss_scaling is None or loss_scaling == info.loss_scaling:
-        return info
-    if loss_scaling not in LOOP_LOSS_SCALINGS:
-        raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOOP_LOSS_SCALINGS)}.")
-    weight = _weight_of(info.planned, loss_scaling, info.world_size)
-    return dataclasses.replace(info, loss_scaling=loss_scaling, token_weight=weight)
+    return info
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:

@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from odb_factory.data.agreement import name_ranks
 from odb_factory.data.ranks import Channel, ring_of
 from odb_factory.errors import ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
@@ -236,8 +235,8 @@ class Preemption(TrainerCallback):
             self._is_over = control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the sender of SIGTERM does not wait for long
             logger.warning(
-                "SIGTERM on %s: all ranks save optimizer step %d, and the training ends",
-                name_ranks(asking),
+                "SIGTERM on rank %d: all ranks save optimizer step %d, and the training ends",
+                asking[0],
                 state.global_step,
             )
 

@@ -343,7 +343,7 @@ class RestartedSteps:
         at = tasks.index(task)
         if skips:
             causes = dict.fromkeys(micro_batch.ids, what)
-            step.lost += run.loader.leave_out(micro_batch, causes, OUT_OF_MEMORY)
+            step.lost += run.accounting.leave_out(micro_batch, causes, OUT_OF_MEMORY)
             tasks[at] = micro_batch.only(()), [run.loader.stand_in(task[1])]
         else:
             step.cuts += 1

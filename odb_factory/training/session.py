@@ -343,11 +343,6 @@ class Session:
         output = run()
         return total_of(output["logits"] if isinstance(output, dict) else output[0], loss_of), output
 
-    def check_gradient(self) -> None:
-        """After the backward of a micro-batch. Raises `ConfigError` if it did not reach the loss that was weighed."""
-        for loss in self._token_losses.values():
-            loss.check_gradient()
-
     def _loss_of(self, model: Any) -> TokenLoss:
         why = why_logits(self.trainer)
         if self.evaluation is not None and not self.evaluation.loss_only:

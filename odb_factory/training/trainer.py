@@ -335,7 +335,6 @@ class ODBTrainerMixin(Base):
             loss = super().training_step(model, training.with_known_integers(model, box.pop()), *number)
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
-        training.odb.check_gradient()
         return loss
 
     def compute_loss(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 import random
-import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler
@@ -84,23 +82,6 @@ def test_looking_at_an_order_leaves_the_next_as_it_is(name: str) -> None:
         assert list(sampler) == order and sampler.fingerprint == fingerprint
 
 
-@pytest.mark.parametrize(("rows", "drawn", "replacement"), [(10_000, None, False), (7, 30, False), (50, 120, True)])
-def test_the_order_of_a_random_sampler_is_that_of_accelerates(rows: int, drawn: int | None, replacement: bool) -> None:
-    loader = DataLoader(range(rows), sampler=RandomSampler(range(rows), replacement, drawn))  # type: ignore[arg-type]
-    ours = dismantle(loader, seed=5).sampler
-    theirs = SeedableRandomSampler(
-        range(rows),
-        replacement,
-        drawn,
-        data_seed=5,
-        generator=torch.Generator(),  # type: ignore[arg-type]
-    )
-    for epoch in (0, 1, 3):
-        ours.set_epoch(epoch), theirs.set_epoch(epoch)
-        assert list(ours) == list(theirs) and len(ours) == len(theirs)
-    assert list(ours) == list(theirs), "and so does the epoch that follows by itself"
-
-
 @pytest.mark.parametrize("name", ["torch's", "Python's global"])
 def test_a_sampler_of_global_random_numbers_gives_the_order_of_a_dataloader(name: str) -> None:
     """Over several epochs, whatever is drawn in between."""
@@ -118,15 +99,3 @@ def test_a_sampler_of_global_random_numbers_gives_the_order_of_a_dataloader(name
     for order in expected:
         torch.rand(3), random.random()
         assert list(ours) == order
-
-
-def test_an_order_takes_eight_bytes_a_row() -> None:
-    """Processes that are forked in the middle of an epoch share them; of a list each would copy 40 bytes a row."""
-    rows = range(300_000)
-    sampler = ShardSampler(dismantle(DataLoader(rows, shuffle=True), seed=1).sampler, 0, 1)  # type: ignore[arg-type]
-    tracemalloc.start()
-    order = iter(sampler)
-    next(order)
-    held = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert held < 1 << 20, "of Python's own objects"
