@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from odb_factory.loop.step_info import weighted_loss as weighted_loss
     from odb_factory.loop.step_info import without_logits as without_logits
     from odb_factory.model.unpad import unpad as unpad
-    from odb_factory.planning import Collation as Collation
-    from odb_factory.planning import Cost as Cost
-    from odb_factory.planning.micro_batches import plan_micro_batches as plan_micro_batches
+    from odb_factory.planner import Collation as Collation
+    from odb_factory.planner import Cost as Cost
+    from odb_factory.planner.micro_batches import plan_micro_batches as plan_micro_batches
     from odb_factory.training.trainer import ODBTrainer as ODBTrainer
     from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
     from odb_factory.training.trainer import enable_odb as enable_odb
 
 _HOMES = {
-    "Collation": "odb_factory.planning",
+    "Collation": "odb_factory.planner",
     "ConfigError": "odb_factory.errors",
-    "Cost": "odb_factory.planning",
+    "Cost": "odb_factory.planner",
     "DataError": "odb_factory.errors",
     "ODBConfig": "odb_factory.config",
     "ODBDataLoader": "odb_factory.loop.dataloader",
@@ -45,7 +45,7 @@ _HOMES = {
     "ODBTrainerMixin": "odb_factory.training.trainer",
     "apply_odb": "odb_factory.loop.dataloader",
     "enable_odb": "odb_factory.training.trainer",
-    "plan_micro_batches": "odb_factory.planning.micro_batches",
+    "plan_micro_batches": "odb_factory.planner.micro_batches",
     "pop_step_info": "odb_factory.loop.step_info",
     "unpad": "odb_factory.model.unpad",
     "weighted_loss": "odb_factory.loop.step_info",

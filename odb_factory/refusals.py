@@ -77,7 +77,7 @@ ones keep the first and the last (its pull request 7967), or the last only if th
 
 def offloads_optimizer(zero: Mapping[str, Any]) -> bool:
     """zero: the section `zero_optimization` of a configuration of DeepSpeed."""
-    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    return bool((zero.get("offload_optimizer") or {}).get("device", "none") != "none")
 
 
 def _loses_gradients(deepspeed: Mapping[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sampl
 from odb_factory.data.serialize import pack
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, Cost
+from odb_factory.planner import Budget, Cost
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""

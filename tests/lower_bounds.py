@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from odb_factory.planning import ROW, Budget, CostModel
+from odb_factory.planner import ROW, Budget, CostModel
 
 
 def fewest_bins(sizes: np.ndarray, capacity: int) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planning_strategies import attention_of, shape_of, within
+from planner_strategies import attention_of, shape_of, within
 
-from odb_factory import planning
-from odb_factory.planning import Budget, Cost, CostModel, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+from odb_factory import planner
+from odb_factory.planner import Budget, Cost, CostModel, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
 
 World = Sequence[Sequence[Cost]]
 """Of each rank the samples of the optimizer step that it holds."""
@@ -120,7 +120,7 @@ class BufferMetadata:
 
 def plan_buffers(world: Sequence[BufferMetadata], budget: Budget, **options: Any) -> Plan:
     windows = [make_metadata(window.costs, window.ages, window.exhausted) for window in world]
-    return planning.plan_buffers(windows, budget, **options)
+    return planner.plan_buffers(windows, budget, **options)
 
 
 def costs_of(world: Sequence[BufferMetadata]) -> list[Cost]:

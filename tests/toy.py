@@ -20,7 +20,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.order import DataLoaderParts, OptimizerStepRule
 from odb_factory.data.samples import MicroBatch, OptimizerStep, SampleInfo
-from odb_factory.planning import Cost, MicroStepTotals
+from odb_factory.planner import Cost, MicroStepTotals
 
 NUM_ROWS = 60
 

@@ -16,7 +16,7 @@ import torch
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, one_line
-from odb_factory.planning import EncoderPlan, MicroStepTotals
+from odb_factory.planner import EncoderPlan, MicroStepTotals
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sums over what was trained on, and the figures that are made of them.

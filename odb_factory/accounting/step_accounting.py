@@ -17,7 +17,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget
+from odb_factory.planner import Budget
 
 logger = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import VIDEO, Budget, Media
+from odb_factory.planner import VIDEO, Budget, Media
 
 logger = get_logger(__name__)
 

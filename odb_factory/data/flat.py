@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odb_factory.data.observe import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
 from odb_factory.errors import LayoutError
-from odb_factory.planning import Collation
+from odb_factory.planner import Collation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where the tokens of each sample stand in what a collator returned: the segments of a flat row.

@@ -35,7 +35,7 @@ from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget, Collation, Limits
+from odb_factory.planner import Budget, Collation, Limits
 
 logger = get_logger(__name__)
 

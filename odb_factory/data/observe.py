@@ -18,7 +18,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost
 from odb_factory.data.serialize import pack, unpack
 from odb_factory.errors import DataError, one_line
-from odb_factory.planning import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
+from odb_factory.planner import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a mapping of model inputs costs: one processed sample or one collated batch.

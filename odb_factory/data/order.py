@@ -31,8 +31,8 @@ from odb_factory.data.ranks import world_size_of
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import fingerprint
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.planning import BufferMetadata, Collation
-from odb_factory.planning.plan import pool
+from odb_factory.planner import BufferMetadata, Collation
+from odb_factory.planner.plan import pool
 from odb_factory.random_numbers import SamplerState, kept_random_numbers, random_states
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import ROW, BufferMetadata, Limits
+from odb_factory.planner import ROW, BufferMetadata, Limits
 
 logger = get_logger(__name__)
 

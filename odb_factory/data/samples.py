@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget, Cost, Media, MicroStepTotals
+from odb_factory.planner import Budget, Cost, Media, MicroStepTotals
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import (
+from odb_factory.planner import (
     MAX_REDISTRIBUTED_BYTES,
     Budget,
     BufferMetadata,
@@ -36,7 +36,7 @@ from odb_factory.planning import (
     plan_buffers,
     plan_optimizer_step,
 )
-from odb_factory.planning.plan import exceeds_limit, pool, sum_totals
+from odb_factory.planner.plan import exceeds_limit, pool, sum_totals
 
 logger = get_logger(__name__)
 

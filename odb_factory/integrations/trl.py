@@ -25,7 +25,7 @@ from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.observe import IGNORE_INDEX, ItemError
 from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
-from odb_factory.planning import Collation, Cost, Media
+from odb_factory.planner import Collation, Cost, Media
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import PAIRS, why_no_door
 from odb_factory.training.pair_metrics import PairMetrics

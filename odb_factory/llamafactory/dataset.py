@@ -27,7 +27,7 @@ from odb_factory.llamafactory.row_faults import wrong_column
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
-from odb_factory.planning import VIDEO, Cost
+from odb_factory.planner import VIDEO, Cost
 
 logger = get_logger(__name__)
 

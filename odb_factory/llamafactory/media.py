@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from odb_factory.data.observe import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_media
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Media
+from odb_factory.planner import Media
 
 logger = get_logger(__name__)
 

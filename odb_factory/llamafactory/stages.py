@@ -16,7 +16,7 @@ import numpy as np
 from odb_factory.data.observe import IGNORE_INDEX, count_media, count_supervised, has_leading_label, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import fingerprint
-from odb_factory.planning import Collation, Cost
+from odb_factory.planner import Collation, Cost
 
 if TYPE_CHECKING:
     from odb_factory.llamafactory.media import MediaObserver

@@ -50,7 +50,7 @@ from odb_factory.model.check import (
 )
 from odb_factory.model.flat_row import begin_row
 from odb_factory.model.unpad import FlatRows, UnpadDoor
-from odb_factory.planning import Collation, Cost, Media
+from odb_factory.planner import Collation, Cost, Media
 from odb_factory.training.arguments import replaced
 
 logger = get_logger(__name__)

@@ -41,7 +41,7 @@ from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Taken, put_step_info
 from odb_factory.model.flat_row import end_row
-from odb_factory.planning import Collation, Cost
+from odb_factory.planner import Collation, Cost
 from odb_factory.refusals import GRADIENTS_LOST, Refusal, refuse
 
 T_co = TypeVar("T_co", covariant=True)

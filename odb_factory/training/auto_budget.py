@@ -33,7 +33,7 @@ from odb_factory.log import get_logger
 from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import flat_row
-from odb_factory.planning import Budget, Limits
+from odb_factory.planner import Budget, Limits
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import why_not_split

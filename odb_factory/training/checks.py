@@ -26,7 +26,7 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
-from odb_factory.planning import Collation
+from odb_factory.planner import Collation
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.refusals import GRADIENTS_LOST, Refusal, Settings, offloads_optimizer, refuse
 from odb_factory.training.arguments import replaced

@@ -42,7 +42,7 @@ from odb_factory.errors import OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass, shards_parameters
-from odb_factory.planning import Cost
+from odb_factory.planner import Cost
 from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.stock import measure_evaluation, short_rows

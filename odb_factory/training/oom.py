@@ -28,7 +28,7 @@ from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
 from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
-from odb_factory.planning import Budget, Limits
+from odb_factory.planner import Budget, Limits
 from odb_factory.training.arguments import replaced
 from odb_factory.training.recompute import Recompute
 from odb_factory.training.run import ODBRun

@@ -23,7 +23,7 @@ from odb_factory.data.samples import Measured, Sample, describe_cost
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped, without_cache
 from odb_factory.model.tower import shards_parameters
-from odb_factory.planning import Budget, Limits, Media
+from odb_factory.planner import Budget, Limits, Media
 from odb_factory.training.arguments import replaced
 from odb_factory.training.auto_budget import FirstRows, NotTried, Trial, Trials, by_trials
 

@@ -54,7 +54,7 @@ from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.known import can_know, with_known_integers
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
-from odb_factory.planning import Collation, Limits
+from odb_factory.planner import Collation, Limits
 from odb_factory.random_numbers import SamplerState
 from odb_factory.training import checkpoint
 from odb_factory.training.arguments import RunArguments

@@ -16,7 +16,7 @@ from odb_factory.data.agreement import compare
 from odb_factory.data.ranks import gather_once, patience_of, ring_of
 from odb_factory.log import get_logger
 from odb_factory.model.encoder import EncoderDoor, cost_of, find_tower
-from odb_factory.planning import EncoderCost, EncoderPlan, plan_encoders
+from odb_factory.planner import EncoderCost, EncoderPlan, plan_encoders
 
 logger = get_logger(__name__)
 

@@ -32,7 +32,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.tower import check_batch, images_at_once, one_pass, patch_products
-from odb_factory.planning import Collation
+from odb_factory.planner import Collation
 from odb_factory.training.arguments import RunArguments, replaced
 from odb_factory.training.checkpoint import (
     ODBCursor,

@@ -10,7 +10,7 @@ from typing import Any
 from toy import a_micro_batch
 
 from odb_factory.data.samples import Measured, MicroBatch, SampleInfo
-from odb_factory.planning import Media
+from odb_factory.planner import Media
 
 Slots = list[list[list[int]]]
 """[rank][micro-step] -> numbers of samples; some are idle."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH, StockSteps, split_by_weight
-from odb_factory.planning import Budget, Cost, make_metadata, plan_optimizer_step
+from odb_factory.planner import Budget, Cost, make_metadata, plan_optimizer_step
 
 STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=MEAN_OF_MICRO_BATCH)
 

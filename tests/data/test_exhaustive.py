@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import Epoch, Row, check_kept, check_promises, rejection, run_kept, run_shards, sample, stock_steps
 
-from odb_factory.planning import ROW, Budget, BufferMetadata, Plan
+from odb_factory.planner import ROW, Budget, BufferMetadata, Plan
 
 LENGTHS = (2, 3, 7)
 BUDGET, FLAT = Budget(6), Budget(6, layout="flat")

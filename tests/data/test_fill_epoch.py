@@ -21,10 +21,10 @@ from lockstep import (
     sample,
     usable,
 )
-from planning_strategies import budgets, costs
+from planner_strategies import budgets, costs
 
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.planning import Budget, Collation, Cost
+from odb_factory.planner import Budget, Collation, Cost
 
 Case = tuple[list[list[Row]], dict[str, Any]]
 REASONS = ("overlong", "unreadable", "unsupervised")

@@ -26,13 +26,13 @@ from lockstep import (
     stock_steps,
     usable,
 )
-from planning_strategies import budgets, collated, costs
+from planner_strategies import budgets, collated, costs
 from torch.utils.data import BatchSampler
 
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean, StockSteps
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget
+from odb_factory.planner import Budget
 
 Case = tuple[list[Row], StockSteps, dict[str, Any]]
 

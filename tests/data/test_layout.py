@@ -19,7 +19,7 @@ from odb_factory.data.flat import flatten, varlen_arguments
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import LayoutError
-from odb_factory.planning import Budget, Collation, Cost
+from odb_factory.planner import Budget, Collation, Cost
 
 IGNORE = -100
 DUMMY = 90

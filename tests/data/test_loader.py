@@ -19,7 +19,7 @@ from toy import Observer, core_loader
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.pool import OBSERVE_CHUNK
 from odb_factory.errors import DataError
-from odb_factory.planning import Cost
+from odb_factory.planner import Cost
 
 pytestmark = pytest.mark.timeout(60)
 KEEP = {"global_batch_size": "keep", "batch_size": 2, "accumulation": 4}

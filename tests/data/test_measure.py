@@ -19,7 +19,7 @@ from odb_factory.data.observe import (
 )
 from odb_factory.data.samples import Measured
 from odb_factory.errors import DataError
-from odb_factory.planning import Media
+from odb_factory.planner import Media
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
 

@@ -10,7 +10,7 @@ from thread_ranks import run_ranks
 from toy import Observer, core_loader
 
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Collation, Cost
+from odb_factory.planner import Collation, Cost
 
 LENGTHS = [2 + k * 7 % 39 for k in range(61)]
 DUMMY = Collation(pad_to_multiple_of=4, dummy_media_tokens=3, dummy_media_patches=2)

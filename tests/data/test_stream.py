@@ -15,7 +15,7 @@ from toy import Observer, item, pad
 
 from odb_factory import ODBDataLoader, pop_step_info
 from odb_factory.errors import DataError
-from odb_factory.planning import Cost
+from odb_factory.planner import Cost
 
 STEPS = {"global_batch_size": "keep", "batch_size": 2, "accumulation": 4, "stream": Stream}
 

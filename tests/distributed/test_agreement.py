@@ -10,7 +10,7 @@ import pytest
 from distributed.ranks import run_ranks, toy_loader
 
 from odb_factory.errors import ODBError
-from odb_factory.planning import Plan
+from odb_factory.planner import Plan
 
 NUM_ROWS = 120
 

@@ -20,7 +20,7 @@ from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planning import Budget
+from odb_factory.planner import Budget
 
 pytestmark = pytest.mark.stock
 

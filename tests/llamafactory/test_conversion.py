@@ -21,7 +21,7 @@ from odb_factory.llamafactory import dataset as dataset_module
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planning import Budget
+from odb_factory.planner import Budget
 
 BLOCK = {"token_budget": 1024, "buffer_size": 8}
 SHAREGPT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}

@@ -35,7 +35,7 @@ from odb_factory.llamafactory.attach import PADS_TILES
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planning import VIDEO, Budget, Cost
+from odb_factory.planner import VIDEO, Budget, Cost
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 TABLE_OF = {"llamafactory": "0.9.5", "transformers": "5.6.0"}

@@ -24,7 +24,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.attach import _check_tiles
 from odb_factory.llamafactory.media import MediaObserver, clips_by_length, images_by_size
-from odb_factory.planning import Media
+from odb_factory.planner import Media
 
 TOKENS = {"image_token": "<image>", "audio_token": None}
 NAME = {"llava_next": TOKENS, "mllama": TOKENS, "gemma3": TOKENS, "qwen2_audio": {"audio_token": "<|AUDIO|>"}}

@@ -12,7 +12,7 @@ from tiny_models import TinyModels
 
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planning import Media
+from odb_factory.planner import Media
 
 
 @pytest.fixture(scope="module")

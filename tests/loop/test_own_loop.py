@@ -31,7 +31,7 @@ from odb_factory import (
     apply_odb,
     pop_step_info,
 )
-from odb_factory.planning import Media
+from odb_factory.planner import Media
 
 FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt")
 

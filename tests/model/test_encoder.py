@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from odb_factory.model.encoder import BY_GRID, BY_IMAGE, EncoderDoor, cost_of, find_tower
 from odb_factory.model.known import with_known_integers
 from odb_factory.model.tower import FAMILIES, one_pass
-from odb_factory.planning import EncoderCost, EncoderPlan, plan_encoders
+from odb_factory.planner import EncoderCost, EncoderPlan, plan_encoders
 
 RELATIVE, IN_FLOAT32, IN_BF16 = 1e-9, 1e-5, 2e-2
 """Of the norm of all gradients, in float64 (GLM-4V interpolates positions in float32); of models with experts; of a

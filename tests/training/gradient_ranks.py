@@ -30,7 +30,7 @@ from training.cases import (
 from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from odb_factory import enable_odb
-from odb_factory.planning import Cost
+from odb_factory.planner import Cost
 
 RECORD = "record.pt"
 

@@ -17,7 +17,7 @@ from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_strategies import budgets, costs, flat_budgets, within
+from planner_strategies import budgets, costs, flat_budgets, within
 from support import need, read_audit
 from toy import NUM_ROWS, Stream, pad
 from training.gradient_ranks import zero
@@ -28,7 +28,7 @@ from odb_factory import ConfigError, ODBConfig, ODBDataLoader, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ODBError, OutOfMemoryError
 from odb_factory.memory import find_meter
-from odb_factory.planning import Budget, Cost, make_metadata, plan_optimizer_step
+from odb_factory.planner import Budget, Cost, make_metadata, plan_optimizer_step
 from odb_factory.training import auto_budget, session
 from odb_factory.training.auto_budget import FirstRows
 

@@ -25,7 +25,7 @@ from odb_factory.data.serialize import pack
 from odb_factory.model import attention
 from odb_factory.model import check as check_module
 from odb_factory.model.check import NUM_SAMPLES, Layout, Runs, check_rows, models_of, of_flat_batch
-from odb_factory.planning import Cost
+from odb_factory.planner import Cost
 
 BUDGET = 256
 

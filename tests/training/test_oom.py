@@ -23,7 +23,7 @@ from odb_factory import ConfigError, ODBConfig, ODBDataLoader
 from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
 from odb_factory.memory import is_out_of_memory
-from odb_factory.planning import Budget, Cost, Media
+from odb_factory.planner import Budget, Cost, Media
 from odb_factory.training.oom import MemoryWatch, cut
 
 LIMIT_S = 300

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel, by_number
-from odb_factory.planning.keep import plan_optimizer_step
-from odb_factory.planning.plan import ROW, BufferMetadata
+from odb_factory.planner.cost import Budget, CostModel, by_number
+from odb_factory.planner.keep import plan_optimizer_step
+from odb_factory.planner.plan import ROW, BufferMetadata
 
 MOST_OF_A_SAMPLE = 1 << 24
 """Largest length of a sample: sums of squared lengths then stay within 64 bits."""
@@ -36,7 +36,7 @@ def plan_micro_batches(
 
     A pure function of integers: all ranks that call it with the same arguments get the same plan, so they exchange the
     lengths and nothing else. No torch, no communication, no random numbers. The loader plans by the same function
-    (`odb_factory.planning.keep.plan_optimizer_step`, which names the algorithms).
+    (`odb_factory.planner.keep.plan_optimizer_step`, which names the algorithms).
 
     lengths (integers [n], tokens): of each sample, prompt and answer together, >= 1.
     token_budget (tokens): most tokens that a micro-batch computes: flat, the sum of its lengths; padded, samples x

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel, by_number
+from odb_factory.planner.cost import Budget, CostModel, by_number
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of an optimizer step as pools that groups are cut from, and how large a group can be.

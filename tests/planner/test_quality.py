@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lower_bounds import flat_bound, padded_bound, table_of
 
-from odb_factory.planning import Budget, BufferMetadata, Collation, CostModel, plan_optimizer_step
+from odb_factory.planner import Budget, BufferMetadata, Collation, CostModel, plan_optimizer_step
 
 BUDGET = 16384
 Lengths = Callable[[np.random.Generator, int], np.ndarray]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_checks import World, check_optimizer_step, planned, step_costs
-from planning_strategies import attention_of, budgets, costs, flat_budgets, shape_of, within
+from planner_strategies import attention_of, budgets, costs, flat_budgets, shape_of, within
 
-from odb_factory.planning import (
+from odb_factory.planner import (
     MAX_REDISTRIBUTED_BYTES,
     VIDEO,
     Budget,
@@ -27,7 +27,7 @@ from odb_factory.planning import (
     plan_buffers,
     plan_optimizer_step,
 )
-from odb_factory.planning.plan import exceeds_limit
+from odb_factory.planner.plan import exceeds_limit
 
 worlds = st.lists(st.lists(costs(num_modalities=2), max_size=10), min_size=1, max_size=4)
 models = st.builds(CostModel, *[st.integers(0, 10**6)] * 4) | st.just(CostModel())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel, by_number
+from odb_factory.planner.cost import Budget, CostModel, by_number
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of a plan of flat micro-batches: what each adds to a bin, and what a bin costs.

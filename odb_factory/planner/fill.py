@@ -18,11 +18,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Samples, bins_needed
-from odb_factory.planning.keep import assign_pools, cut, cut_into
-from odb_factory.planning.padded import Pools, groups_needed, place
-from odb_factory.planning.plan import BufferMetadata, Plan, Steps, pool, to_plan
+from odb_factory.planner.cost import Budget, CostModel
+from odb_factory.planner.flat import Samples, bins_needed
+from odb_factory.planner.keep import assign_pools, cut, cut_into
+from odb_factory.planner.padded import Pools, groups_needed, place
+from odb_factory.planner.plan import BufferMetadata, Plan, Steps, pool, to_plan
 
 SLACK = 2048
 """Flat bins are planned to be full but for 1/SLACK: exchanges between bins get that close to their targets."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.planning import Budget, Cost, EncoderCost, make_metadata, plan_encoders, plan_optimizer_step
+from odb_factory.planner import Budget, Cost, EncoderCost, make_metadata, plan_encoders, plan_optimizer_step
 
 COST = EncoderCost(pair=2 * 32 * 1280, patch=32 * (4 * 1280**2 + 2 * 1280 * 3420), token=10**9)
 """About that of Qwen2-VL's tower."""

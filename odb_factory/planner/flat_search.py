@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel, by_number
-from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
+from odb_factory.planner.cost import Budget, CostModel, by_number
+from odb_factory.planner.flat import LARGEST_AMOUNT, Bins, Samples
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The exact cost of bins in micro-steps, and exchanges that lower it.

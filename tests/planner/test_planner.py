@@ -20,9 +20,9 @@ from plan_checks import (
     numbered,
     plan_buffers,
 )
-from planning_strategies import budgets, costs, flat_budgets
+from planner_strategies import budgets, costs, flat_budgets
 
-from odb_factory.planning import Budget, Collation, Cost, CostModel
+from odb_factory.planner import Budget, Collation, Cost, CostModel
 
 
 @st.composite

@@ -14,7 +14,7 @@ from lower_bounds import fewest_bins
 from plan_checks import check_micro_batches
 
 from odb_factory import Cost, plan_micro_batches
-from odb_factory.planning import Budget
+from odb_factory.planner import Budget
 
 BUDGET, MAX_PATCHES = 64, 32
 

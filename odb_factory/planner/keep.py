@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, CostModel, by_number
-from odb_factory.planning.flat import Samples, bins_needed, make_bins
-from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
-from odb_factory.planning.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, groups_of_cut, place
-from odb_factory.planning.plan import BufferMetadata, Plan, exceeds_limit, pool, to_plan
+from odb_factory.planner.cost import Budget, CostModel, by_number
+from odb_factory.planner.flat import Samples, bins_needed, make_bins
+from odb_factory.planner.flat_search import Filled, best_fit_decreasing, fill_bins, polish
+from odb_factory.planner.padded import PoolGroup, Pools, best_cut, cut_by_one_cap, groups_of_cut, place
+from odb_factory.planner.plan import BufferMetadata, Plan, exceeds_limit, pool, to_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cut samples of one modality into flat micro-batches: K bins for every rank, as even as can be.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.planning.cost import by_number
+from odb_factory.planner.cost import by_number
 
 WORTH = 0.05
 """The least share of the time of a micro-step, as estimated, that moving images must save."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planning_strategies import budgets, collated, costs, within
+from planner_strategies import budgets, collated, costs, within
 
-from odb_factory.planning import Budget, Cost
+from odb_factory.planner import Budget, Cost
 
 USED_UP = [Cost(7, 2, has_media=True), Cost(8, 4, has_media=True), Cost(3)]
 

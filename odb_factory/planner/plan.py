@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, Cost, Media
+from odb_factory.planner.cost import Budget, Cost, Media
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples that a rank holds, as integers: sent to the other ranks.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from odb_factory.planning import VIDEO, Budget, Collation, Cost, Media
+from odb_factory.planner import VIDEO, Budget, Collation, Cost, Media
 
 collations = st.builds(
     Collation,
