@@ -57,6 +57,14 @@ INSTEAD = {
     ),
 }
 """What to do instead of keys that people know from elsewhere."""
+OF_THE_TRAINING = {
+    "micro_batch_size": "set `per_device_train_batch_size` beside the odb: block",
+    **dict.fromkeys(
+        ("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers"),
+        "it is one of the training's arguments, which stand beside the odb: block",
+    ),
+}
+"""The same of keys that are meant for the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +246,8 @@ class ResolvedConfig(ODBConfig):
 
 def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
     """The config given whole, or made of its keys."""
+    if not isinstance(config, ODBConfig | None):
+        raise ConfigError(f"config: {quoted(config)} is no ODBConfig; give its keys, such as token_budget=8192.")
     if config is None:
         return ODBConfig.from_block(block)
     if block:
@@ -321,6 +331,6 @@ def _unknown_key(name: Any, value: Any) -> str:
         return f"odb.{shown}: YAML takes this for a key; put a space after the colon, `{key}: {given or 8192}`."
     near = difflib.get_close_matches(name.lower(), keys, n=1, cutoff=NEAR) if isinstance(name, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(keys)}."
-    if name in INSTEAD:
-        hint = f"{INSTEAD[name]}."
+    if (instead := (INSTEAD | OF_THE_TRAINING).get(name)) is not None:
+        hint = f"{instead}."
     return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"

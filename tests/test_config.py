@@ -164,6 +164,8 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"lr_reference_samples": 1}, "lr_reference_samples", {"lr_reference_samples": ...}),
     ({"rehearse": False}, "rehearse", {"rehearse": ...}),
     ({"seed": 3}, "seed", {"seed": ...}),
+    ({"micro_batch_size": 4}, "micro_batch_size", {"micro_batch_size": ...}),
+    ({"cutoff_len": 4}, "cutoff_len", {"cutoff_len": ...}),
     ({"collate_workers": 4}, "collate_workers", {"collate_workers": ...}),
     ({"resume": "epoch"}, "resume", {"resume": ...}),
     ({"loss_scaling": "sample"}, "loss_scaling", {"loss_scaling": "stock"}),

@@ -27,6 +27,9 @@ OVER_BUDGET, EMPTIED = "over_budget", "emptied"
 # ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: what one optimizer step is, and how it is cut.
 
+FEW_SAMPLES = 1.5
+"""Samples of a micro-batch, in the mean, up to which most have one sample."""
+
 
 def log_first_step(
     loader: ODBLoader, config: ResolvedConfig, first: OptimizerStep | None, *, in_loop: bool = False
@@ -39,23 +42,23 @@ def log_first_step(
     size, patches = loader.global_batch_size, limits.max_patches
     ranks = "one rank" if loader.world_size == 1 else f"each of {loader.world_size} ranks"
     source = "without odb" if in_loop else "in stock training"
-    as_stock = f", as {source}" if config.global_batch_size == "keep" else ""
+    of_stock = loader.rule.batch_size * loader.rule.accumulation * loader.world_size
     samples = f"as many samples as fill its micro-batches (the first: {first.samples})"
     if size is not None:
-        samples = f"{min(size, loader.num_samples or size)} samples"
+        as_stock = f", as {source}" if size == of_stock else f" ({of_stock} {source})"
+        samples = f"{min(size, loader.num_samples or size)} samples{as_stock}"
     logger.info(
-        "one optimizer step: %s%s; the first is cut into %s on %s, of at most %d tokens%s each (%.0f %% full)",
+        "one optimizer step: %s; the first is cut into %s on %s, of at most %d tokens%s each (%.0f %% full)",
         samples,
-        as_stock,
         "1 micro-batch" if first.num_micro_batches == 1 else f"{first.num_micro_batches} micro-batches",
         ranks,
         limits.token_budget,
         "" if patches is None else f" and {patches} patches",
         100 * fill,
     )
-    if fill > 1:
+    if fill > 1 and first.samples < FEW_SAMPLES * first.num_micro_batches * loader.world_size:
         logger.warning(
-            "token_budget %d is smaller than most samples of the first optimizer step: most micro-batches will hold "
+            "token_budget %d is smaller than most samples of the first optimizer step: most micro-batches hold "
             "one sample; raise token_budget, or lower cutoff_len",
             config.token_budget,
         )

@@ -113,7 +113,8 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
 
     # What is wrong with the YAML is reported before anything heavy is imported.
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
-        raise ConfigError(f"{path}: not a YAML file; give the YAML that you train with.")
+        why = "not a YAML file" if path.exists() else "there is no such file"
+        raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
     check_yaml(path, overrides)
     keys: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
     if not isinstance(keys, dict) or not keys.get("do_train"):

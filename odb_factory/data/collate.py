@@ -121,7 +121,10 @@ class CollatedDataset:
             raise
         except Exception as error:
             ids = [sample.id for sample in kept]
-            cause = f"rows {', '.join(map(str, ids))} cannot be collated together (each can alone): {one_line(error)}"
+            rows = ", ".join(map(str, ids))
+            cause = (
+                f"rows {rows} cannot be collated together, and each can alone; a collator must pad: {one_line(error)}"
+            )
             raise NotCollated(ids, cause) from error
 
     def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:

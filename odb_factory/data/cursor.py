@@ -98,6 +98,13 @@ class TrainingData:
     split_among: int | None = None
 
 
+SHOWN = {
+    "global_batch_size": "samples of an optimizer step (global_batch_size, or per_device_train_batch_size x "
+    "gradient_accumulation_steps x ranks)"
+}
+"""Fields of `TrainingData` in the words of a user, if they differ."""
+
+
 class Cursor:
     """Follows the optimizer steps that are consumed; writes and reads states.
 
@@ -149,15 +156,17 @@ class Cursor:
         Raises `DataError` that names what differs.
         """
         then, now = state["data"], asdict(self._data) | {"order": order}
-        differs = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]]
+        differs = [
+            f"{SHOWN.get(key, key)} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]
+        ]
         if differs:
             if len(differs) > 1:
                 differs = [one for one in differs if not one.startswith("order ")]
             elif then["order"] != order:
                 differs = ["its rows come in another order, as of another shuffling, data set or sampler"]
             raise DataError(
-                f"the training data are not those of the checkpoint ({'; '.join(differs)}), so what is left of the "
-                f"epoch is not known; bring them back, or {RESTART}"
+                f"data or optimizer steps are not those of the checkpoint ({'; '.join(differs)}), so what is left of "
+                f"the epoch is not known; set them back, or {RESTART}"
             )
         place = {one.name: state[one.name] for one in fields(Place)}
         if (left := place["remaining"]) is not None:

@@ -191,6 +191,10 @@ NOT_TAKEN = (
     "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
     "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (logged once)."
 )
+STEP_OPEN = (
+    "the last iteration was left in the middle of an optimizer step: if gradients were computed in it, call "
+    "optimizer.zero_grad() before the next backward, or they become part of the next optimizer step."
+)
 RUN_STEPS = "optimizer_steps_of_run"
 """The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
 
@@ -398,7 +402,7 @@ class ODBDataLoader(DataLoader[T_co]):
         self._loader: ODBLoader | None = None
         self._accounting: StepAccounting
         self._is_prepared = self._moves_batches = self.is_checkpointed = False
-        self._is_closed = self._has_begun = self._has_logged = self._has_warned = False
+        self._is_closed = self._has_begun = self._has_logged = self._has_warned = self._is_step_open = False
         self._epoch = 0
         self._current: Pass | None = None
 
@@ -460,6 +464,9 @@ class ODBDataLoader(DataLoader[T_co]):
                 "torch.distributed has been initialised."
             )
         _check_accumulation(is_prepared=self._is_prepared)
+        if self._is_step_open and loader.rank == 0:
+            logger.warning(STEP_OPEN)
+        self._is_step_open = False
         if self._has_begun:
             self.set_epoch(loader.epoch + 1)
         elif self.config.layout == "flat" and not self.is_checked and loader.rank == 0:
@@ -496,6 +503,7 @@ class ODBDataLoader(DataLoader[T_co]):
             if not (current.is_empty or (micro_batch and micro_batch.step.last and micro_batch.ends_optimizer_step)):
                 raise ConfigError(STALE)
         finally:
+            self._is_step_open = micro_batch is not None and not micro_batch.ends_optimizer_step
             end_row([taken.row])
             boundary.restore()
             if self._current is current:

@@ -86,6 +86,9 @@ def find_checkpoint(trainer: Any, asked: Any) -> Checkpoint | None:
     return checkpoint
 
 
+OTHER_CHECKPOINT = "remove that folder, so that the checkpoint before it is resumed if there is one, or name another"
+
+
 def _folder(asked: Any, output_dir: str) -> Path:
     if asked is True:
         asked = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
@@ -108,11 +111,11 @@ def _read(folder: Path, trainer: Any) -> Checkpoint:
     except FileNotFoundError:
         raise DataError(
             f"resume_from_checkpoint: {path} is missing: the folder is no checkpoint of the Trainer, or its saving did "
-            "not end; name an older checkpoint."
+            f"not end; {OTHER_CHECKPOINT}."
         ) from None
     except Exception as error:  # whatever is in the file
         raise DataError(
-            f"resume_from_checkpoint: {path} cannot be read ({one_line(error)}); name an older checkpoint."
+            f"resume_from_checkpoint: {path} cannot be read ({one_line(error)}); {OTHER_CHECKPOINT}."
         ) from None
     # The Trainer goes on with a fresh optimizer without a word.
     if not any(folder.glob("global_step*" if trainer.is_deepspeed_enabled else "optimizer*")):

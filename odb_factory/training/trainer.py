@@ -483,6 +483,9 @@ def enable_odb(
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` if a training argument cannot work with it. A second call is an error.
     """
+    is_trainer = isinstance(trainer, Trainer)
+    if not is_trainer:
+        raise ConfigError(f"enable_odb: {type(trainer).__name__} is no transformers Trainer; give the trainer.")
     if getattr(trainer, "odb", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)

@@ -133,6 +133,19 @@ def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureF
     assert kept
 
 
+def test_an_optimizer_step_that_is_left_is_told(said: pytest.LogCaptureFixture) -> None:
+    """Its gradients would become part of the next one."""
+    with make() as loader:
+        for at_its_end in (True, False):
+            for batch in loader:
+                if pop_step_info(batch).ends_optimizer_step == at_its_end:
+                    break
+            assert not said.messages, "it may not be iterated again"
+        for batch in loader:
+            pop_step_info(batch)
+    assert len(said.messages) == 1 and "zero_grad" in said.messages[0]
+
+
 def test_breaking_off_forgets_nothing(said: pytest.LogCaptureFixture, accelerate_state: None) -> None:
     """accelerate holds one batch more than it has handed over."""
     prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))

@@ -88,7 +88,7 @@ def test_without_a_trainer_state_it_is_no_checkpoint(run: Path, tmp_path, damage
     DAMAGES[damage](asked / TRAINER_STATE)
     for way in ({"asked": str(asked)}, {"asked": True, "output_dir": tmp_path}):
         line = refused(**way)
-        assert str(asked / TRAINER_STATE) in line and "name an older checkpoint" in line
+        assert str(asked / TRAINER_STATE) in line and "remove that folder" in line
 
 
 def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path) -> None:

@@ -48,6 +48,15 @@ def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     assert [len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()] == [8, 4]
 
 
+@pytest.mark.parametrize("arguments", [(2048,), ({"token_budget": 2048},)])
+def test_a_config_that_is_none_is_refused(tiny_text, tmp_path, arguments: Any) -> None:
+    trainer = make(tiny_text, tmp_path)
+    with pytest.raises(ConfigError, match="^config: "):
+        enable_odb(trainer, *arguments)
+    with pytest.raises(ConfigError, match="^enable_odb: "):
+        enable_odb(trainer.model, token_budget=2048)
+
+
 def test_without_it_nothing_changes(tiny_text, tmp_path) -> None:
     """The mixin alone is a stock trainer; another trainer in the process stays one."""
 
