@@ -155,8 +155,8 @@ class ODBConfig:
 
 def _multiple_above(budget: str) -> Refusal:
     def applies(s: Settings) -> bool:
-        most, multiple = getattr(s.odb, budget), s.odb.pad_to_multiple_of
-        return multiple is not None and isinstance(most, int) and multiple > most
+        limit, multiple = getattr(s.odb, budget), s.odb.pad_to_multiple_of
+        return multiple is not None and isinstance(limit, int) and multiple > limit
 
     return Refusal(
         "odb.pad_to_multiple_of",
@@ -276,8 +276,8 @@ class _Key(NamedTuple):
             example = f"is not a share; write a number above 0 and at most 1, such as {self.default}"
             return None if is_share else example
         if self.kind is bool:
-            other = f" (or {', '.join(self.choices)})" if self.choices else ""
-            return None if isinstance(value, bool) else f"is not true or false{other}"
+            alternatives = f" (or {', '.join(self.choices)})" if self.choices else ""
+            return None if isinstance(value, bool) else f"is not true or false{alternatives}"
         if self.kind is int and _is_whole(value):
             if value < 1:
                 also = ", or leave the key out" if self.is_optional else ""
@@ -302,9 +302,9 @@ def _keys() -> dict[str, _Key]:
         hint = hints[item.name]
         kinds = (hint,) if get_origin(hint) in (Literal, None) else get_args(hint)
         words = [kind for kind in kinds if get_origin(kind) is Literal]
-        others = [get_origin(kind) or kind for kind in kinds if kind not in (*words, NoneType)]
+        plain_types = [get_origin(kind) or kind for kind in kinds if kind not in (*words, NoneType)]
         keys[item.name] = _Key(
-            others[0] if others else None,
+            plain_types[0] if plain_types else None,
             get_args(words[0]) if words else (),
             NoneType in kinds,
             item.default,
@@ -319,16 +319,16 @@ def _is_whole(value: Any) -> bool:
 def _problems(values: Mapping[str, Any]) -> list[str]:
     """What is wrong with the values of keys that exist, each in one sentence."""
     keys = _keys()
-    found = {name: keys[name].problem(value) for name, value in values.items()}
-    return [f"odb.{name}: {quoted(values[name])} {problem}." for name, problem in found.items() if problem is not None]
+    faults = {name: keys[name].problem(value) for name, value in values.items()}
+    return [f"odb.{name}: {quoted(values[name])} {problem}." for name, problem in faults.items() if problem is not None]
 
 
 def _unknown_key(name: Any, value: Any) -> str:
     """The message about a key that does not exist: the nearest one, or what it seems to be instead."""
     keys, shown = _keys(), " ".join(str(name).split())
-    key, colon, given = shown.partition(":")
+    key, colon, value_text = shown.partition(":")
     if colon and value is None and key in keys:
-        return f"odb.{shown}: YAML takes this for a key; put a space after the colon, `{key}: {given or 8192}`."
+        return f"odb.{shown}: YAML takes this for a key; put a space after the colon, `{key}: {value_text or 8192}`."
     near = difflib.get_close_matches(name.lower(), keys, n=1, cutoff=NEAR) if isinstance(name, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(keys)}."
     if (instead := (INSTEAD | OF_THE_TRAINING).get(name)) is not None:

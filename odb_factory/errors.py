@@ -66,11 +66,11 @@ def one_line(error: BaseException) -> str:
         return "interrupted from the keyboard"
     if isinstance(error, ODBError):
         return " ".join(str(error).split())
-    first: BaseException = error
-    while first.__cause__ is not None:
-        first = first.__cause__
+    root_cause: BaseException = error
+    while root_cause.__cause__ is not None:
+        root_cause = root_cause.__cause__
     text = _named(error)
-    return text if first is error else f"{text} (caused by {_named(first)})"
+    return text if root_cause is error else f"{text} (caused by {_named(root_cause)})"
 
 
 def _named(error: BaseException) -> str:

@@ -74,8 +74,8 @@ CHANGED_IN_PLACE: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], A
     (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
     (
         np.random.Generator,
-        lambda one: one.bit_generator.state,
-        lambda one, state: setattr(one.bit_generator, "state", state),
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
 )
 """Attributes of samplers, how their state is read, and how it is set."""

@@ -56,13 +56,13 @@ class Refusal:
 def refuse(rows: Iterable[Refusal], *owners: Any) -> None:
     """Raise one `ConfigError` that names every row that applies to the settings of these owners."""
     settings = Settings(*owners)
-    refused = [(row, found) for row in rows if (found := row.applies(settings))]
+    refused = [(row, value) for row in rows if (value := row.applies(settings))]
     if refused:
         raise ConfigError(
             " ".join(
                 f"{row.key}: {quoted(settings.at(row.key))} "
-                + f"{row.why}; {row.way_out}.".format(s=settings, found=found)
-                for row, found in refused
+                + f"{row.why}; {row.way_out}.".format(s=settings, found=value)
+                for row, value in refused
             )
         )
 

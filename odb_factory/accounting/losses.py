@@ -238,7 +238,7 @@ class TokenLoss:
         models = [] if row_weights is None else self._models
         self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments)
         self._calls = 0
-        own = [module.loss_function for module in models]
+        loss_functions = [module.loss_function for module in models]
         door = self.without_logits
         from_logits: Any = contextlib.nullcontext()
         if row_weights is not None and door.reason is not None:
@@ -252,7 +252,7 @@ class TokenLoss:
                     module.loss_function = self
                 yield
             finally:
-                for module, function in zip(models, own):
+                for module, function in zip(models, loss_functions):
                     module.loss_function = function
         if row_weights is not None and not self._calls and not self.without_logits.acted:
             raise ConfigError(
@@ -277,14 +277,14 @@ class TokenLoss:
         self._calls += 1
         return self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
 
-    def _from_logits(self, own: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    def _from_logits(self, forward: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
         """In the place of a forward that computes a loss of its own."""
-        output = own(*args, **kwargs)
+        output = forward(*args, **kwargs)
         return output if labels is None else type(output)(**{**output, "loss": self(output["logits"], labels)})
 
 
-def _with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs, skip_logits=False)
+def _with_logits(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs, skip_logits=False)
 
 
 def _has_loss_function(module: nn.Module) -> bool:

@@ -152,15 +152,15 @@ class Computing:
 
 
 def audit_line(
-    done: Computing, rank: int, optimizer_step: int, data_wait_s: float = 0.0, part: int = 0, parts: int = 1
+    computed: Computing, rank: int, optimizer_step: int, data_wait_s: float = 0.0, part: int = 0, parts: int = 1
 ) -> dict[str, Any]:
     """The line of a micro-batch that this rank has trained on. The key names are public.
 
     optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
     micro-batch that was cut (`oom: split`), from 0.
     """
-    micro_batch, measured, loss = done.micro_batch, done.measured, done.loss
-    encoded = [int(plan.patches[rank]) for plan in done.encoded]  # for any rank
+    micro_batch, measured, loss = computed.micro_batch, computed.measured, computed.loss
+    encoded = [int(plan.patches[rank]) for plan in computed.encoded]  # for any rank
     weights = loss.row_weights and [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]]
     return {
         "epoch": micro_batch.step.epoch,
@@ -215,11 +215,11 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         f"padding {summary['padding_ratio']:.1%}, balance {summary['balance']:.3f}",
     ]
     left_out = ", ".join(f"{count} {reason}" for reason, count in summary["left_out"].items())
-    counted = {
+    counts = {
         f"left out: {left_out}": left_out,
         f"rows that epochs ended without: {summary['remainder']}": summary["remainder"],
         f"overlong samples, each alone: {summary['overlong']}": summary["overlong"],
         f"micro-batches cut because memory was short: {summary['oom_cuts']}": summary["oom_cuts"],
         f"budgets lowered to: {summary['lowered_to']}": summary["lowered_to"],
     }
-    return "; ".join(parts + [text for text, count in counted.items() if count])
+    return "; ".join(parts + [text for text, count in counts.items() if count])

@@ -122,8 +122,8 @@ class BatchChecks:
         }
         for kind in [kind for kind, applies in holds.items() if applies and kind not in self._logged]:
             self._logged.add(kind)
-            found = {"ids": ids, "units": units, "planned": planned, "measured": measured, "budget": self._budget}
-            logger.warning("%s", WARNINGS[kind].format(**found))
+            values = {"ids": ids, "units": units, "planned": planned, "measured": measured, "budget": self._budget}
+            logger.warning("%s", WARNINGS[kind].format(**values))
 
     def _check_loss(self, micro_batch: MicroBatch, measured: Measured, rows: int, is_reordered: bool) -> None:
         """rows: those that samples stand in, or segments of a flat row."""
@@ -144,9 +144,9 @@ class BatchChecks:
                 "if it makes them."
             )
         if (rows != len(ids) or is_reordered) and len(set(token_weights(micro_batch, scaling, 1))) > 1:
-            made = f"{rows} rows of these {len(ids)} samples" if rows != len(ids) else "their labels in another order"
+            actual = f"{rows} rows of these {len(ids)} samples" if rows != len(ids) else "their labels in another order"
             raise DataError(
-                f"rows {ids}: the collator made {made}, and loss_scaling {scaling!r} gives the samples different "
+                f"rows {ids}: the collator made {actual}, and loss_scaling {scaling!r} gives the samples different "
                 f"weights; use a collator that makes one row of each, in their order, or {OTHER_LOSS}."
             )
 
@@ -229,21 +229,21 @@ class StepAccounting:
 
     def end(self) -> None:
         """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
-        done, self.computing = self.computing, None
-        assert done is not None, "begin comes first"
-        self.count([done])
+        computed, self.computing = self.computing, None
+        assert computed is not None, "begin comes first"
+        self.count([computed])
 
     def count(self, parts: Sequence[Computing]) -> None:
         """Count a micro-batch as `end` does, which was trained on in these parts."""
         micro_batch = parts[0].micro_batch
-        for part, done in enumerate(parts):
+        for part, computed in enumerate(parts):
             if self._audit is not None:
                 step = self.optimizer_steps + 1
-                self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))
+                self._audit.add(audit_line(computed, self.loader.rank, step, self._waited, part, len(parts)))
                 self._waited = 0.0
         self.total.add(micro_batch.totals, self.loader.world_size)
         self._emptied += micro_batch.idle and micro_batch.whole is not None and not micro_batch.whole.idle
-        for plan in (plan for done in parts for plan in done.encoded):
+        for plan in (plan for computed in parts for plan in computed.encoded):
             self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
@@ -269,8 +269,8 @@ class StepAccounting:
         for sample, weight in zip(micro_batch.samples, weights):
             if (cause := causes.get(sample.id)) is not None:
                 lost.append(share := weight * sample.units / self.loader.world_size)
-                where = self.loader.describe(sample.id)
-                message = f"{where}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
+                description = self.loader.describe(sample.id)
+                message = f"{description}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
                 self.loader.left_out.leave_out(reason, message)
         return lost
 
@@ -310,10 +310,10 @@ class StepAccounting:
 
     def sum_over_ranks(self) -> None:
         """Add up what each rank has counted for itself. Collective; at the end of a run."""
-        mine = Counter(
+        own_counts = Counter(
             {COLLATION: self._left_out[COLLATION], OVER_BUDGET: self.num_over_budget, EMPTIED: self._emptied}
         )
-        counts = self.loader.over_all_ranks(mine)
+        counts = self.loader.over_all_ranks(own_counts)
         self._left_out[COLLATION], self.num_over_budget = counts[COLLATION], counts[OVER_BUDGET]
         self.total["samples"] -= counts[COLLATION]
         self.total["idle_micro_batches"] += counts[EMPTIED]

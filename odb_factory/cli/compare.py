@@ -127,13 +127,13 @@ class Run:
                 entry = json.loads(line)
                 shown = {key: entry[key] for key in RENAMED if key in entry}
                 self.log.insert(0, {"step": entry["current_steps"], **shown})
-        kept = {key: state.get(key) for key in ("max_steps", "num_train_epochs", "train_batch_size")}
+        of_state = {key: state.get(key) for key in ("max_steps", "num_train_epochs", "train_batch_size")}
         of_files = {
             key: value for yaml_file in sorted(folder.glob("*.yaml")) for key, value in _read(yaml_file).items()
         }
         summary = folder / SUMMARY_FILE
         block = {"odb": _read(summary).get("config")} if summary.is_file() else {}
-        self.settings = [_flat(kept), _flat(yaml or of_files), _flat(block)]
+        self.settings = [_flat(of_state), _flat(yaml or of_files), _flat(block)]
 
     def curve(self, name: str) -> dict[int, float]:
         """An entry of the log by optimizer step."""

@@ -93,7 +93,7 @@ def train(config: dict[str, Any], ranks: int, progress: Progress, steps: int) ->
     output = Path(config["output_dir"])
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    log, done = output / "train.log", output / "trainer_log.jsonl"
+    log, steps_log = output / "train.log", output / "trainer_log.jsonl"
     (output / "train.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # torchrun is there
@@ -113,7 +113,7 @@ def train(config: dict[str, Any], ranks: int, progress: Progress, steps: int) ->
             while process.poll() is None:
                 time.sleep(POLL_S)
                 with contextlib.suppress(OSError, ValueError, IndexError, KeyError):  # half a line, or none
-                    progress.update(bar, completed=json.loads(done.read_text().splitlines()[-1])["current_steps"])
+                    progress.update(bar, completed=json.loads(steps_log.read_text().splitlines()[-1])["current_steps"])
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)  # the launcher and torchrun, which ends its ranks

@@ -35,10 +35,10 @@ Check = tuple[str, str, str]
 def run(arguments: argparse.Namespace) -> int:
     """Print every check as it is made, and a verdict. Returns 1 if there is a problem."""
     as_json, checks = arguments.json, []
-    for status, what, fix in _checks():
-        checks.append({"status": status, "what": what, "fix": fix})
+    for status, finding, fix in _checks():
+        checks.append({"status": status, "what": finding, "fix": fix})
         if not as_json:
-            print(f"{status:8} {what}" + (f"\n{'':8} -> {fix}" if fix else ""), flush=True)
+            print(f"{status:8} {finding}" + (f"\n{'':8} -> {fix}" if fix else ""), flush=True)
     num_problems = sum(check["status"] == "problem" for check in checks)
     verdict = f"problems to fix: {num_problems}" if num_problems else "ready"
     print(json.dumps(checks, indent=2) if as_json else f"odb_factory {__version__}: {verdict}")
@@ -51,30 +51,30 @@ def _checks() -> Iterator[Check]:
 
     for name, (supported, newest) in RELEASES.items():
         version = platform.python_version() if name == "python" else installed_version(name)
-        what = f"{name} {version or 'is not installed'} (supported: {supported}, tested: up to {newest})"
+        finding = f"{name} {version or 'is not installed'} (supported: {supported}, tested: up to {newest})"
         if version is None and name == "llamafactory":
-            yield "note", what, "only `llamafactory-cli` and `odb-factory train` need it"
+            yield "note", finding, "only `llamafactory-cli` and `odb-factory train` need it"
         elif version is None or not SpecifierSet(supported).contains(version, prereleases=True):
-            yield "problem", what, f'install a supported release: "{name}{supported}"'
+            yield "problem", finding, f'install a supported release: "{name}{supported}"'
         else:
             is_newer = Version(version).release[: newest.count(".") + 1] > Version(newest).release
-            yield "note" if is_newer else "ok", what, "nobody has tested this release" * is_newer
-    if installed_version(other := "online-dynamic-batching"):
-        yield "note", f"{other} is installed, which forms batches online too", f"pip uninstall {other}"
+            yield "note" if is_newer else "ok", finding, "nobody has tested this release" * is_newer
+    if installed_version(package := "online-dynamic-batching"):
+        yield "note", f"{package} is installed, which forms batches online too", f"pip uninstall {package}"
     if f"{activation.__name__}:activate" not in {
         point.value for point in metadata.entry_points(group="torch.backends")
     }:
-        what = "the entry point that activates odb_factory is not declared: its metadata is missing or old"
-        yield "problem", what, "install it again, in its checkout: pip install -e ."
+        finding = "the entry point that activates odb_factory is not declared: its metadata is missing or old"
+        yield "problem", finding, "install it again, in its checkout: pip install -e ."
     # -P: no file of the working folder shadows a package
     child = subprocess.run([sys.executable, "-P", "-m", __spec__.name], capture_output=True, text=True)
     if child.returncode == 0:
         yield from json.loads(child.stdout.splitlines()[-1])
     else:
-        what = f"importing torch and LLaMA-Factory ended with exit code {child.returncode}"
+        finding = f"importing torch and LLaMA-Factory ended with exit code {child.returncode}"
         yield (
             "problem",
-            f"{what}: {' '.join(child.stderr.split())[-200:]}",
+            f"{finding}: {' '.join(child.stderr.split())[-200:]}",
             "see all of it: python -m odb_factory.cli.doctor",
         )
 
@@ -101,8 +101,8 @@ def _checks_of_imports() -> Iterator[Check]:
         if failed := [f"{name}: {error}" for name in modules if (error := _error_of_import(name))]:
             yield "problem", f"cannot be imported: {failed[0]}", "`llamafactory-cli version` shows all of it"
         elif unhooked := [seam for seam in hooks.seams() if not _is_hooked(seam, hooks.__file__)]:
-            what = f"missing in this LLaMA-Factory, or not hooked: {', '.join(unhooked)}"
-            yield "problem", what, f'pip install "llamafactory{SUPPORTED}"'
+            finding = f"missing in this LLaMA-Factory, or not hooked: {', '.join(unhooked)}"
+            yield "problem", finding, f'pip install "llamafactory{SUPPORTED}"'
         else:
             yield "ok", f"all {len(hooks.seams())} functions of LLaMA-Factory that odb_factory needs are hooked", ""
     for device in map(torch.device, range(torch.cuda.device_count()) if torch.cuda.is_available() else ["cpu"]):

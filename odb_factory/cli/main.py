@@ -100,14 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         commands.add_parser(name, help=command.meaning, add_help=False)  # the parser below answers --help
-    known, rest = parser.parse_known_args(argv)
+    known, remaining = parser.parse_known_args(argv)
     name, command = known.command, COMMANDS[known.command]
     of_command = argparse.ArgumentParser(
         prog=f"odb-factory {name}", description=f"{command.meaning}.", epilog=f"example: {command.example}"
     )
     for argument, options in command.arguments:
         of_command.add_argument(argument, **options)
-    arguments = of_command.parse_intermixed_args(rest)
+    arguments = of_command.parse_intermixed_args(remaining)
     try:
         for extra in command.extras:
             if missing := [package for package in EXTRAS[extra] if find_spec(package) is None]:

@@ -105,9 +105,9 @@ class _Studio:
     def _story(self, characters: int) -> str:
         text = ""
         while len(text) < characters:
-            some, other = (f"{self.rng.choice(COLOURS)} {self.rng.choice(KINDS)}" for _ in range(2))
+            actor, goal = (f"{self.rng.choice(COLOURS)} {self.rng.choice(KINDS)}" for _ in range(2))
             place, action = self.rng.choice(PLACES), self.rng.choice(ACTIONS)
-            text += f"In the {place} a {some} {action} the {other}{self.rng.choice(('.', ', and nobody knows why.'))}\n"
+            text += f"In the {place} a {actor} {action} the {goal}{self.rng.choice(('.', ', and nobody knows why.'))}\n"
         return text.strip()
 
     def _scene(self) -> tuple[Image, list[tuple[str, str, str]]]:

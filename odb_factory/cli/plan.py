@@ -137,7 +137,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
     model, data, training, finetuning, _ = get_train_args(plannable)
     config = ODBConfig.from_block(rewritten(plannable, logs=False)["odb"])
     batch_size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    size, kept = config.global_batch_size, batch_size * accumulation * ranks
+    size, stock_size = config.global_batch_size, batch_size * accumulation * ranks
     return Training(
         path=path,
         keys=keys,
@@ -147,7 +147,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
         ranks=ranks,
         batch_size=batch_size,
         accumulation=accumulation,
-        step_size=kept if size == "keep" else None if size == "fill" else int(size),
+        step_size=stock_size if size == "keep" else None if size == "fill" else int(size),
         layout="padded" if config.layout == "padded" else "flat",
         row_multiple=1 if finetuning.stage == "pt" else 8,
     )
@@ -327,7 +327,7 @@ def planned(training: Training, sample: Sample, memory: Memory | None, token_bud
             computed += [len(group) * group.max(initial=0) if is_padded else group.sum() for group in groups]
             real += tokens[step].sum()
             counts.append(len(plan[0]))
-    total, most = int(sum(computed)), int(max(computed, default=0))
+    total, max_tokens = int(sum(computed)), int(max(computed, default=0))
     return Figures(
         token_budget=token_budget,
         max_patches=max_patches,
@@ -335,9 +335,9 @@ def planned(training: Training, sample: Sample, memory: Memory | None, token_bud
         most_k=max(counts, default=0),
         fill=total / (max(len(computed), 1) * token_budget),
         padding=(total - int(real)) / max(total, 1),
-        most_tokens=most,
+        most_tokens=max_tokens,
         oversized=int(is_oversized.sum()),
-        memory_gib=memory and (memory[0] + most * memory[1]) / 2**30,
+        memory_gib=memory and (memory[0] + max_tokens * memory[1]) / 2**30,
     )
 
 
@@ -347,10 +347,10 @@ def stock_batches(training: Training, sample: Sample, memory: Memory | None) -> 
     for step in sample.steps:
         batches = [lengths[step[first:][: training.batch_size]] for first in range(0, len(step), training.batch_size)]
         computed += [len(batch) * int(batch.max()) for batch in batches]
-    k, most = training.accumulation, max(computed)
+    k, max_tokens = training.accumulation, max(computed)
     real = int(sample.column("tokens")[np.concatenate(sample.steps)].sum())
-    estimate = memory and (memory[0] + most * (memory[1] + memory[2])) / 2**30
-    return Figures(None, None, k, k, None, 1 - real / sum(computed), most, 0, estimate)
+    estimate = memory and (memory[0] + max_tokens * (memory[1] + memory[2])) / 2**30
+    return Figures(None, None, k, k, None, 1 - real / sum(computed), max_tokens, 0, estimate)
 
 
 def memory_of(training: Training) -> Memory | None:
@@ -383,7 +383,7 @@ def memory_of(training: Training) -> Memory | None:
     stage = 3 if keys.get("fsdp") else int(zero.get("zero_optimization", {}).get("stage", 0))
     value = 2 if any(keys.get(key) for key in ("bf16", "fp16", "pure_bf16")) else 4  # bytes
     of_trained = (2, 2, 4) if keys.get("pure_bf16") else (4, 4, 8)  # weights, gradients, AdamW
-    of_trained_here = sum(size / (ranks if stage >= least else 1) for size, least in zip(of_trained, (3, 2, 1)))
+    of_trained_here = sum(size / (ranks if stage >= min_stage else 1) for size, min_stage in zip(of_trained, (3, 2, 1)))
     of_frozen = (keys.get("quantization_bit") or 8 * value) / 8 / (ranks if stage == 3 else 1)
     fixed = max(sum(sizes.values()) - trained, 0) * of_frozen + trained * of_trained_here + 4 * vocabulary * width
     layer, inputs = value * (6 * mlp + 12 * width), value * width * layers

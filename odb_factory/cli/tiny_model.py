@@ -109,8 +109,8 @@ def write_processor(folder: Path) -> None:
             MAX_VIDEO_PIXELS,
         ),
     }
-    for file, (key, name, least, most) in kinds.items():
-        size = {"shortest_edge": least, "longest_edge": most}  # pixels of a picture, not of an edge
+    for file, (key, name, min_pixels, max_pixels) in kinds.items():
+        size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # pixels of a picture, not of an edge
         (folder / file).write_text(json.dumps(common | {key: name, "size": size}, indent=2) + "\n")
 
 

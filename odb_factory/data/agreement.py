@@ -73,8 +73,8 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
     differing = {}
     for key in dict.fromkeys(key for settings in ranks for key in settings):
         values = [settings.get(key, "nothing") for settings in ranks]
-        if (other := first_unlike(values)) is not None:
-            differing[key] = f"{key} ({_short(values[0])} on rank 0; {_short(values[other])} on rank {other})"
+        if (rank := first_unlike(values)) is not None:
+            differing[key] = f"{key} ({_short(values[0])} on rank 0; {_short(values[rank])} on rank {rank})"
     if not differing:
         return None
     named = ", ".join(list(differing.values())[:MAX_KEYS_NAMED])

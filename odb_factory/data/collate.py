@@ -114,13 +114,13 @@ class CollatedDataset:
                     raise
                 except Exception as error:
                     failed[sample.id] = one_line(error)
-        kept = [sample for sample in samples if sample.id not in failed]
+        collatable = [sample for sample in samples if sample.id not in failed]
         try:
-            return failed, *(self._collate(kept) if kept else (None, None))
+            return failed, *(self._collate(collatable) if collatable else (None, None))
         except ConfigError:
             raise
         except Exception as error:
-            ids = [sample.id for sample in kept]
+            ids = [sample.id for sample in collatable]
             rows = ", ".join(map(str, ids))
             cause = (
                 f"rows {rows} cannot be collated together, and each can alone; a collator must pad: {one_line(error)}"
@@ -138,9 +138,9 @@ class CollatedDataset:
         except LayoutError as error:
             # Of pairs, a batch has the first rows of all samples, then the second ones.
             at_fault = samples if error.row is None else [samples[error.row % len(samples)]]
-            ids = [str(one.id) for one in at_fault]
-            more = ", ..." if len(ids) > MOST_NAMED else ""
-            why = f"{'rows' if len(ids) > 1 else 'row'} {', '.join(ids[:MOST_NAMED])}{more}: {error.reason}"
+            ids = [str(sample.id) for sample in at_fault]
+            ellipsis = ", ..." if len(ids) > MOST_NAMED else ""
+            why = f"{'rows' if len(ids) > 1 else 'row'} {', '.join(ids[:MOST_NAMED])}{ellipsis}: {error.reason}"
             if not self.falls_back:
                 raise LayoutError(why) from None
             return replace(self._measured(batch, samples), why_padded=why), batch
@@ -202,7 +202,7 @@ def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, coun
     samples, groups = list(rows_to_choose_from(first_samples, count)), replace(groups, falls_back=False)
     while chosen := _choose(samples, count):
         try:
-            if text := [one for one in samples if not one.cost.has_media]:
+            if text := [sample for sample in samples if not sample.cost.has_media]:
                 groups.collate(text)
             return _collate_trial(chosen, groups)
         except NotCollated as error:
@@ -230,11 +230,11 @@ def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
 
     Samples that share no micro-batch with others (see `Cost.modality`) are chosen only where there are no others.
     """
-    usable = [one for one in samples if one.cost.modality != VIDEO] or list(samples)
-    by_length = sorted(usable, key=lambda one: (one.cost.tokens + one.cost.patches, one.id))
-    with_media = [one for one in by_length if one.cost.has_media]
-    without = [one for one in by_length if not one.cost.has_media]
-    chosen = [*with_media[:1], *(without or with_media[1:])][:count]
+    usable = [sample for sample in samples if sample.cost.modality != VIDEO] or list(samples)
+    by_length = sorted(usable, key=lambda sample: (sample.cost.tokens + sample.cost.patches, sample.id))
+    with_media = [sample for sample in by_length if sample.cost.has_media]
+    without_media = [sample for sample in by_length if not sample.cost.has_media]
+    chosen = [*with_media[:1], *(without_media or with_media[1:])][:count]
     if len(chosen) > 1 and with_media:
         chosen[0], chosen[1] = chosen[1], chosen[0]
     return list(itertools.islice(itertools.cycle(chosen), count)) if chosen else []
@@ -245,16 +245,16 @@ def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> TrialBatches
 
     def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the model. Without labels it computes logits, whatever its loss is computed from."""
-        own = {key: batch[key] for key in model_keys(batch, batches) if key != UNPADDED}
-        own |= batch.get(UNPADDED, {}).get("inputs", {})
-        return {key: value for key, value in own.items() if key != "labels" and value is not None}
+        model_inputs = {key: batch[key] for key in model_keys(batch, batches) if key != UNPADDED}
+        model_inputs |= batch.get(UNPADDED, {}).get("inputs", {})
+        return {key: value for key, value in model_inputs.items() if key != "labels" and value is not None}
 
     measured, row = flat.collate(samples)
-    tokens, ids = tuple(one.cost.tokens for one in samples), tuple(one.id for one in samples)
-    rest = inputs(row), measured.segments, tokens, ids, not batches
+    tokens, ids = tuple(sample.cost.tokens for sample in samples), tuple(sample.id for sample in samples)
+    flat_fields = inputs(row), measured.segments, tokens, ids, not batches
     together = padded.collate(samples)[1]
     if len(together["input_ids"]) < len(samples):
-        return TrialBatches([], [], *rest)
-    alone = [inputs(padded.collate([one])[1]) for one in samples]
-    other = padded.collate([samples[-1], samples[0]])[1]
-    return TrialBatches(alone, [inputs(together), inputs(other)], *rest)
+        return TrialBatches([], [], *flat_fields)
+    alone = [inputs(padded.collate([sample])[1]) for sample in samples]
+    pair = padded.collate([samples[-1], samples[0]])[1]
+    return TrialBatches(alone, [inputs(together), inputs(pair)], *flat_fields)

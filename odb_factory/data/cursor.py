@@ -43,14 +43,14 @@ class Remaining:
         """What is left once each rank has drawn this many of its positions, of which `waiting` are not trained on."""
         world_size = len(drawn)
         held, starts = self.of_ranks(world_size)
-        num_beyond = np.maximum(drawn - [len(mine) for mine in held], 0)
+        num_beyond = np.maximum(drawn - [len(positions) for positions in held], 0)
         nexts = starts + num_beyond * world_size
         first = max(self.first, int((nexts - world_size + 1)[num_beyond > 0].max(initial=0)))
         # A rank that is slower than others has not drawn all positions before `first`.
-        slower = [mine[number:] for mine, number in zip(held, drawn)]
+        slower = [positions[number:] for positions, number in zip(held, drawn)]
         slower += [np.arange(start, first, world_size) for start in nexts]
-        left = np.unique(np.concatenate([waiting, *slower]))
-        return Remaining(first=first, held=left.astype(np.int64).tolist())
+        remaining = np.unique(np.concatenate([waiting, *slower]))
+        return Remaining(first=first, held=remaining.astype(np.int64).tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +155,21 @@ class Cursor:
 
         Raises `DataError` that names what differs.
         """
-        then, now = state["data"], asdict(self._data) | {"order": order}
-        differs = [
-            f"{SHOWN.get(key, key)} was {then.get(key)}, is {now[key]}" for key in now if then.get(key) != now[key]
-        ]
+        saved, data = state["data"], asdict(self._data) | {"order": order}
+        unlike = [key for key in data if saved.get(key) != data[key]]
+        differs = [f"{SHOWN.get(key, key)} was {saved.get(key)}, is {data[key]}" for key in unlike]
         if differs:
             if len(differs) > 1:
-                differs = [one for one in differs if not one.startswith("order ")]
-            elif then["order"] != order:
+                differs = [difference for difference in differs if not difference.startswith("order ")]
+            elif saved["order"] != order:
                 differs = ["its rows come in another order, as of another shuffling, data set or sampler"]
             raise DataError(
                 f"data or optimizer steps are not those of the checkpoint ({'; '.join(differs)}), so what is left of "
                 f"the epoch is not known; set them back, or {RESTART}"
             )
-        place = {one.name: state[one.name] for one in fields(Place)}
-        if (left := place["remaining"]) is not None:
-            place["remaining"] = Remaining(**left)
+        place = {attribute.name: state[attribute.name] for attribute in fields(Place)}
+        if (remaining := place["remaining"]) is not None:
+            place["remaining"] = Remaining(**remaining)
         self.open(is_loaded=True, **place)
         self.order = order if self.place.done else None
 

@@ -86,9 +86,9 @@ def _padded_rows(real: Tensor | None, tokens: Sequence[int], length: int) -> lis
     return spans
 
 
-def _dummy(first: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
+def _dummy(first_row: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
     """Dummy media stand where the first row's padding would begin."""
-    start, end = first
+    start, end = first_row
     span = (end, end + num_tokens) if start == 0 else (start - num_tokens, start)
     if span[0] < 0 or span[1] > length:
         raise LayoutError(
@@ -150,10 +150,10 @@ def beside_rows(
     For each of the collation's batches it has, under its prefix and `UNPADDED`, what `model.unpad.FlatRows` is made of.
     The segments returned are those of the first.
     """
-    own = model_keys(batch, collation.batches)
+    keys = model_keys(batch, collation.batches)
     unpadded: dict[str, dict[str, Any]] = {}
     for prefix in collation.batches:
-        rows = {key: batch.get(prefix + key, batch[key]) for key in own}
+        rows = {key: batch.get(prefix + key, batch[key]) for key in keys}
         (num_rows, length), mask = batch_shape(rows), rows.get("attention_mask")
         if num_rows != num_samples * collation.rows or not isinstance(mask, Tensor) or mask.shape != (num_rows, length):
             raise LayoutError(
@@ -184,12 +184,12 @@ def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
             f"the trainer hands the model no `position_ids`, and of those that the collator made, {_shape(positions)}, "
             f"none belong to `{batches[-1]}input_ids`"
         )
-    others = tuple(filter(None, batches))
+    prefixes = tuple(filter(None, batches))
     return [
         key
         for key in batch
-        if not key.startswith(others)
-        and (all(prefix + key in batch for prefix in others) or any(word in key for word in _MEDIA_WORDS))
+        if not key.startswith(prefixes)
+        and (all(prefix + key in batch for prefix in prefixes) or any(word in key for word in _MEDIA_WORDS))
     ]
 
 
@@ -228,10 +228,10 @@ def flatten(
             flat[key] = segments.pack(value, text_token(batch) if segments.filled else 0)
         elif key != "position_ids" and is_per_token(key, value, rows, length):
             flat[key] = segments.pack(value)
-    own = batch.get("position_ids")
-    if own is None and positions is not None:
-        own = positions(batch)
-    flat["position_ids"] = _position_ids(own, segments, rows, length)
+    position_ids = batch.get("position_ids")
+    if position_ids is None and positions is not None:
+        position_ids = positions(batch)
+    flat["position_ids"] = _position_ids(position_ids, segments, rows, length)
     if with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
         flat.update(varlen_arguments(segments.lengths))
     return flat, segments
@@ -266,9 +266,9 @@ def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
     packed = segments.pack(labels, IGNORE_INDEX)
     packed[0, [0, *itertools.accumulate(segments.lengths[:-1])]] = IGNORE_INDEX
     # A padded row predicts all of its labels but the first.
-    kept = torch.full_like(labels, IGNORE_INDEX).flatten()
-    kept[segments.index] = packed[0, : len(segments.index)]
-    loses = (kept.view_as(labels) != labels)[:, 1:].any(1)
+    predicted = torch.full_like(labels, IGNORE_INDEX).flatten()
+    predicted[segments.index] = packed[0, : len(segments.index)]
+    loses = (predicted.view_as(labels) != labels)[:, 1:].any(1)
     if bool(loses.any()):
         raise LayoutError(
             "it has labels that a flat row does not predict: on masked tokens, or on a first token behind padding",
@@ -277,23 +277,23 @@ def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
     return packed
 
 
-def _position_ids(given: Any, segments: Segments, rows: int, length: int) -> Tensor:
+def _position_ids(ids: Any, segments: Segments, rows: int, length: int) -> Tensor:
     """[1, total], or [4, 1, total] where the collator's are [3 or 4, rows, length]."""
     restarting = torch.cat([torch.arange(count) for count in segments.lengths])[None]
-    if given is None:
+    if ids is None:
         return restarting
-    if isinstance(given, Tensor) and given.shape in ((3, rows, length), (4, rows, length)):
-        rotary = given[-3:].flatten(1, 2).index_select(1, segments.index)
+    if isinstance(ids, Tensor) and ids.shape in ((3, rows, length), (4, rows, length)):
+        rotary = ids[-3:].flatten(1, 2).index_select(1, segments.index)
         tail = torch.arange(segments.filled, dtype=rotary.dtype).expand(3, -1)
         rotary = torch.cat([rotary, tail], 1)[:, None]
         return torch.cat([restarting[None].to(rotary.dtype), rotary])
-    if not isinstance(given, Tensor) or given.shape not in ((rows, length), (1, length)):
+    if not isinstance(ids, Tensor) or ids.shape not in ((rows, length), (1, length)):
         raise LayoutError(
-            f"the collator's `position_ids` {_shape(given)} are of no known kind beside `input_ids` {[rows, length]}"
+            f"the collator's `position_ids` {_shape(ids)} are of no known kind beside `input_ids` {[rows, length]}"
         )
     ends = [*itertools.accumulate(segments.lengths[: segments.samples])]
-    theirs = segments.pack(given.expand(rows, length))[0, : ends[-1]]
-    differ = theirs != restarting[0, : ends[-1]]
+    packed = segments.pack(ids.expand(rows, length))[0, : ends[-1]]
+    differ = packed != restarting[0, : ends[-1]]
     if bool(differ.any()):
         row = bisect.bisect_right(ends, int(differ.int().argmax()))
         raise LayoutError("its `position_ids` do not count its tokens from 0", row)

@@ -176,7 +176,7 @@ class Pass:
     def _has_room(self) -> bool:
         """Whether to plan another time: what waits has room for it beside the step that is collated."""
         steps = {micro_batch.step.index for tasks in self._planned for micro_batch, _ in tasks}
-        samples = [sample for tasks in self._planned for _, those in tasks for sample in those]
+        samples = [sample for tasks in self._planned for _, task_samples in tasks for sample in task_samples]
         size = sum(len(sample.features) for sample in samples)
         return not steps or (size < BYTES_AHEAD and (len(steps) < STEPS_AHEAD or len(samples) < self._most_samples))
 
@@ -345,8 +345,8 @@ class ODBLoader:
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
         """The samples of a micro-batch whose optimizer step is not yet consumed (with `keeps_samples`)."""
         wanted = _place(micro_batch.step), micro_batch.index
-        for one, samples in self._not_consumed:
-            if (_place(one.step), one.index) == wanted and samples is not None:
+        for candidate, samples in self._not_consumed:
+            if (_place(candidate.step), candidate.index) == wanted and samples is not None:
                 return samples
         raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
 
@@ -467,23 +467,23 @@ class ODBLoader:
         workers, cursor, ranks = self._workers, self._cursor, self._ranks
         cursor.turn_to(self.epoch)
         self._not_consumed.clear()
-        now = cursor.place
+        place = cursor.place
         self._order.set_epoch(self.epoch)
         self._order.start = self._start
         context = dataclasses.replace(
             self._context,
-            order=functools.partial(self._checked_order, tuple(now.settings.values()), cursor.order),
+            order=functools.partial(self._checked_order, tuple(place.settings.values()), cursor.order),
             compute=workers.compute,
         )
         observed, stock = workers.begin(self.epoch), self._stock  # starts processes, before there are threads
         planner: EpochPlanner
         if stock is not None:
-            planner = KeepEpoch(observed, context, now, stock=stock)
+            planner = KeepEpoch(observed, context, place, stock=stock)
         else:
             planner = FillEpoch(
                 observed,
                 context,
-                now,
+                place,
                 buffer_size=self.config.buffer_size,
                 accumulation=self.rule.accumulation,
                 join=self.config.join,
@@ -491,7 +491,7 @@ class ODBLoader:
         self.under_way = current = Pass(
             planner, workers, most_samples=self.config.buffer_size, keeps_samples=self._keeps_samples
         )
-        compare({**self._settings, **now.settings}, ranks.compare)
+        compare({**self._settings, **place.settings}, ranks.compare)
         current.start()
         while not current.tasks:
             if not current.plan(POLL_S):
@@ -499,8 +499,8 @@ class ODBLoader:
                 cursor.turn_to(self.epoch + 1)
                 return current
             ranks.check()
-        first = current.tasks[0][0].step
-        current.epoch_steps = first.epoch_steps
+        first_step = current.tasks[0][0].step
+        current.epoch_steps = first_step.epoch_steps
         return current
 
     @property
@@ -522,15 +522,15 @@ class ODBLoader:
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
-            while (taken := current.next(self._ranks.check)) is not None:
-                (outcome, samples), taken = taken, None
+            while (result := current.next(self._ranks.check)) is not None:
+                (outcome, samples), result = result, None
                 failed = outcome.failed
                 handed = [self._usable(outcome)]
                 del outcome
                 micro_batch = handed[0][0]
                 if samples is not None and failed:
-                    left = [sample for sample in samples if sample.id not in failed]
-                    samples = left or [self.stand_in()]
+                    usable = [sample for sample in samples if sample.id not in failed]
+                    samples = usable or [self.stand_in()]
                 self._not_consumed.append((micro_batch, samples))
                 # The receiver holds the only reference.
                 yield handed.pop()

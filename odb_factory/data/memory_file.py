@@ -38,7 +38,7 @@ def dump(value: Any, connection: socket.socket) -> Dumped:
             socket.send_fds(connection, [b"f"], [file])
         finally:
             os.close(file)
-    return pickled.getvalue(), tuple(one.nbytes for one in raw)
+    return pickled.getvalue(), tuple(view.nbytes for view in raw)
 
 
 def load(dumped: Dumped, connection: socket.socket) -> Any:
@@ -59,13 +59,13 @@ def load(dumped: Dumped, connection: socket.socket) -> Any:
 
 
 def _write(file: int, buffers: Sequence[memoryview]) -> None:
-    left = [part for one in buffers for part in (one, memoryview(bytes(-one.nbytes % ALIGNMENT)))]
-    while left:
-        written = os.writev(file, left[:MOST_BUFFERS])
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
+    pending = [part for buffer in buffers for part in (buffer, memoryview(bytes(-buffer.nbytes % ALIGNMENT)))]
+    while pending:
+        written = os.writev(file, pending[:MOST_BUFFERS])
+        while pending and written >= len(pending[0]):
+            written -= len(pending.pop(0))
         if written:
-            left[0] = left[0][written:]
+            pending[0] = pending[0][written:]
 
 
 class _Pickler(ForkingPickler):

@@ -42,15 +42,15 @@ def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE)
     patch_size values, without what towers leave out of them: where there are `image_sizes`, the padding of images to
     the largest, and of their tiles to the most.
     """
-    found = {key: inputs[key] for key in GRID_KEYS if inputs.get(key) is not None}
-    is_packed, unit = bool(found), 1
+    tensors = {key: inputs[key] for key in GRID_KEYS if inputs.get(key) is not None}
+    is_packed, unit = bool(tensors), 1
     if is_packed:
-        grids = {key: np.asarray(grid) for key, grid in found.items() if len(grid)}
+        grids = {key: np.asarray(grid) for key, grid in tensors.items() if len(grid)}
         amounts = {key: int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for key, grid in grids.items()}
     else:
-        found = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
+        tensors = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
         sizes, unit = inputs.get("image_sizes"), 3 * patch_size * patch_size
-        amounts = {key: _numel(pixels) - _num_padding(key, pixels, sizes) for key, pixels in found.items()}
+        amounts = {key: _numel(pixels) - _num_padding(key, pixels, sizes) for key, pixels in tensors.items()}
     videos = sum(amount for key, amount in amounts.items() if key in VIDEO_KEYS)
     return Media((sum(amounts.values()) - videos) // unit, videos // unit, _count_frames(inputs, is_packed=is_packed))
 
@@ -146,8 +146,8 @@ def _units_by_row(labels: np.ndarray, segments: tuple[int, ...]) -> tuple[int, .
     return tuple(int(row[1:].sum()) for row in rows)
 
 
-def _check_labels(shape: tuple[int, ...], least: int) -> None:
-    if len(shape) < least:
+def _check_labels(shape: tuple[int, ...], min_dimensions: int) -> None:
+    if len(shape) < min_dimensions:
         raise DataError(
             f"labels of shape {list(shape)}: odb trains causal language models, with one label for each token of "
             "`input_ids` (-100 where no loss is wanted); another loss needs a loop of its own with cost_fn=..."
@@ -269,9 +269,9 @@ class ObservedDataset:
             return row
         index, source = (row.id, row) if isinstance(row, RawItem) else (row, self.dataset)
 
-        def reject(reason: str, what: str, way_out: str = "", fatal: bool = False) -> Rejection:
+        def reject(reason: str, problem: str, way_out: str = "", fatal: bool = False) -> Rejection:
             """way_out: added where the policy is to stop; elsewhere what it advises has been done."""
-            message = f"{self.where(index, source)}: {what.rstrip('.')}"
+            message = f"{self.where(index, source)}: {problem.rstrip('.')}"
             return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
 
         try:
@@ -396,26 +396,26 @@ class ItemObserver:
         return f"row {index} of the training dataset"
 
     def _cost(self, item: Any) -> Cost:
-        given = None if self.cost_fn is None else _in_python(self.cost_fn(item))
-        if isinstance(given, Cost):
-            return Cost(*(_in_python(getattr(given, one.name)) for one in fields(given)))
-        if self.cost_fn is not None and not isinstance(given, Real):
+        result = None if self.cost_fn is None else _in_python(self.cost_fn(item))
+        if isinstance(result, Cost):
+            return Cost(*(_in_python(getattr(result, attribute.name)) for attribute in fields(result)))
+        if self.cost_fn is not None and not isinstance(result, Real):
             raise ItemError(
-                f"cost_fn returned {given!r}; let it return the size of an item (a whole number of at least 1) or an "
+                f"cost_fn returned {result!r}; let it return the size of an item (a whole number of at least 1) or an "
                 "odb_factory.Cost(tokens, patches, units)"
             )
-        if given is None and isinstance(item, Mapping) and item.get("input_ids") is None:
+        if result is None and isinstance(item, Mapping) and item.get("input_ids") is None:
             return self._collated_cost(item)
-        tokens = _length(item) if given is None else int(given)
+        tokens = _length(item) if result is None else int(result)
         if not isinstance(item, Mapping):
             return Cost(tokens)
         return self._with_media(tokens, item, item.get(PATCHES_KEY))
 
-    def _with_media(self, tokens: int, inputs: Mapping[str, Any], given: Any = None) -> Cost:
+    def _with_media(self, tokens: int, inputs: Mapping[str, Any], declared_patches: Any = None) -> Cost:
         modality = VIDEO if any(inputs.get(key) is not None for key in VIDEO_KEYS) else 0
         media = count_media(inputs, self.patch_size)
-        if given is not None and media.patches != int(given):
-            media = Media(video_patches=int(given)) if modality == VIDEO else Media(int(given))
+        if declared_patches is not None and media.patches != int(declared_patches):
+            media = Media(video_patches=int(declared_patches)) if modality == VIDEO else Media(int(declared_patches))
         return Cost(tokens, media.patches, has_media=media.patches > 0, modality=modality, media=media)
 
     def _changed_by_collator(self, item: Any, cost: Cost) -> Cost | None:
@@ -502,7 +502,7 @@ def _check_one_a_token(inputs: Mapping[str, Any]) -> None:
     labels, ids = inputs.get("labels"), inputs.get("input_ids")
     if labels is None or ids is None:
         return
-    num_labels, num_ids = (len(one) if is_ints(one) else _numel(one) for one in (labels, ids))
+    num_labels, num_ids = (len(values) if is_ints(values) else _numel(values) for values in (labels, ids))
     if num_labels != num_ids:
         raise ItemError(
             f"{num_labels} labels for {num_ids} `input_ids`, and a causal language model has one for each; for "

@@ -246,10 +246,10 @@ class Start:
 
 def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
     """(position in the order, item) of what a rank draws: of the positions that are left, every `world_size`-th."""
-    left = itertools.islice(enumerate(order), start.stop)  # no rank looks beyond its end
+    numbered = itertools.islice(enumerate(order), start.stop)  # no rank looks beyond its end
     held = {position for position in start.held if position % world_size == rank}
-    yield from ((position, item) for position, item in itertools.islice(left, start.first) if position in held)
-    yield from itertools.islice(left, (rank - start.first) % world_size, None, world_size)
+    yield from ((position, item) for position, item in itertools.islice(numbered, start.first) if position in held)
+    yield from itertools.islice(numbered, (rank - start.first) % world_size, None, world_size)
 
 
 def _index(value: Any) -> int:
@@ -347,8 +347,8 @@ class ShardSampler(Sampler[int]):
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
-        other = first_unlike(numbers)
-        return None if other is None else DIFFERENT_ORDERS.format(other)
+        rank = first_unlike(numbers)
+        return None if rank is None else DIFFERENT_ORDERS.format(rank)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
@@ -409,9 +409,9 @@ class StreamReader:
         except Exception as error:
             rest = _raising(error)
         self._of_first = fingerprint(first) if first else 0
-        whole = (0, 1) if self.is_split else (self.rank, self.world_size)
+        share = (0, 1) if self.is_split else (self.rank, self.world_size)
         rows: Iterator[Any] = itertools.chain(first, rest)
-        pairs = shard(_in_blocks(rows, self._block) if self._block else rows, *whole, self.start)
+        pairs = shard(_in_blocks(rows, self._block) if self._block else rows, *share, self.start)
         position = -1
         while True:
             try:
@@ -436,8 +436,8 @@ class StreamReader:
         if self.is_split:
             begun = [number for number in numbers if number]
             return SAME_STREAMS if len(set(begun)) < len(begun) else None
-        other = first_unlike(numbers)
-        return None if other is None else DIFFERENT_STREAMS.format(other)
+        rank = first_unlike(numbers)
+        return None if rank is None else DIFFERENT_STREAMS.format(rank)
 
     def peek(self) -> int:
         return self.fingerprint
@@ -535,8 +535,8 @@ class StockSteps:
     def first_number(self, rank: int, step: int) -> int:
         """The number of the first sample that this rank draws for an optimizer step, or for a later one."""
         if self.is_split:
-            micro_steps, rest = divmod(step * self.global_batch_size, self.batch_size * self.world_size)
-            return micro_steps * self.batch_size + min(max(rest - rank * self.batch_size, 0), self.batch_size)
+            micro_steps, remainder = divmod(step * self.global_batch_size, self.batch_size * self.world_size)
+            return micro_steps * self.batch_size + min(max(remainder - rank * self.batch_size, 0), self.batch_size)
         return max(0, -(-(step * self.global_batch_size - rank) // self.world_size))
 
     def progress(self, step: int) -> float | None:
@@ -545,8 +545,8 @@ class StockSteps:
             return None
         of_all_ranks = self.batch_size * self.world_size
         total = max(-(-self.num_samples // of_all_ranks), 1)
-        done, rest = divmod((step + 1) * self.global_batch_size, of_all_ranks)
-        return min(done + rest / of_all_ranks, total) / total
+        micro_steps, remainder = divmod((step + 1) * self.global_batch_size, of_all_ranks)
+        return min(micro_steps + remainder / of_all_ranks, total) / total
 
     def means_of(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
         """What stock's loss divides by: the last three fields of `SampleInfo` (int64[n, 3]), and how many means have
@@ -559,9 +559,9 @@ class StockSteps:
             counted[:] = 1
         batch, ranks = rows["position"].astype(np.int64) // self.batch_size, self.world_size
         by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
-        means, which = np.unique(by_kind[self.mean.over], return_inverse=True)
-        tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
-        divisors = tokens[which] * (np.maximum(rows["units"], 1) if self.mean.counts == "samples" else 1)
+        means, mean_index = np.unique(by_kind[self.mean.over], return_inverse=True)
+        tokens = np.bincount(mean_index, weights=counted, minlength=len(means)).astype(np.int64)
+        divisors = tokens[mean_index] * (np.maximum(rows["units"], 1) if self.mean.counts == "samples" else 1)
         return np.stack((divisors, counted, batch), axis=1), int(np.count_nonzero(tokens))
 
     def input_tokens(self, rows: np.ndarray, rank: int, collation: Collation) -> int:
@@ -570,10 +570,10 @@ class StockSteps:
         rows: all samples of the optimizer step, as `ROW` [n].
         """
         slots = rows["position"] // self.batch_size
-        mine = np.flatnonzero(slots % self.world_size == rank)
-        mine = mine[np.argsort(rows["position"][mine], kind="stable")]
+        rows_of_rank = np.flatnonzero(slots % self.world_size == rank)
+        rows_of_rank = rows_of_rank[np.argsort(rows["position"][rows_of_rank], kind="stable")]
         total = 0
-        for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
+        for batch in np.split(rows_of_rank, np.flatnonzero(np.diff(slots[rows_of_rank])) + 1):
             if len(batch):
                 tokens, media, audio = (rows[name][batch] for name in ("row_tokens", "has_media", "has_audio"))
                 dummy_tokens, _ = collation.dummies(int(media.sum()), int(audio.sum()))

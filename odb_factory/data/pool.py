@@ -97,13 +97,13 @@ class _Worker:
     problem: Exception | None = None
 
 
-_here: _Worker | None = None
+_worker: _Worker | None = None
 
 
 def at(row: int) -> None:
     """This worker process is at this row of the dataset (-1: at none), for messages of the process that waits."""
-    if _here is not None:
-        _here.line[1] = row
+    if _worker is not None:
+        _worker.line[1] = row
 
 
 class _Shipped:
@@ -127,12 +127,12 @@ class _Shipped:
 
 def _begin(setup: _Setup) -> None:
     """The initializer of a worker process."""
-    global _here
+    global _worker
     table = setup.table.numpy()
     with setup.lock:
         number = int(np.flatnonzero(table[:, 0] == 0)[0])
         table[number, 0] = os.getpid()
-    _here = _Worker(setup, number, table[number])
+    _worker = _Worker(setup, number, table[number])
     # A collection would look at every object of the process that this one was forked from, and so copy its memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the training process too, which ends the pool
@@ -140,8 +140,8 @@ def _begin(setup: _Setup) -> None:
     threading.Thread(target=_end_with_parent, name="odb-parent-watch", daemon=True).start()
     torch.set_num_threads(1)
     try:
-        _here.work, init_fn = setup.work(), setup.init_fn()
-        dataset: Any = getattr(_here.work, "dataset", None)
+        _worker.work, init_fn = setup.work(), setup.init_fn()
+        dataset: Any = getattr(_worker.work, "dataset", None)
         seed = random_seed(setup.seed, number)
         info = torch_utils.worker.WorkerInfo(id=number, num_workers=setup.num_workers, seed=seed, dataset=dataset)
         torch_utils.worker._worker_info = info
@@ -149,7 +149,7 @@ def _begin(setup: _Setup) -> None:
         if init_fn is not None:
             init_fn(number)
     except Exception as error:
-        _here.problem = error if isinstance(error, ConfigError) else DataError(f"a data worker: {one_line(error)}")
+        _worker.problem = error if isinstance(error, ConfigError) else DataError(f"a data worker: {one_line(error)}")
 
 
 def _pass_over(*_: object) -> None:
@@ -175,19 +175,19 @@ Answer = tuple[Dumped | None, Exception | None, int]
 
 
 def _run(name: str, args: tuple[Any, ...]) -> Answer:
-    assert _here is not None
+    assert _worker is not None
     try:
-        if _here.problem is not None:
-            raise _here.problem
-        value = getattr(_here.work, name)(*args)
+        if _worker.problem is not None:
+            raise _worker.problem
+        value = getattr(_worker.work, name)(*args)
     except BaseException as error:
-        return None, _sendable(error), _here.number
+        return None, _sendable(error), _worker.number
     finally:
         at(-1)
     try:
-        return dump(value, _here.setup.connections[_here.number]), None, _here.number
+        return dump(value, _worker.setup.connections[_worker.number]), None, _worker.number
     except Exception as error:
-        return None, NotSent(why_no_space(error) or one_line(error)), _here.number
+        return None, NotSent(why_no_space(error) or one_line(error)), _worker.number
 
 
 def _sendable(error: BaseException) -> Exception:
@@ -256,8 +256,8 @@ def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
 
 def named(rows: Sequence[int]) -> str:
     """Rows as in messages."""
-    more = ", ..." if len(rows) > MOST_NAMED else ""
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:MOST_NAMED]))}{more}" if rows else "a plan"
+    ellipsis = ", ..." if len(rows) > MOST_NAMED else ""
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:MOST_NAMED]))}{ellipsis}" if rows else "a plan"
 
 
 class Pool:
@@ -296,7 +296,7 @@ class Pool:
             return
         self._why_broken, self._table = "", torch.tensor([[0, -1]] * self.num_workers).share_memory_()
         pairs = [socket.socketpair() for _ in range(self.num_workers)]
-        self._connections = [ours for ours, _ in pairs]
+        self._connections = [parent_end for parent_end, _ in pairs]
         self._device = torch.accelerator.current_device_index() if self.parts.pin_memory else None
         setup = _Setup(
             work=_Shipped(self.work, f"dataset: {type(self.parts.dataset).__name__}, or its cost_fn,"),
@@ -308,7 +308,7 @@ class Pool:
             # A job scheduler sends SIGTERM to all processes. A training process that handles it, to save a checkpoint
             # for one, needs its workers until then.
             outlives=callable(signal.getsignal(signal.SIGTERM)),
-            connections=[theirs for _, theirs in pairs],
+            connections=[worker_end for _, worker_end in pairs],
         )
         context: Any = _Context(self._context)
         self._executor = executor = ProcessPoolExecutor(
@@ -323,8 +323,8 @@ class Pool:
             self.close()
             raise
         finally:
-            for _, theirs in pairs:
-                theirs.close()
+            for _, worker_end in pairs:
+                worker_end.close()
 
     def submit(self, name: str, *args: Any, rows: Sequence[int] = ()) -> Pending:
         """Have `work.name(*args)` computed. rows: that it is about."""
@@ -351,8 +351,8 @@ class Pool:
             while pending:
                 yield pending.popleft().result()
         finally:
-            for one in pending:
-                one.cancel()
+            for submitted in pending:
+                submitted.cancel()
 
     def receive(self, dumped: Dumped | None, error: Exception | None, number: int) -> Any:
         """The result in the answer of a worker."""
@@ -390,8 +390,8 @@ class Pool:
         """Process id and exit code of the worker that has died by itself; the executor terminates the others."""
         end = time.monotonic() + JOIN_S
         while True:
-            dead = [(one.pid or 0, one.exitcode) for one in self._processes if one.exitcode is not None]
-            dead.sort(key=lambda one: one[1] == -signal.SIGTERM)
+            dead = [(process.pid or 0, process.exitcode) for process in self._processes if process.exitcode is not None]
+            dead.sort(key=lambda pid_and_code: pid_and_code[1] == -signal.SIGTERM)
             if dead or time.monotonic() > end:
                 return dead[0] if dead else (0, None)
             time.sleep(0.01)
@@ -406,7 +406,7 @@ class Pool:
             self._processes, self._connections, self._table = [], [], NO_WORKER  # they hold file descriptors
 
     def _kill(self) -> None:
-        started = [one for one in self._processes if one.pid is not None]
+        started = [process for process in self._processes if process.pid is not None]
         if os.getpid() != self._owner:  # a copy, in a process that was forked later
             return
         for process in started:
@@ -602,10 +602,10 @@ class LoaderPool:
         reasons: dict[int, str] = {}  # a row may be looked at twice
         for rows in self._rows_to_try():
             for chunk in batched(rows, STAND_IN_CHUNK):
-                sample, others = self._pool.submit("stand_in", self._draws, chunk, rows=_ids(chunk)).result()
+                sample, unusable = self._pool.submit("stand_in", self._draws, chunk, rows=_ids(chunk)).result()
                 if sample is not None:
                     return sample
-                reasons |= others
+                reasons |= unusable
         raise DataError(no_usable_row(Counter(reasons.values())))
 
     def _rows_to_try(self) -> Iterator[Iterable[Row]]:

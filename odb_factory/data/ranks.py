@@ -44,14 +44,14 @@ logger = get_logger(__name__)
 # The data-parallel ranks of a custom loop.
 
 
-def find_process_group(given: dist.ProcessGroup | None, *, is_prepared: bool) -> dist.ProcessGroup | None:
-    """The data-parallel ranks: `given`, else those of accelerate's mesh, else None (the default group, if any).
+def find_process_group(process_group: dist.ProcessGroup | None, *, is_prepared: bool) -> dist.ProcessGroup | None:
+    """The data-parallel ranks: `process_group`, else those of accelerate's mesh, else None (the default group, if any).
 
     is_prepared: accelerate has prepared the loader. Raises `ConfigError` if the ranks cannot be determined.
     """
     if dist.is_available() and dist.is_initialized():
-        return given if given is not None or not is_prepared else _of_accelerate()
-    if given is not None:
+        return process_group if process_group is not None or not is_prepared else _of_accelerate()
+    if process_group is not None:
         raise ConfigError("process_group: torch.distributed, to which it belonged, is no longer initialised.")
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks.isdigit() and int(ranks) > 1:  # a launcher has started several, and this one does not know of the others
@@ -63,18 +63,18 @@ def find_process_group(given: dist.ProcessGroup | None, *, is_prepared: bool) ->
     return None
 
 
-def check_process_group(given: object) -> None:
+def check_process_group(process_group: object) -> None:
     """Raise `ConfigError` for what is no process group of this rank."""
-    if given is None or isinstance(given, dist.ProcessGroup):
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return
-    if given is dist.GroupMember.NON_GROUP_MEMBER:
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
             "process_group: this rank is not in it; make the loader on the ranks of the group, each with its own."
         )
-    hint = ': take its group, mesh["dp"].get_group()' if isinstance(given, DeviceMesh) else ""
+    hint = ': take its group, mesh["dp"].get_group()' if isinstance(process_group, DeviceMesh) else ""
     raise ConfigError(
         f"process_group: expected the torch.distributed.ProcessGroup of the data-parallel ranks, found a "
-        f"{type(given).__name__}{hint}."
+        f"{type(process_group).__name__}{hint}."
     )
 
 
@@ -139,14 +139,14 @@ class Channel:
         self.ring, self._gloo = ring, gloo
         self.rank, self.world_size = ring.rank, ring.world_size
 
-    def gather(self, own: bytes, about: str) -> list[bytes]:
+    def gather(self, payload: bytes, about: str) -> list[bytes]:
         """The bytes of every rank, in rank order. about: what they are for, in messages."""
         if self.world_size == 1:
-            return [own]
-        sizes = self._all(torch.tensor([len(own)]), about)
-        most = max(int(size) for size in sizes)
-        padded = torch.zeros(most, dtype=torch.uint8)
-        padded[: len(own)] = _tensor(own)
+            return [payload]
+        sizes = self._all(torch.tensor([len(payload)]), about)
+        max_size = max(int(size) for size in sizes)
+        padded = torch.zeros(max_size, dtype=torch.uint8)
+        padded[: len(payload)] = _tensor(payload)
         contents = self._all(padded, about)
         return [content[: int(size)].numpy().tobytes() for content, size in zip(contents, sizes)]
 
@@ -164,12 +164,12 @@ class Channel:
                 work.wait(self.ring.patience)
         return {sender: tensor.numpy().tobytes() for sender, tensor in received.items()}
 
-    def _all(self, own: torch.Tensor, about: str) -> list[torch.Tensor]:
-        answers = [torch.empty_like(own) for _ in range(self.world_size)]
+    def _all(self, tensor: torch.Tensor, about: str) -> list[torch.Tensor]:
+        answers = [torch.empty_like(tensor) for _ in range(self.world_size)]
         options = dist.distributed_c10d.AllgatherOptions()
         options.timeout = self.ring.patience
         with self._naming(about):
-            self._gloo.allgather([answers], [own], options).wait(self.ring.patience)
+            self._gloo.allgather([answers], [tensor], options).wait(self.ring.patience)
         return answers
 
     @contextlib.contextmanager
@@ -409,7 +409,7 @@ class Ring:
 
 _rings: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
 _open: list[Ring] = []
-_kept: list[Ring] = []
+_past_rings: list[Ring] = []
 """Rings of the past: destructors of gloo's objects wait for threads, which a forked process does not have."""
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Rings that a process group has had."""
@@ -430,7 +430,7 @@ def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
             ring.check()
         ring.close()
         _open.remove(ring)
-        _kept.append(ring)
+        _past_rings.append(ring)
         ring = None
     if ring is None:
         _rings[group] = ring = Ring(process_group, silence_s)
@@ -460,7 +460,7 @@ def _close_all() -> None:
 
 def _forget_all() -> None:
     """In a forked process, which has none of the threads."""
-    _kept.extend(_open)
+    _past_rings.extend(_open)
     _open.clear()
     _rings.clear()
 
@@ -534,22 +534,22 @@ class Ranks:
         """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
         self._ring.check()
 
-    def gather(self, mine: RankMetadata) -> list[RankMetadata]:
+    def gather(self, metadata: RankMetadata) -> list[RankMetadata]:
         """What every rank holds, in rank order. Planning thread.
 
         Raises `CollectiveError`, on all ranks, if one cannot go on.
         """
         if self.world_size == 1:
-            ranks = [mine]
+            ranks = [metadata]
         else:
             self._refuse_if_left()
-            ranks = [pickle.loads(text) for text in self._channel.gather(pickle.dumps(mine, 5), "planning")]
+            ranks = [pickle.loads(text) for text in self._channel.gather(pickle.dumps(metadata, 5), "planning")]
         # A rank that only left may have done so because of the failure of another one.
-        failures = [(one.failure == LEFT_EPOCH, rank, one.failure) for rank, one in enumerate(ranks) if one.failure]
+        failures = [(meta.failure == LEFT_EPOCH, rank, meta.failure) for rank, meta in enumerate(ranks) if meta.failure]
         if failures:
             has_left, rank, failure = min(failures)
-            known = self._ring.cause(0.5) if has_left and self.world_size > 1 else None
-            raise CollectiveError(known or f"rank {rank} stopped: {failure}")
+            cause = self._ring.cause(0.5) if has_left and self.world_size > 1 else None
+            raise CollectiveError(cause or f"rank {rank} stopped: {failure}")
         return ranks
 
     def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int]) -> dict[int, bytes]:

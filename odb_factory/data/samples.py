@@ -224,8 +224,8 @@ class LeftOut:
             logger.warning("further rows that are left out are counted and not logged")
 
 
-def no_usable_row(rejected: Mapping[str, int], others: Sequence[str] = (), empty: str = "it is empty") -> str:
-    """Why no row can be trained on. rejected: rows by reason. others: more reasons. empty: said where there is none."""
+def no_usable_row(rejected: Mapping[str, int], other_reasons: Sequence[str] = (), empty: str = "it is empty") -> str:
+    """Why no row can be trained on. rejected: rows by reason. other_reasons: more. empty: said where there is none."""
     reasons = [f"{count} {reason}{HINTS.get(reason, '')}" for reason, count in rejected.items()]
     named = "; the warnings above name the first of them" if rejected else ""
-    return f"no row of the training dataset can be trained on: {', '.join([*reasons, *others]) or empty}{named}."
+    return f"no row of the training dataset can be trained on: {', '.join([*reasons, *other_reasons]) or empty}{named}."

@@ -155,9 +155,9 @@ def fingerprint(value: Any, before: int = 0) -> int:
         value = [list(value.shape), value.astype("<i8").tobytes()]
     is_plain = isinstance(value, str | bytes | int | None)
     if isinstance(value, list | tuple):
-        is_plain = all(type(one) is int for one in value)  # at once, which is faster
+        is_plain = all(type(item) is int for item in value)  # at once, which is faster
         if not is_plain:
-            for one in value:
-                before = fingerprint(one, before)
+            for item in value:
+                before = fingerprint(item, before)
     text = repr(value) if is_plain else type(value).__name__
     return zlib.crc32(text.encode(errors="surrogatepass"), before)

@@ -139,8 +139,8 @@ class EpochPlanner(ABC):
         packed = self.pack(held)  # for the ranks that may compute them
         ranks = self.gather(held, packed, index)  # what every rank holds: integers
         plan = self.plan(ranks, index)  # pure, the same on all ranks
-        mine = self.exchange(plan, ranks, held, packed)  # samples travel to the rank that computes them
-        return self.micro_batches(plan, mine, ranks, index)  # with the loss weights of the whole step
+        by_row = self.exchange(plan, ranks, held, packed)  # samples travel to the rank that computes them
+        return self.micro_batches(plan, by_row, ranks, index)  # with the loss weights of the whole step
 
     @abstractmethod
     def collect(self, index: int) -> list[Held]:
@@ -149,26 +149,26 @@ class EpochPlanner(ABC):
     def pack(self, held: Sequence[Held]) -> list[bytes]:
         """The samples as other ranks get them, whose sizes stand in the table; nothing if none can move."""
         self._idle_sample = min(
-            (one.sample for one in held), key=lambda sample: sample.cost.tokens, default=self._idle_sample
+            (entry.sample for entry in held), key=lambda sample: sample.cost.tokens, default=self._idle_sample
         )
         if self.context.ranks.world_size == 1 or not self.context.balance:
             return [b""] * len(held)
-        return [pickle.dumps(one.sample, 5) for one in held]
+        return [pickle.dumps(entry.sample, 5) for entry in held]
 
     def gather(self, held: Sequence[Held], packed: Sequence[bytes], index: int) -> list[RankMetadata]:
         """What every rank holds. Collective. Raises `CollectiveError` if the ranks do not fit together."""
         context = self.context
         buffer = make_metadata(
-            [one.sample.cost for one in held],
-            [one.age for one in held],
+            [entry.sample.cost for entry in held],
+            [entry.age for entry in held],
             exhausted=self._next is None,
             sizes=[len(text) for text in packed],
-            positions=[one.position for one in held],
+            positions=[entry.position for entry in held],
         )
-        mine = RankMetadata(
+        metadata = RankMetadata(
             buffer, Counter(self.rejected), self.overlong, context.order(index), self._checksum, context.lowered()
         )
-        ranks = context.ranks.gather(mine)
+        ranks = context.ranks.gather(metadata)
         self._task = "planning"
         if (problem := context.compare_orders([rank.order for rank in ranks])) is not None:
             raise CollectiveError(problem)
@@ -195,10 +195,10 @@ class EpochPlanner(ABC):
         it takes them, and their sizes stand in the table.
         """
         start = plan.starts[self.rank]
-        mine = {start + i: one.sample for i, one in enumerate(held)}
+        by_row = {start + i: entry.sample for i, entry in enumerate(held)}
         self._task = "redistributing samples" if plan.moves else ""
         if not plan.moves:
-            return mine
+            return by_row
         table, _, owner = pool([rank.buffer for rank in ranks])
         size_of, owner_of = table["bytes"].tolist(), owner.tolist()
         outgoing: dict[int, list[int]] = {}
@@ -216,13 +216,13 @@ class EpochPlanner(ABC):
         for sender, numbers in incoming.items():
             content, place = received[sender], 0
             for number in numbers:
-                mine[number] = pickle.loads(content[place : place + size_of[number]])
+                by_row[number] = pickle.loads(content[place : place + size_of[number]])
                 place += size_of[number]
         self._task = ""
-        return mine
+        return by_row
 
     @abstractmethod
-    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
+    def micro_batches(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
         """Those of this rank."""
 
     @abstractmethod
@@ -269,15 +269,15 @@ class EpochPlanner(ABC):
 
     def _compare_plans(self, ranks: Sequence[RankMetadata]) -> None:
         """The ranks tell which plan they made last (I6)."""
-        if (other := first_unlike([rank.plan for rank in ranks])) is not None:
-            raise CollectiveError(DIFFERENT_PLANS.format(other))
+        if (deviating_rank := first_unlike([rank.plan for rank in ranks])) is not None:
+            raise CollectiveError(DIFFERENT_PLANS.format(deviating_rank))
 
     def _optimizer_step(
         self, planned: Sequence[Planned], ranks: Sequence[RankMetadata], index: int, **figures: Any
     ) -> list[Task]:
         """The tasks of an optimizer step. figures: fields of `OptimizerStep`."""
         step = OptimizerStep(
-            **asdict(sum_totals([one.totals for one in planned])),
+            **asdict(sum_totals([batch.totals for batch in planned])),
             epoch=self.epoch,
             index=index,
             num_micro_batches=len(planned),
@@ -286,12 +286,12 @@ class EpochPlanner(ABC):
             **figures,
         )
         tasks = []
-        for number, one in enumerate(planned):
-            samples = one.samples
+        for number, batch in enumerate(planned):
+            samples = batch.samples
             if not samples:  # idle: the shortest sample of the last buffer, or any usable row
                 self._idle_sample = self._idle_sample or self.context.stand_in()
                 samples = [self._idle_sample]
-            tasks.append((MicroBatch(step=step, index=number, samples=one.infos, totals=one.totals), samples))
+            tasks.append((MicroBatch(step=step, index=number, samples=batch.infos, totals=batch.totals), samples))
         return tasks
 
     def _leave_out(self, row: Rejection) -> None:
@@ -304,13 +304,13 @@ class EpochPlanner(ABC):
         """Rows of the epoch that all ranks have rejected until now, by reason."""
         return sum((rank.rejected for rank in ranks), Counter(self.place.rejected))
 
-    def _nothing_left(self, rejected: Counter[str], remainder: int, why: str) -> CollectiveError:
-        """The error of an epoch that has no sample to train on. remainder: usable rows, for the reason `why`."""
+    def _nothing_left(self, rejected: Counter[str], remainder: int, reason: str) -> CollectiveError:
+        """The error of an epoch that has no sample to train on. remainder: usable rows, for this `reason`."""
         empty = "it is empty"
         if self.epoch:
             empty = f"it yields nothing in epoch {self.epoch}; its `__iter__` must restart each time it is called"
-        others = [f"{remainder} {why}"] if remainder else []
-        return CollectiveError(no_usable_row(rejected, others, empty))
+        other_reasons = [f"{remainder} {reason}"] if remainder else []
+        return CollectiveError(no_usable_row(rejected, other_reasons, empty))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -342,10 +342,10 @@ class KeepEpoch(EpochPlanner):
             self._draw()
         return held
 
-    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
+    def micro_batches(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
         stock, rejected = self.stock, self._all_rejected(ranks)
         rows, _, _ = pool([rank.buffer for rank in ranks])
-        self.num_planned += sum(one.samples for one in plan.totals)
+        self.num_planned += sum(micro_step.samples for micro_step in plan.totals)
         if self.final and self.num_planned == 0:
             raise self._nothing_left(rejected, stock.remainder, "dropped by drop_last")
         groups, totals = plan.groups[self.rank], plan.totals
@@ -358,8 +358,8 @@ class KeepEpoch(EpochPlanner):
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
         planned = []
         for of_rank, of_step in zip(groups, totals):
-            samples = [mine[row] for row in of_rank]
-            infos = tuple(SampleInfo.of(sample, *one) for sample, one in zip(samples, of_stock[of_rank].tolist()))
+            samples = [by_row[row] for row in of_rank]
+            infos = tuple(SampleInfo.of(sample, *means) for sample, means in zip(samples, of_stock[of_rank].tolist()))
             planned.append(Planned(samples, infos, of_step))
         divisor = num_means if stock.mean.divisor is None else stock.mean.divisor
         return self._optimizer_step(
@@ -439,21 +439,21 @@ class FillEpoch(EpochPlanner):
             self._draw()
         return self.held
 
-    def micro_batches(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
+    def micro_batches(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
         buffers = [rank.buffer for rank in ranks]
         rejected = self._all_rejected(ranks)
         epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
-        self._carry_out(plan, mine, ranks)
+        self._carry_out(plan, by_row, ranks)
         num_samples = self.context.num_samples
         if self.final and self.place.planned + self._emitted == 0:
             remainder = max((num_samples or 0) - rejected.total(), 0)
             raise self._nothing_left(rejected, remainder, "that remain because a rank ran short")
         tasks: list[Task] = []
         # Without join, the end may turn out to have been the step before: one is kept until the next plan.
-        kept = 0 if self.final or self.join else self.accumulation
-        while len(self._planned) >= self.accumulation + kept or (self.final and self._planned):
+        num_kept = 0 if self.final or self.join else self.accumulation
+        while len(self._planned) >= self.accumulation + num_kept or (self.final and self._planned):
             planned, self._planned = self._planned[: self.accumulation], self._planned[self.accumulation :]
-            self.num_planned += sum(one.totals.samples for one in planned)
+            self.num_planned += sum(micro_batch.totals.samples for micro_batch in planned)
             processed, last = self.num_planned + rejected.total(), self.final and not self._planned
             done = num_samples if last and num_samples is not None else processed
             self.remaining[self._next_step] = self._remaining_now()
@@ -497,29 +497,29 @@ class FillEpoch(EpochPlanner):
         self.final = plan.final
         return plan
 
-    def _carry_out(self, plan: Plan, mine: dict[int, Sample], ranks: list[RankMetadata]) -> None:
+    def _carry_out(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata]) -> None:
         """Take this rank's micro-batches out of a plan; what was not planned stays in the buffer, one round older."""
         rows, starts, owners = pool([rank.buffer for rank in ranks])
         self._num_drawn = self._num_sent + np.diff(starts) + [rank.rejected.total() for rank in ranks]
         is_left = np.ones(len(rows), dtype=bool)
-        for own, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
+        for of_rank, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
             of_step = list(itertools.chain.from_iterable(groups))
             is_left[of_step] = False
-            samples, positions = [mine[row] for row in own], rows["position"][of_step]
+            samples, positions = [by_row[row] for row in of_rank], rows["position"][of_step]
             self._planned.append(Planned(samples, tuple(map(SampleInfo.of, samples)), totals, positions.tolist()))
         self._num_sent += np.bincount(owners[~is_left], minlength=len(ranks))
         self._waiting = rows["position"][is_left]
         self._micro_steps += len(plan.totals)
         self._emitted += sum(totals.samples for totals in plan.totals)
         self._tokens_emitted += sum(totals.tokens for totals in plan.totals)
-        self.held = [one for one, stays in zip(self.held, is_left[starts[self.rank] :]) if stays]
-        for one in self.held:
-            one.age += 1
+        self.held = [entry for entry, stays in zip(self.held, is_left[starts[self.rank] :]) if stays]
+        for entry in self.held:
+            entry.age += 1
 
     def _remaining_now(self) -> Remaining:
         """What is left once the optimizer steps handed on so far are taken; the same on all ranks."""
-        kept = [position for one in self._planned for position in one.positions]
-        return self._left_before.after(self._num_drawn, np.append(self._waiting, kept))
+        pending = [position for micro_batch in self._planned for position in micro_batch.positions]
+        return self._left_before.after(self._num_drawn, np.append(self._waiting, pending))
 
     def _epoch_steps(self, buffers: Sequence[BufferMetadata], plan: Plan, rejected: int) -> int:
         """Optimizer steps of the whole epoch; estimated, unless this is its last plan.
@@ -531,7 +531,9 @@ class FillEpoch(EpochPlanner):
             if self.context.num_samples is None:
                 return 0
             seen = self._emitted + sum(len(buffer.rows) for buffer in buffers)
-            tokens_seen = self._tokens_emitted + sum(int(one.rows["tokens"].sum(dtype=np.int64)) for one in buffers)
+            tokens_seen = self._tokens_emitted + sum(
+                int(buffer.rows["tokens"].sum(dtype=np.int64)) for buffer in buffers
+            )
             emitted = self._tokens_emitted + sum(totals.tokens for totals in plan.totals)
             left = self.context.num_samples - self.place.planned - rejected
             micro_steps = max(micro_steps, round(micro_steps * left * tokens_seen / max(seen, 1) / max(emitted, 1)), 1)

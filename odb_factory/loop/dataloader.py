@@ -131,10 +131,10 @@ def _check_accumulation(*, is_prepared: bool) -> None:
     """Raise `ConfigError` if accelerate would end optimizer steps by its own count, or DeepSpeed lose micro-batches."""
     if _is_deepspeed():
         refuse([GRADIENTS_LOST], {"deepspeed": AcceleratorState().deepspeed_plugin.deepspeed_config})
-    theirs = GradientState().num_steps
-    if is_prepared and theirs != 1:
+    num_steps = GradientState().num_steps
+    if is_prepared and num_steps != 1:
         raise ConfigError(
-            f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
+            f"gradient_accumulation_steps: {num_steps} in the Accelerator, which would end its optimizer steps by that "
             "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
             "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
         )
@@ -478,7 +478,7 @@ class ODBDataLoader(DataLoader[T_co]):
 
     def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[T_co]:
         accounting, boundary, taken = self.accounting, _Boundary(), Taken()
-        micro_batch, first = None, None
+        micro_batch, first_info = None, None
         end_row()
         try:
             for micro_batch, measured, collated in iter(partial(accounting.next, items), None):
@@ -489,7 +489,7 @@ class ODBDataLoader(DataLoader[T_co]):
                 if self._moves_batches:  # as accelerate does
                     collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pins_memory)
                 info = ODBStepInfo.of(computing, accounting, taken)
-                first = first or weakref.ref(info)
+                first_info = first_info or weakref.ref(info)
                 batch = put_step_info(collated, info)
                 boundary.set(is_last=micro_batch.ends_optimizer_step)
                 accounting.end()
@@ -497,7 +497,7 @@ class ODBDataLoader(DataLoader[T_co]):
                 del info, collated, computing  # the batch alone holds the info
                 yield batch
                 del batch
-                if not (self._has_warned or taken.count or first()):
+                if not (self._has_warned or taken.count or first_info()):
                     self._has_warned = True
                     logger.warning(NOT_TAKEN)
             if not (current.is_empty or (micro_batch and micro_batch.step.last and micro_batch.ends_optimizer_step)):

@@ -12,10 +12,10 @@ Amount = TypeVar("Amount", int, np.ndarray)
 """An integer, or an array of integers."""
 
 
-def larger(one: Amount, other: Amount | int) -> Amount:
+def larger(a: Amount, b: Amount | int) -> Amount:
     """The larger of two numbers, or of each pair of two arrays."""
-    most: Amount = np.maximum(one, other) if isinstance(one, np.ndarray) else max(one, other)
-    return most
+    maximum: Amount = np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
+    return maximum
 
 
 def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np.ufunc = np.add) -> np.ndarray:
@@ -169,12 +169,12 @@ class Limits:
     token_budget: int
     max_patches: int | None = None
 
-    def least(self, other: Limits | None) -> Limits:
+    def least(self, limits: Limits | None) -> Limits:
         """The lower of each."""
-        if other is None:
+        if limits is None:
             return self
-        patches = [limit for limit in (self.max_patches, other.max_patches) if limit is not None]
-        return Limits(min(self.token_budget, other.token_budget), min(patches, default=None))
+        patches = [limit for limit in (self.max_patches, limits.max_patches) if limit is not None]
+        return Limits(min(self.token_budget, limits.token_budget), min(patches, default=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,8 @@ class Budget:
 
     def within(self, limits: Limits | None) -> Budget:
         """The same, no higher than `limits`."""
-        least = self.limits.least(limits)
-        return replace(self, token_budget=least.token_budget, max_patches=least.max_patches)
+        lowest = self.limits.least(limits)
+        return replace(self, token_budget=lowest.token_budget, max_patches=lowest.max_patches)
 
     def collated(
         self,
@@ -233,8 +233,8 @@ class Budget:
             multiple = self.pad_to_multiple_of
             length = -(-(tokens + dummy_tokens) // multiple) * multiple
             filler = length - tokens - dummy_tokens
-            one: Amount = 0 * tokens + 1
-            return one, length, patches + dummy_patches, squares + dummy_tokens**2 + filler**2
+            one_row: Amount = 0 * tokens + 1
+            return one_row, length, patches + dummy_patches, squares + dummy_tokens**2 + filler**2
         length = self.collation.length(longest, first, dummy_tokens)
         return count, length, patches + dummy_patches, count * length * length
 

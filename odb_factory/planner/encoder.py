@@ -76,13 +76,13 @@ def plan_encoders(
         # [array([0, 1, 1]), array([1])]
     """
     num_ranks = len(held)
-    owner = np.repeat(np.arange(num_ranks), [len(one) for one in held])
-    patches = np.concatenate([np.asarray(one, np.int64) for one in held])
+    owner = np.repeat(np.arange(num_ranks), [len(images) for images in held])
+    patches = np.concatenate([np.asarray(images, np.int64) for images in held])
     costs = cost.of(patches)
     before = by_number(owner, costs, num_ranks)
-    most = int(by_number(owner, patches, num_ranks).max())
-    most = int(MORE_PATCHES * most) if max_patches is None else max(most, max_patches)
-    target = _assign(owner, costs, patches, num_ranks, most)
+    patch_limit = int(by_number(owner, patches, num_ranks).max())
+    patch_limit = int(MORE_PATCHES * patch_limit) if max_patches is None else max(patch_limit, max_patches)
+    target = _assign(owner, costs, patches, num_ranks, patch_limit)
     load = by_number(target, costs, num_ranks)
     waits, waited = int(load.max(initial=0)), int(before.max(initial=0))
     if tokens is not None:
@@ -90,13 +90,13 @@ def plan_encoders(
         waits, waited = waits + int(language.max()), int((before + language).max())
     if waits > (1 - WORTH) * waited or not costs.size:
         target, load = owner, before
-    ends = np.cumsum([len(one) for one in held])[:-1]
+    ends = np.cumsum([len(images) for images in held])[:-1]
     encoded = by_number(target, patches, num_ranks)
     return EncoderPlan(np.split(target, ends), load, encoded, bool((target != owner).any()))
 
 
-def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int, most: int) -> np.ndarray:
-    """int64[images]: the rank of each; none has more than `most` patches, for memory grows with them.
+def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int, limit: int) -> np.ndarray:
+    """int64[images]: the rank of each; none has more than `limit` patches, for memory grows with them.
 
     1. Each rank keeps its largest images up to the mean load (or the largest image). 2. What is left goes to the
     emptiest rank, the largest first. 3. Moves and swaps between the fullest and the emptiest rank even out the rest.
@@ -104,15 +104,15 @@ def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks
     target = owner.copy()
     load, filled = by_number(owner, costs, num_ranks), by_number(owner, patches, num_ranks)
     mean = -(-int(costs.sum()) // num_ranks)
-    least = max(mean, int(costs.max(initial=0)))
+    lowest_load = max(mean, int(costs.max(initial=0)))
     by_cost = np.lexsort((np.arange(len(costs)), -costs))
     # 1.
-    kept, pool = np.zeros(num_ranks, np.int64), []
-    full = load > least
+    kept_load, pool = np.zeros(num_ranks, np.int64), []
+    full = load > lowest_load
     for image in by_cost[full[owner[by_cost]]].tolist():
         rank = owner[image]
-        if kept[rank] + costs[image] <= least:
-            kept[rank] += costs[image]
+        if kept_load[rank] + costs[image] <= lowest_load:
+            kept_load[rank] += costs[image]
         else:
             pool.append(image)
             load[rank] -= costs[image]
@@ -125,37 +125,37 @@ def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks
         while emptiest:
             _, rank = heapq.heappop(emptiest)
             tried.append(rank)
-            if filled[rank] + patches[image] <= most:
+            if filled[rank] + patches[image] <= limit:
                 break
         else:
             return owner.copy()  # there is room for it nowhere
         target[image] = rank
         load[rank] += costs[image]
         filled[rank] += patches[image]
-        for one in tried:
-            heapq.heappush(emptiest, (int(load[one]), one))
+        for tried_rank in tried:
+            heapq.heappush(emptiest, (int(load[tried_rank]), tried_rank))
     # 3.
     order = np.argsort(target, kind="stable")
     images = np.split(order, np.searchsorted(target[order], np.arange(1, num_ranks)))
     for _ in range(EXCHANGES * num_ranks):
         fullest, rank = int(load.argmax()), int(load.argmin())
-        if load[fullest] <= NEAR * least:
+        if load[fullest] <= NEAR * lowest_load:
             break
-        mine, other = images[fullest], images[rank]
+        to_give, to_take = images[fullest], images[rank]
         gap = int(load[fullest] - load[rank])
         # An image moves, or two are swapped; the last column gives nothing back.
-        moved = costs[mine][:, None] - np.append(costs[other], 0)
-        more = patches[mine][:, None] - np.append(patches[other], 0)
-        helps = (moved > 0) & (moved < gap) & (filled[rank] + more <= most) & (filled[fullest] - more <= most)
+        moved = costs[to_give][:, None] - np.append(costs[to_take], 0)
+        added = patches[to_give][:, None] - np.append(patches[to_take], 0)
+        helps = (moved > 0) & (moved < gap) & (filled[rank] + added <= limit) & (filled[fullest] - added <= limit)
         if not helps.any():
             break
-        left = np.where(helps, np.abs(gap - 2 * moved), np.iinfo(np.int64).max)
-        one, back = divmod(int(left.argmin()), left.shape[1])
-        images[fullest] = np.append(np.delete(mine, one), other[back : back + 1])
-        images[rank] = np.append(np.delete(other, back) if back < len(other) else other, mine[one])
-        for sums, change in ((load, moved), (filled, more)):
-            sums[fullest] -= change[one, back]
-            sums[rank] += change[one, back]
+        gap_after = np.where(helps, np.abs(gap - 2 * moved), np.iinfo(np.int64).max)
+        sent, back = divmod(int(gap_after.argmin()), gap_after.shape[1])
+        images[fullest] = np.append(np.delete(to_give, sent), to_take[back : back + 1])
+        images[rank] = np.append(np.delete(to_take, back) if back < len(to_take) else to_take, to_give[sent])
+        for sums, change in ((load, moved), (filled, added)):
+            sums[fullest] -= change[sent, back]
+            sums[rank] += change[sent, back]
     for rank in range(num_ranks):
         target[images[rank]] = rank
     return target

@@ -53,10 +53,10 @@ def plan_buffers(
     """
     table, starts, owner_rank = pool(buffers)
     pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
-    done = np.array([buffer.exhausted for buffer in buffers])
+    exhausted = np.array([buffer.exhausted for buffer in buffers])
     if slots > 1:
-        done = np.array([done.all()])
-    count, final = np.bincount(pool_of, minlength=len(done)), bool(join and done.all())
+        exhausted = np.array([exhausted.all()])
+    count, final = np.bincount(pool_of, minlength=len(exhausted)), bool(join and exhausted.all())
     # By pool, the oldest first; equally old samples of all ranks take turns.
     turn = np.arange(len(table)) - np.array(starts)[owner_rank]
     order = np.lexsort((owner_rank, turn, -table["age"].astype(np.int64), pool_of))
@@ -64,12 +64,12 @@ def plan_buffers(
     if final:
         groups = cut(table, order, pool_of[order], slots, budget, model)
     else:
-        modality_of = np.zeros(len(done), dtype=np.int64)
+        modality_of = np.zeros(len(exhausted), dtype=np.int64)
         modality_of[pools] = table["modality"][order[oldest]]
         usable = order[table["modality"][order] == modality_of[pool_of[order]]]
-        num_usable = np.bincount(pool_of[usable], minlength=len(done))
-        needed = _needed(table, pool_of, len(done), slots, budget, model)
-        required = ~done if join else np.ones_like(done)
+        num_usable = np.bincount(pool_of[usable], minlength=len(exhausted))
+        needed = _needed(table, pool_of, len(exhausted), slots, budget, model)
+        required = ~exhausted if join else np.ones_like(exhausted)
         multiple = 1 if join else accumulation
         num_steps = _fillable(needed(usable), num_usable, required, slots, multiple)
         chosen = usable[_oldest(needed, usable, table["row_tokens"], pool_of, num_usable, num_steps * slots)]
@@ -78,11 +78,11 @@ def plan_buffers(
         if (num_usable[required] < fewest).any() and (count[required] >= fewest).all():
             # No rank may idle, and the modality of the oldest has too few samples: others go with it, each alone.
             alone = order[oldest[:, None] + np.arange(fewest)].reshape(len(pools), multiple, slots, 1)
-            groups = [[(n, one) for n, own in zip(pools.tolist(), alone[:, k]) for one in own] for k in range(multiple)]
+            groups = [[(n, idx) for n, row in zip(pools.tolist(), alone[:, k]) for idx in row] for k in range(multiple)]
     if not join:
-        gone = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
-        left = count - np.bincount(pool_of[gone], minlength=len(done))
-        final = bool((done & (left < accumulation)).any())
+        emitted = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
+        num_left = count - np.bincount(pool_of[emitted], minlength=len(exhausted))
+        final = bool((exhausted & (num_left < accumulation)).any())
     steps = [place(step, owner_rank, len(buffers), slots) for step in groups]
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     plan = to_plan(steps, table, starts, owner_rank, budget, final)
@@ -94,14 +94,14 @@ def plan_buffers(
 
 def _fuller_half(plan: Plan, oldest: Sequence[int]) -> Plan:
     """Without the micro-steps that pad more than most, unless they hold one of the samples `oldest`."""
-    first = set(oldest)
+    must_stay = set(oldest)
     fullness = [step.tokens / step.max_rank_tokens for step in plan.totals]
-    least = sorted(fullness)[len(fullness) // 2]
+    median = sorted(fullness)[len(fullness) // 2]
     stays = [
-        full >= least or not first.isdisjoint(itertools.chain.from_iterable(groups))
+        full >= median or not must_stay.isdisjoint(itertools.chain.from_iterable(groups))
         for full, *groups in zip(fullness, *plan.groups)
     ]
-    groups = [list(itertools.compress(own, stays)) for own in plan.groups]
+    groups = [list(itertools.compress(of_rank, stays)) for of_rank in plan.groups]
     return replace(plan, groups=groups, totals=list(itertools.compress(plan.totals, stays)))
 
 
@@ -114,14 +114,14 @@ def _needed(
         return groups_needed(Pools(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
 
     tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of
-    most = [
-        None if one is None else max(one - dummy - one // SLACK, 1)
-        for one, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))
+    limits = [
+        None if limit is None else max(limit - dummy - limit // SLACK, 1)
+        for limit, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))
     ]
 
     def flat(chosen: np.ndarray) -> np.ndarray:
         samples = Samples(table, chosen, pool_of[chosen], slots, budget)
-        return bins_needed(samples, most, num_pools)
+        return bins_needed(samples, limits, num_pools)
 
     return flat if budget.layout == "flat" else padded
 
@@ -132,9 +132,9 @@ def _fillable(needed: np.ndarray, count: np.ndarray, required: np.ndarray, slots
     One micro-step at least, unless a required pool has too few samples for it.
     """
     least_count = int(count[required].min())
-    most = max(least_count // slots, min(least_count, 1)) // multiple * multiple
+    max_steps = max(least_count // slots, min(least_count, 1)) // multiple * multiple
     full = int((needed[required] - 1).min()) // slots
-    return min(max(full // multiple, 1) * multiple, most)
+    return min(max(full // multiple, 1) * multiple, max_steps)
 
 
 def _oldest(
@@ -150,11 +150,11 @@ def _oldest(
     Bisection, to one sample in 1,024; the first guess is the part of the tokens that would fill `slots`.
     """
     pools, before = pool_of[order], np.concatenate([[0], np.cumsum(tokens[order], dtype=np.int64)])
-    first, ends = (np.searchsorted(pools, np.arange(len(count)), side=side) for side in ("left", "right"))
-    place_in_pool = np.arange(len(order)) - first[pools]
+    starts, ends = (np.searchsorted(pools, np.arange(len(count)), side=side) for side in ("left", "right"))
+    place_in_pool = np.arange(len(order)) - starts[pools]
     low, high = np.minimum(count, slots), count.copy()
-    most = before[first] + (before[ends] - before[first]) * slots // np.maximum(needed(order), 1)
-    guess = np.searchsorted(before, most, side="right") - 1 - first
+    token_limits = before[starts] + (before[ends] - before[starts]) * slots // np.maximum(needed(order), 1)
+    guess = np.searchsorted(before, token_limits, side="right") - 1 - starts
     while (high - low > count // 1024).any():
         tried = np.clip(guess, np.minimum(low + 1, high), high)
         fits = needed(order[place_in_pool < tried[pools]]) <= slots
@@ -162,8 +162,8 @@ def _oldest(
         width = count // 256 + 1
         guess = np.where(fits, low + width, high - width)
         guess = np.where(high - low <= 2 * width, (low + high + 1) // 2, guess)
-    taken: np.ndarray = place_in_pool < low[pools]
-    return taken
+    is_chosen: np.ndarray = place_in_pool < low[pools]
+    return is_chosen
 
 
 def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarray | None]]:
@@ -174,5 +174,5 @@ def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarra
     """
     busy = [sum(group is not None for group in step) for step in steps]
     for count in sorted(set(busy), reverse=True):
-        alike = [step for step, ranks in zip(steps, busy) if ranks == count]
-        yield from (alike[i] for i in rng.permutation(len(alike)))
+        equally_busy = [step for step, ranks in zip(steps, busy) if ranks == count]
+        yield from (equally_busy[i] for i in rng.permutation(len(equally_busy)))

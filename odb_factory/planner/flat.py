@@ -65,8 +65,8 @@ class Samples:
     def weigh(self, model: CostModel) -> CostModel:
         """The model that bins are balanced by: `model`, with something for tokens and patches where it has nothing."""
         tokens, patches, squares = (int(total) for total in self.measures[:, :3].sum(axis=0))
-        rest = model.patch * patches + model.square * squares
-        token = max(model.token, -(-rest // (LEAST_TOKEN_SHARE * max(tokens, 1))), 1)
+        other_cost = model.patch * patches + model.square * squares
+        token = max(model.token, -(-other_cost // (LEAST_TOKEN_SHARE * max(tokens, 1))), 1)
         if model.patch or not patches:
             return replace(model, token=token)
         scale = PATCHES_PER_TOKEN
@@ -113,11 +113,11 @@ def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools
     """
     pool = samples.pool[~samples.overlong]
     needed = np.minimum(np.bincount(pool, minlength=num_pools), 1)
-    for measure, most in zip(samples.measures[~samples.overlong].T, most_of_a_bin):
-        if most is not None:
+    for measure, limit in zip(samples.measures[~samples.overlong].T, most_of_a_bin):
+        if limit is not None:
             sums = by_number(pool, measure, num_pools)
-            halves = by_number(pool, 2 * measure > most, num_pools)
-            needed = np.maximum(np.maximum(needed, halves), -(-sums // max(most, 1)))
+            halves = by_number(pool, 2 * measure > limit, num_pools)
+            needed = np.maximum(np.maximum(needed, halves), -(-sums // max(limit, 1)))
     with_overlong: np.ndarray = needed + np.bincount(samples.pool[samples.overlong], minlength=num_pools)
     return with_overlong
 
@@ -134,7 +134,7 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
     place = np.arange(len(pool)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
     step, frozen = place // samples.slots, place < num_overlong[pool]
     amounts, most_of_a_bin = _amounts(samples, len(pool), model)
-    targets = [_targets(samples, amount, most, pool, step, frozen) for amount, most in zip(amounts.T, most_of_a_bin)]
+    targets = [_targets(samples, amount, limit, pool, step, frozen) for amount, limit in zip(amounts.T, most_of_a_bin)]
     return Bins(samples, pool, step, frozen, amounts, np.stack(targets, axis=1))
 
 
@@ -153,19 +153,19 @@ def _amounts(samples: Samples, num_bins: int, model: CostModel) -> tuple[np.ndar
     prices = [model.token, model.patch, model.square]
     costs = [model.token * total_tokens, model.patch * total_patches, model.square * total_squares]
     most_patches = total_patches if budget.max_patches is None else budget.max_patches
-    most = [budget.token_budget, most_patches, budget.token_budget * int(samples.tokens.max())]
+    limits = [budget.token_budget, most_patches, budget.token_budget * int(samples.tokens.max())]
     unit = max(sum(costs) // (num_bins * AMOUNT_OF_A_BIN), 1)
     dimensions = [0, *(d for d in (1, 2) if costs[d])]
     amounts = [np.minimum(prices[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in dimensions]
-    return np.stack(amounts, axis=1), [min(prices[d] * most[d] // unit, LARGEST_AMOUNT) for d in dimensions]
+    return np.stack(amounts, axis=1), [min(prices[d] * limits[d] // unit, LARGEST_AMOUNT) for d in dimensions]
 
 
 def _targets(
-    samples: Samples, amount: np.ndarray, most: int, pool: np.ndarray, step: np.ndarray, frozen: np.ndarray
+    samples: Samples, amount: np.ndarray, limit: int, pool: np.ndarray, step: np.ndarray, frozen: np.ndarray
 ) -> np.ndarray:
     """How much of one dimension each bin shall hold [bins].
 
-    amount: what each sample adds of it [n]. most: what the budget allows a bin.
+    amount: what each sample adds of it [n]. limit: what the budget allows a bin.
 
     1. A bin may be as full as the fullest bin of its micro-step has to be (`_heights`), and no fuller than the budget
        allows, less a margin.
@@ -179,23 +179,23 @@ def _targets(
     np.add.at(bins_in_step, (pool[~frozen], step[~frozen]), 1)
     # Bins may be as full as an overlong sample of their micro-step, for which all ranks wait.
     has_overlong = np.bincount(step[frozen], minlength=num_steps) > 0
-    least_heights = np.where(has_overlong, min(int(amount[samples.overlong].max(initial=0)), most), 0)
+    least_heights = np.where(has_overlong, min(int(amount[samples.overlong].max(initial=0)), limit), 0)
     heights = _heights(amount[ordinary], samples.pool[ordinary], bins_in_step, least_heights)
     # Exchanges end near their target, not at it, and often above it.
-    heights = np.minimum(heights, most - most // MARGIN)
+    heights = np.minimum(heights, limit - limit // MARGIN)
     targets = np.where(frozen, 0, heights[step])
-    held = by_number(samples.pool[ordinary], amount[ordinary], num_pools)
+    added = by_number(samples.pool[ordinary], amount[ordinary], num_pools)
     room = by_number(pool, targets, num_pools)
-    missing = np.maximum(held - room, 0) // np.maximum(bins_in_step.sum(axis=1), 1)
-    share = np.minimum((held << SHARE_BITS) // np.maximum(room, 1), 1 << SHARE_BITS)
+    missing = np.maximum(added - room, 0) // np.maximum(bins_in_step.sum(axis=1), 1)
+    share = np.minimum((added << SHARE_BITS) // np.maximum(room, 1), 1 << SHARE_BITS)
     return np.where(frozen, 0, (targets * share[pool] >> SHARE_BITS) + missing[pool])
 
 
-def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, least: np.ndarray) -> np.ndarray:
+def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, min_heights: np.ndarray) -> np.ndarray:
     """How full the fullest bin of each micro-step has to be [micro-steps], as water finds its level.
 
-    amount, pool: of each sample [n]. bins_in_step: bins of each pool in each micro-step [pools, micro-steps]. least: a
-    lower limit of each height [micro-steps].
+    amount, pool: of each sample [n]. bins_in_step: bins of each pool in each micro-step [pools, micro-steps].
+    min_heights: a lower limit of each height [micro-steps].
 
     All ranks wait for the fullest bin, so the other bins of its micro-step can be filled as high at no cost. The
     micro-steps take their heights one after the other: the mean of what is left for each bin, or the largest sample
@@ -216,7 +216,7 @@ def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, lea
     heights = np.zeros(num_steps, dtype=np.int64)
     for k, num_bins in enumerate(bins_in_step.T):
         largest = np.where(largest_left < ends, amount[largest_left], 0)
-        height = np.maximum(np.maximum(-(-amount_left // np.maximum(bins_left, 1)), largest), least[k])
+        height = np.maximum(np.maximum(-(-amount_left // np.maximum(bins_left, 1)), largest), min_heights[k])
         heights[k] = int(np.where(num_bins > 0, height, 0).max())
         amount_left, bins_left = np.maximum(amount_left - num_bins * height, 0), bins_left - num_bins
         largest_left = np.minimum(largest_left + num_bins, ends)

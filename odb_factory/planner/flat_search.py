@@ -71,16 +71,16 @@ def polish(filled: Filled, bound: int) -> None:
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
     """
-    left = min(max(MOST_REPAIRED_OF_A_SAMPLE * len(filled.samples), FEWEST_REPAIRED), MOST_REPAIRED)
+    trials_left = min(max(MOST_REPAIRED_OF_A_SAMPLE * len(filled.samples), FEWEST_REPAIRED), MOST_REPAIRED)
     if filled.within:
-        left = MOST_POLISHED
+        trials_left = MOST_POLISHED
     while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
-            given, taken, partner = _exchanges(filled, critical)
-            left -= len(given) * len(taken)
-            if left < 0:
+            to_give, to_take, partner = _exchanges(filled, critical)
+            trials_left -= len(to_give) * len(to_take)
+            if trials_left < 0:
                 return
-            if len(taken) and _improve(filled, critical, given, taken, partner):
+            if len(to_take) and _improve(filled, critical, to_give, to_take, partner):
                 break
         else:
             return
@@ -100,39 +100,39 @@ def _critical(filled: Filled) -> list[int]:
 def _exchanges(filled: Filled, critical: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Samples that a bin may give, samples that it may take, and the bin of each of these; the number of samples stands
     for none."""
-    others = np.flatnonzero((filled.pool == filled.pool[critical]) & ~filled.frozen)
-    others = others[others != critical]
-    if len(others) > MOST_PARTNERS:
-        costs = filled.samples.shapes(filled.sums[others]) @ filled.weights
-        others = np.sort(others[np.argsort(costs, kind="stable")[:MOST_PARTNERS]])
-    theirs, nobody = np.flatnonzero(np.isin(filled.bin_of, others)), len(filled.samples)
-    given = np.append(np.flatnonzero(filled.bin_of == critical), nobody)
-    taken = np.concatenate([theirs, np.full(len(others), nobody)])
-    return given, taken, np.concatenate([filled.bin_of[theirs], others])
+    partners = np.flatnonzero((filled.pool == filled.pool[critical]) & ~filled.frozen)
+    partners = partners[partners != critical]
+    if len(partners) > MOST_PARTNERS:
+        costs = filled.samples.shapes(filled.sums[partners]) @ filled.weights
+        partners = np.sort(partners[np.argsort(costs, kind="stable")[:MOST_PARTNERS]])
+    partner_samples, nobody = np.flatnonzero(np.isin(filled.bin_of, partners)), len(filled.samples)
+    to_give = np.append(np.flatnonzero(filled.bin_of == critical), nobody)
+    to_take = np.concatenate([partner_samples, np.full(len(partners), nobody)])
+    return to_give, to_take, np.concatenate([filled.bin_of[partner_samples], partners])
 
 
-def _improve(filled: Filled, critical: int, given: np.ndarray, taken: np.ndarray, partner: np.ndarray) -> bool:
-    """Make the best exchange of one of `given` for one of `taken`; whether there is one that helps."""
+def _improve(filled: Filled, critical: int, to_give: np.ndarray, to_take: np.ndarray, partner: np.ndarray) -> bool:
+    """Make the best exchange of one of `to_give` for one of `to_take`; whether there is one that helps."""
     samples, nobody = filled.samples, len(filled.samples)
     measures = np.concatenate([samples.measures, np.zeros_like(samples.measures[:1])])
-    moved = measures[given][:, None] - measures[taken][None]
+    moved = measures[to_give][:, None] - measures[to_take][None]
     after, after_partner = filled.sums[critical] - moved, filled.sums[partner] + moved
     over = samples.excess(after) + samples.excess(after_partner)
     over -= samples.excess(filled.sums[critical]) + samples.excess(filled.sums[partner])
     change = _change(filled, critical, partner, samples.shapes(after), samples.shapes(after_partner))
     count = np.bincount(filled.bin_of, minlength=len(filled.step))
-    empties = (given != nobody)[:, None] & (taken == nobody) & (count[critical] == 1)
-    empties |= (given == nobody)[:, None] & (taken != nobody) & (count[partner] == 1)
+    empties = (to_give != nobody)[:, None] & (to_take == nobody) & (count[critical] == 1)
+    empties |= (to_give == nobody)[:, None] & (to_take != nobody) & (count[partner] == 1)
     over[empties] = FAR_OVER
-    least = int(over.min())
-    chosen = int(np.where(over == least, change, np.iinfo(np.int64).max).argmin())
-    if least > 0 or (least == 0 and change.flat[chosen] >= 0):
+    min_over = int(over.min())
+    chosen = int(np.where(over == min_over, change, np.iinfo(np.int64).max).argmin())
+    if min_over > 0 or (min_over == 0 and change.flat[chosen] >= 0):
         return False
-    i, j = divmod(chosen, len(taken))
-    if given[i] != nobody:
-        filled.bin_of[given[i]] = partner[j]
-    if taken[j] != nobody:
-        filled.bin_of[taken[j]] = critical
+    i, j = divmod(chosen, len(to_take))
+    if to_give[i] != nobody:
+        filled.bin_of[to_give[i]] = partner[j]
+    if to_take[j] != nobody:
+        filled.bin_of[to_take[j]] = critical
     filled.sums[critical], filled.sums[partner[j]] = after[i, j], after_partner[i, j]
     return True
 
@@ -148,11 +148,11 @@ def _change(
     is_most = shapes == without[step]
     num_most = by_number(step, is_most, len(maxima))
     second = by_number(step, np.where(is_most, 0, shapes), len(maxima), np.maximum)
-    rest = np.where(is_most & (num_most[step] == 1), second[step], without[step])[partner]
+    without_partner = np.where(is_most & (num_most[step] == 1), second[step], without[step])[partner]
     shared = (step[partner] == step[critical])[:, None]
-    theirs = np.maximum(rest, after_partner)
-    mine = np.maximum(np.where(shared, theirs, without[step[critical]]), after)
-    changed = mine - maxima[step[critical]] + np.where(shared, 0, theirs - maxima[step[partner]])
+    partner_maxima = np.maximum(without_partner, after_partner)
+    critical_maxima = np.maximum(np.where(shared, partner_maxima, without[step[critical]]), after)
+    changed = critical_maxima - maxima[step[critical]] + np.where(shared, 0, partner_maxima - maxima[step[partner]])
     change: np.ndarray = changed @ filled.weights
     return change
 
@@ -175,25 +175,25 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int = 0
     tokens, patches = (int(total) for total in samples.measures[~samples.overlong, :2].sum(axis=0))
     is_patches = budget.max_patches is not None and patches * budget.token_budget > tokens * budget.max_patches
     column, capacity = (1, budget.max_patches or 0) if is_patches else (0, budget.token_budget)
-    most = {(media, audio): _most_of_a_bin(budget, media, audio) for media in (False, True) for audio in (False, True)}
-    left = np.bincount(samples.pool).tolist()
-    num_bins, missing = [0] * len(left), [least_steps * samples.slots] * len(left)
+    limit = {(media, audio): _most_of_a_bin(budget, media, audio) for media in (False, True) for audio in (False, True)}
+    num_left = np.bincount(samples.pool).tolist()
+    num_bins, missing = [0] * len(num_left), [least_steps * samples.slots] * len(num_left)
     bin_of, pool_of_bin, sums = [0] * len(samples), list[int](), list[list[int]]()
     by_room: dict[int, list[tuple[int, int]]] = {}
     details = list(zip(measures, samples.pool.tolist(), samples.overlong.tolist()))
     for sample in sorted(range(len(samples)), key=lambda i: measures[i][column], reverse=True):
-        own, pool, overlong = details[sample]
+        measure, pool, overlong = details[sample]
         rooms, number = by_room.setdefault(pool, []), len(sums)
-        first = len(rooms) if overlong or left[pool] <= missing[pool] else bisect_left(rooms, (own[column], -1))
-        left[pool] -= 1
+        first = len(rooms) if overlong or num_left[pool] <= missing[pool] else bisect_left(rooms, (measure[column], -1))
+        num_left[pool] -= 1
         for place in range(first, min(first + MAX_LOOKS, len(rooms))):
-            held = list(map(operator.add, sums[rooms[place][1]], own))
-            if all(map(operator.le, held[:2], most[held[3] > 0, held[4] > 0])):
+            new_sums = list(map(operator.add, sums[rooms[place][1]], measure))
+            if all(map(operator.le, new_sums[:2], limit[new_sums[3] > 0, new_sums[4] > 0])):
                 _, number = rooms.pop(place)
-                sums[number] = held
+                sums[number] = new_sums
                 break
         else:
-            sums.append(own)
+            sums.append(measure)
             pool_of_bin.append(pool)
             num_bins[pool] += 1
             missing[pool] = max(-(-num_bins[pool] // samples.slots), least_steps) * samples.slots - num_bins[pool]
@@ -248,11 +248,11 @@ def _with_reached_targets(bins: Bins, bin_of: np.ndarray) -> Bins:
 
     Tokens and patches cannot always reach their targets together. Tokens then count more, for they have a budget.
     """
-    held = by_number(bin_of, bins.amounts, len(bins))
+    reached = by_number(bin_of, bins.amounts, len(bins))
     _, kind = np.unique(np.stack([bins.pool, bins.step, bins.frozen]), axis=1, return_inverse=True)
-    means = (by_number(kind, held, int(kind.max()) + 1) // np.bincount(kind)[:, None])[kind]
+    means = (by_number(kind, reached, int(kind.max()) + 1) // np.bincount(kind)[:, None])[kind]
     means[:, 0] = bins.targets[:, 0]
-    weights = np.array([1] + [TOKENS_COUNT_MORE] * (held.shape[1] - 1))
+    weights = np.array([1] + [TOKENS_COUNT_MORE] * (reached.shape[1] - 1))
     return replace(bins, amounts=bins.amounts // weights, targets=means // weights)
 
 
@@ -279,13 +279,13 @@ def _largest_first(bins: Bins) -> np.ndarray:
     pool, room = bins.pool[ordinary], targets[ordinary]
     start = np.searchsorted(pool, pools)
     place = np.arange(len(ordinary)) - start[pool]
-    while (left := ends - following).any():
+    while (num_left := ends - following).any():
         by_room = np.lexsort((-room, pool)) if len(pools) > 1 else np.argsort(-room, kind="stable")
         sorted_room = room[by_room]
-        is_open = left > 0
-        least = np.zeros(len(pools), dtype=np.int64)
-        least[is_open] = sorted_room[start[is_open]] - size[order[following[is_open]]]
-        takes = (place < left[pool]) & ((sorted_room > least[pool]) | (place == 0))
+        is_open = num_left > 0
+        min_room = np.zeros(len(pools), dtype=np.int64)
+        min_room[is_open] = sorted_room[start[is_open]] - size[order[following[is_open]]]
+        takes = (place < num_left[pool]) & ((sorted_room > min_room[pool]) | (place == 0))
         taking = by_room[takes]
         chosen = order[following[pool[takes]] + place[takes]]
         bin_of[chosen] = ordinary[taking]
@@ -299,8 +299,8 @@ def _fill_empty(bins: Bins, bin_of: np.ndarray) -> None:
     count = np.bincount(bin_of, minlength=len(bins))
     for empty in np.flatnonzero(count == 0).tolist():
         giver = int(np.where(bins.pool == bins.pool[empty], count, 0).argmax())
-        own = np.flatnonzero(bin_of == giver)
-        bin_of[own[bins.amounts[own, 0].argmin()]] = empty
+        giver_samples = np.flatnonzero(bin_of == giver)
+        bin_of[giver_samples[bins.amounts[giver_samples, 0].argmin()]] = empty
         count[giver], count[empty] = count[giver] - 1, 1
 
 
@@ -369,12 +369,12 @@ class _Held:
         first = self.rows[fuller[:, None], first_places]
         second = self.rows[emptier[:, None], second_places]
         gap = np.clip(self.excess[fuller] - self.excess[emptier], -2 * LARGEST_AMOUNT, 2 * LARGEST_AMOUNT)
-        given, taken = self.amounts.take(first, axis=0), self.amounts.take(second, axis=0)
+        amounts_given, amounts_taken = self.amounts.take(first, axis=0), self.amounts.take(second, axis=0)
         # With d given less what is taken, squared distances change by 2 d (d - gap): here half of it, written out.
-        by_given = np.einsum("psd,psd->ps", given, given - gap[:, None])
-        by_taken = np.einsum("psd,psd->ps", taken, taken + gap[:, None])
+        by_given = np.einsum("psd,psd->ps", amounts_given, amounts_given - gap[:, None])
+        by_taken = np.einsum("psd,psd->ps", amounts_taken, amounts_taken + gap[:, None])
         change = by_given[:, :, None] + by_taken[:, None, :]
-        change -= 2 * given @ taken.transpose(0, 2, 1)
+        change -= 2 * amounts_given @ amounts_taken.transpose(0, 2, 1)
         # No bin is emptied: one that gives its last sample gets another for it.
         alone, also_alone = self.count[fuller] == 1, self.count[emptier] == 1
         if alone.any() or also_alone.any():
@@ -405,5 +405,5 @@ class _Held:
         self.rows[givers, last] = self.nobody
 
     def write(self, bin_of: np.ndarray) -> None:
-        which, place = np.nonzero(self.rows != self.nobody)
-        bin_of[self.rows[which, place]] = which
+        bins, place = np.nonzero(self.rows != self.nobody)
+        bin_of[self.rows[bins, place]] = bins

@@ -30,19 +30,19 @@ def _best_bins(samples: Samples, model: CostModel) -> Filled:
     """All samples in bins, within the budgets."""
     budget = samples.budget
     needed = bins_needed(samples, (budget.token_budget, budget.max_patches), samples.num_pools)
-    least = -(-int(needed.max()) // samples.slots)
-    found = _polished(samples, least, model)
-    if found.within:
-        return found
-    found = match_by_cost(best_fit_decreasing(samples, model))
-    first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
+    min_steps = -(-int(needed.max()) // samples.slots)
+    best = _polished(samples, min_steps, model)
+    if best.within:
+        return best
+    best = match_by_cost(best_fit_decreasing(samples, model))
+    first, last = best.num_steps - FLAT_CANDIDATES + 1, best.num_steps + 1
     if len(samples) > FEW_SAMPLES:
-        first = last = found.num_steps
-    for num_steps in range(max(least + 1, first), last + 1):
-        if flat_lower_bound(samples, num_steps, model) < found.cost:
-            other = _polished(samples, num_steps, model)
-            found = other if other.within and other.cost < found.cost else found
-    return found
+        first = last = best.num_steps
+    for num_steps in range(max(min_steps + 1, first), last + 1):
+        if flat_lower_bound(samples, num_steps, model) < best.cost:
+            candidate = _polished(samples, num_steps, model)
+            best = candidate if candidate.within and candidate.cost < best.cost else best
+    return best
 
 
 def _polished(samples: Samples, num_steps: int, model: CostModel) -> Filled:
@@ -55,8 +55,8 @@ def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into `num_steps` micro-steps costs less: the mean of a pool, or the largest sample, in each measure."""
     measures = samples.measures[:, :3]
     sums = by_number(samples.pool, measures, samples.num_pools)
-    most = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
-    return num_steps * model.fixed + int(most @ np.array([model.token, model.patch, model.square]))
+    largest = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
+    return num_steps * model.fixed + int(largest @ np.array([model.token, model.patch, model.square]))
 
 
 def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:
@@ -66,7 +66,7 @@ def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:
     """
     bins = make_bins(samples, num_steps, model)
     filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.step)
-    return min(filled, match_by_cost(filled), key=lambda one: one.cost)
+    return min(filled, match_by_cost(filled), key=lambda candidate: candidate.cost)
 
 
 def match_by_cost(filled: Filled) -> Filled:
@@ -82,14 +82,14 @@ def _without_excess(filled: Filled) -> Filled:
     """The same bins without the youngest and shortest samples of those that break a budget."""
     samples, bin_of, sums = filled.samples, filled.bin_of.copy(), filled.sums.copy()
     for number in np.flatnonzero((samples.excess(sums) > 0) & ~filled.frozen).tolist():
-        own = np.flatnonzero(bin_of == number)
-        for out in own[np.lexsort((own, samples.tokens[own], samples.age[own]))][:-1].tolist():
+        in_bin = np.flatnonzero(bin_of == number)
+        for out in in_bin[np.lexsort((in_bin, samples.tokens[in_bin], samples.age[in_bin]))][:-1].tolist():
             bin_of[out] = -1
             sums[number] -= samples.measures[out]
             if not samples.excess(sums[number]):
                 break
-    kept = np.flatnonzero(bin_of >= 0)
-    return replace(filled, samples=samples.of(kept), bin_of=bin_of[kept])
+    stays = np.flatnonzero(bin_of >= 0)
+    return replace(filled, samples=samples.of(stays), bin_of=bin_of[stays])
 
 
 def _groups_of_bins(filled: Filled) -> list[list[PoolGroup]]:
@@ -146,7 +146,7 @@ def _costliest_first(plan: Plan, model: CostModel) -> Plan:
         return -step.active_ranks, -cost, -step.max_rank_tokens, -step.max_rank_patches
 
     order = sorted(range(len(plan.totals)), key=key)
-    groups = [[own[k] for k in order] for own in plan.groups]
+    groups = [[of_rank[k] for k in order] for of_rank in plan.groups]
     return replace(plan, groups=groups, totals=[plan.totals[k] for k in order])
 
 
@@ -174,12 +174,12 @@ def cut(
     modality = table["modality"][index]
     modalities = np.unique(modality)
     for number in modalities.tolist():
-        own = modality == number
+        of_modality = modality == number
         if budget.layout == "flat":
-            samples = Samples(table, index[own], pool_of[own], slots, budget)
+            samples = Samples(table, index[of_modality], pool_of[of_modality], slots, budget)
             steps += _groups_of_bins(_best_bins(samples, samples.weigh(model)))
         else:
-            pools = Pools(table, index[own], pool_of[own], slots, budget, model)
+            pools = Pools(table, index[of_modality], pool_of[of_modality], slots, budget, model)
             steps += groups_of_cut(pools, best_cut(pools))
     return steps if len(modalities) < 2 else _join_partial(steps, slots, len(np.unique(pool_of)))
 
@@ -187,13 +187,13 @@ def cut(
 def _join_partial(steps: list[list[PoolGroup]], slots: int, num_pools: int) -> list[list[PoolGroup]]:
     """The same groups with the micro-steps in which ranks idle joined: ranks that one modality leaves idle compute
     another one meanwhile, and a rank idles after its last group."""
-    whole = [step for step in steps if len(step) == slots * num_pools]
-    left: dict[int, list[PoolGroup]] = {}
-    for number, group in (one for step in steps if len(step) < slots * num_pools for one in step):
-        left.setdefault(number, []).append((number, group))
-    num_steps = max((-(-len(groups) // slots) for groups in left.values()), default=0)
+    full_steps = [step for step in steps if len(step) == slots * num_pools]
+    by_pool: dict[int, list[PoolGroup]] = {}
+    for number, group in (pair for step in steps if len(step) < slots * num_pools for pair in step):
+        by_pool.setdefault(number, []).append((number, group))
+    num_steps = max((-(-len(groups) // slots) for groups in by_pool.values()), default=0)
     parts = [slice(k * slots, (k + 1) * slots) for k in range(num_steps)]
-    return whole + [[one for groups in left.values() for one in groups[part]] for part in parts]
+    return full_steps + [[pair for groups in by_pool.values() for pair in groups[part]] for part in parts]
 
 
 def cut_into(

@@ -58,7 +58,7 @@ def plan_micro_batches(
         micro_batches = plan_micro_batches([700, 300, 500, 200, 100], token_budget=1000, ranks=2)
         micro_batches  # [[[1, 2, 4]], [[0, 3]]]: one micro-step; rank 1 computes samples 0 and 3
     """
-    tokens = _integers("lengths", lengths, None, least=1)
+    tokens = _integers("lengths", lengths, None, floor=1)
     table = np.zeros(len(tokens), ROW)
     table["tokens"] = table["row_tokens"] = tokens
     if patches is not None:
@@ -66,13 +66,13 @@ def plan_micro_batches(
         table["has_media"] = table["patches"] > 0
     elif max_patches is not None:
         raise ValueError("max_patches needs patches: the number of patches of each sample")
-    most = MOST_OF_A_SAMPLE if max_patches is None else max_patches
-    for name, value in (("token_budget", token_budget), ("ranks", ranks), ("max_patches", most)):
+    patch_limit = MOST_OF_A_SAMPLE if max_patches is None else max_patches
+    for name, value in (("token_budget", token_budget), ("ranks", ranks), ("max_patches", patch_limit)):
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     if layout not in ("flat", "padded") or overlong not in ("error", "singleton"):
         raise ValueError(f"layout {layout!r} is not flat or padded, or overlong {overlong!r} not error or singleton")
-    over = (tokens > token_budget) | (table["patches"] > most)
+    over = (tokens > token_budget) | (table["patches"] > patch_limit)
     if overlong == "error" and over.any():
         first = int(over.argmax())
         raise ValueError(
@@ -88,12 +88,12 @@ def plan_micro_batches(
         owner = np.arange(len(tokens)) * ranks // len(tokens)
     elif (owner := _integers("owners", owners, len(tokens))).max() >= ranks:
         raise ValueError(f"owners has rank {owner.max()}, but there are {ranks} ranks, from 0 on")
-    held = [np.flatnonzero(owner == rank) for rank in range(ranks)]
-    buffers = [BufferMetadata(table[own], exhausted=False) for own in held]
+    held_by_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
+    buffers = [BufferMetadata(table[samples], exhausted=False) for samples in held_by_rank]
     budget = Budget(token_budget, max_patches, layout=layout)
     plan = plan_optimizer_step(buffers, budget, balance=owners is None, model=cost)
-    index = np.concatenate(held)
-    return [[index[group].tolist() for group in own] for own in plan.groups]
+    index = np.concatenate(held_by_rank)
+    return [[index[group].tolist() for group in of_rank] for of_rank in plan.groups]
 
 
 def _ranks_of_groups(group: np.ndarray, table: np.ndarray, ranks: int, cost: CostModel) -> np.ndarray:
@@ -109,14 +109,14 @@ def _ranks_of_groups(group: np.ndarray, table: np.ndarray, ranks: int, cost: Cos
     return of_sample
 
 
-def _integers(name: str, values: Integers, count: int | None, least: int = 0) -> np.ndarray:
+def _integers(name: str, values: Integers, count: int | None, floor: int = 0) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a sequence of one or more integers, got {np.shape(array)} of {array.dtype}")
     if count is not None and len(array) != count:
         raise ValueError(f"{name} has {len(array)} entries, lengths has {count}")
-    if array.min() < least or array.max() > MOST_OF_A_SAMPLE:
-        raise ValueError(f"{name} must be between {least} and {MOST_OF_A_SAMPLE:,}, got {array.min()} to {array.max()}")
+    if array.min() < floor or array.max() > MOST_OF_A_SAMPLE:
+        raise ValueError(f"{name} must be between {floor} and {MOST_OF_A_SAMPLE:,}, got {array.min()} to {array.max()}")
     return array.astype(np.int64)
 
 
@@ -127,6 +127,6 @@ def _numbered(groups: Sequence[Hashable] | np.ndarray, count: int) -> np.ndarray
     ids = groups.tolist() if isinstance(groups, np.ndarray) else groups
     numbers: dict[Hashable, int] = {}
     try:
-        return np.array([numbers.setdefault(one, len(numbers)) for one in ids], dtype=np.int64)
+        return np.array([numbers.setdefault(group, len(numbers)) for group in ids], dtype=np.int64)
     except TypeError as error:
         raise ValueError(f"groups must have an id for each sample, such as an integer or a string: {error}") from None

@@ -137,9 +137,9 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     def most_rows(lengths: np.ndarray) -> np.ndarray:
         unit = model.token * lengths + model.square * lengths * lengths
         by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
-        most = np.minimum(by_cost, budget.token_budget // lengths)
-        is_cut = (most > multiple) & (most < available)  # the last samples go together, whatever their number
-        friendly: np.ndarray = np.where(is_cut, most // multiple * multiple, most)
+        max_rows = np.minimum(by_cost, budget.token_budget // lengths)
+        is_cut = (max_rows > multiple) & (max_rows < available)  # the last samples go together, whatever their number
+        friendly: np.ndarray = np.where(is_cut, max_rows // multiple * multiple, max_rows)
         return friendly
 
     ends = np.minimum(starts + np.maximum(most_rows(pools.length), 1), pools.max_end)
@@ -196,10 +196,10 @@ def make_cut(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
     groups: of each pool; split until each of its slots has one, as far as there are samples: no rank idles without
     need.
     """
-    groups = [split_to_fill_slots(pools, own, slots) for own in groups]
-    sizes = np.array([len(own) for own in groups])
+    groups = [split_to_fill_slots(pools, of_pool, slots) for of_pool in groups]
+    sizes = np.array([len(of_pool) for of_pool in groups])
     pool = np.repeat(np.arange(len(groups)), sizes)
-    starts, ends = np.array([group for own in groups for group in own], dtype=np.int64).reshape(-1, 2).T
+    starts, ends = np.array([group for of_pool in groups for group in of_pool], dtype=np.int64).reshape(-1, 2).T
     costs = pools.costs(starts, ends)
     _, _, patches, _ = pools.shapes(starts, ends)
     order = np.lexsort((starts, -patches, -costs, pool))
@@ -222,16 +222,16 @@ def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ra
     groups: at most `num_ranks`, as positions in the table. owner_rank: of each position the rank that holds it.
     """
     assigned: list[np.ndarray | None] = [None] * num_ranks
-    which = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    pairs, counts = np.unique(which * num_ranks + owner_rank[np.concatenate(groups)], return_counts=True)
-    left = dict.fromkeys(range(len(groups)))
+    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    pairs, counts = np.unique(group_of * num_ranks + owner_rank[np.concatenate(groups)], return_counts=True)
+    unassigned = dict.fromkeys(range(len(groups)))
     for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
         group, rank = divmod(pair, num_ranks)
-        if assigned[rank] is None and group in left:
+        if assigned[rank] is None and group in unassigned:
             assigned[rank] = groups[group]
-            del left[group]
+            del unassigned[group]
     free = (rank for rank in range(num_ranks) if assigned[rank] is None)
-    for group, rank in zip(left, free):
+    for group, rank in zip(unassigned, free):
         assigned[rank] = groups[group]
     return assigned
 
@@ -321,11 +321,11 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
         ends = next_ends(pools, caps[:, None])
         following = _after(ends, pools.slots)
         costs = np.where(following[:, :-1] > starts, caps[:, None], NO_CAP)
-        least, chosen = np.zeros(num_rows + 1, dtype=np.int64), [0] * num_rows
+        least_cost, chosen = np.zeros(num_rows + 1, dtype=np.int64), [0] * num_rows
         for start in range(num_rows - 1, -1, -1):
-            total = costs[:, start] + least[following[:, start]]
+            total = costs[:, start] + least_cost[following[:, start]]
             chosen[start] = int(total.argmin())
-            least[start] = total[chosen[start]]
+            least_cost[start] = total[chosen[start]]
         start, groups, used = 0, [], set()
         while start < num_rows:
             cap, end = chosen[start], int(following[chosen[start], start])
@@ -346,8 +346,8 @@ def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[G
     grows = pools.budget.collation.has_dummies
     heap = [(start - end, start, end) for start, end in groups]
     heapq.heapify(heap)
-    whole: list[Group] = []
-    while heap and len(heap) + len(whole) < slots and heap[0][0] < -1:
+    indivisible: list[Group] = []
+    while heap and len(heap) + len(indivisible) < slots and heap[0][0] < -1:
         _, start, end = heapq.heappop(heap)
         # A half without the media of the whole gets dummy media, which may be too much for it. Then the longest or the
         # shortest goes alone: the media are not in both, and what keeps them fits as it did. Where both audio and other
@@ -356,11 +356,11 @@ def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[G
         middles = (k for k in places if not grows or (_fits(pools, start, k) and _fits(pools, k, end)))
         middle = next(middles, None)
         if middle is None:
-            whole.append((start, end))
+            indivisible.append((start, end))
             continue
         for half in ((start, middle), (middle, end)):
             heapq.heappush(heap, (half[0] - half[1], *half))
-    return [*whole, *((start, end) for _, start, end in heap)]
+    return [*indivisible, *((start, end) for _, start, end in heap)]
 
 
 def _fits(pools: Pools, start: int, end: int) -> bool:
@@ -379,11 +379,11 @@ NUM_CANDIDATES = 4
 
 def best_cut(pools: Pools) -> Cut:
     """The cheapest of the cuts that are tried, from the least K that the budgets allow."""
-    least = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
-    best = cut_by_one_cap(pools, least)
+    min_steps = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
+    best = cut_by_one_cap(pools, min_steps)
     if len(pools.starts) == 1:
         best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)
-    for num_steps in range(least + 1, least + NUM_CANDIDATES):
+    for num_steps in range(min_steps + 1, min_steps + NUM_CANDIDATES):
         if lower_bound(pools, num_steps) < best.cost:
             best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)
     return best
