@@ -119,11 +119,11 @@ class FillSchedule:
             name, steps = type(scheduler).__name__, self.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
 
-    def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
-        """Estimate by the loader of `other`, before the first optimizer step: optimizer and scheduler, which follows
+    def take_over(self, source: FillSchedule, optimizer: Any, scheduler: Any) -> None:
+        """Estimate by the loader of `source`, before the first optimizer step: optimizer and scheduler, which follows
         this schedule, were made by the estimates of its own."""
         before = self.learning_rate_factor()
-        self.loader, self.config, self._lr_factor = other.loader, other.config, other._lr_factor
+        self.loader, self.config, self._lr_factor = source.loader, source.config, source._lr_factor
         ratio = self.learning_rate_factor() / before
         if ratio == 1.0:
             return

@@ -106,18 +106,18 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
     A resumed run keeps its budgets. Without them, each sample is a micro-batch until the budgets are chosen, so that
     little is read before.
     """
-    if not (asked := config.auto_keys):
+    if not (keys := config.auto_keys):
         return config.resolved(), False
     saved = None if resumed is None else resumed.saved
-    if saved is not None and set(asked) <= saved["budgets"].keys():
-        chosen = {key: saved["budgets"][key] for key in asked}
+    if saved is not None and set(keys) <= saved["budgets"].keys():
+        chosen = {key: saved["budgets"][key] for key in keys}
         logger.info(
             "%s, as chosen when this training began; a number in the YAML takes its place",
             ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
         )
         return config.resolved(**chosen), False
     stand_in: dict[str, int | None] = {"token_budget": config.pad_to_multiple_of or 1, "max_patches": None}
-    resolved = config.resolved(**{key: stand_in[key] for key in asked})
+    resolved = config.resolved(**{key: stand_in[key] for key in keys})
     return dataclasses.replace(resolved, overlong="singleton", buffer_size=1), True
 
 
@@ -197,8 +197,8 @@ class Session:
         collate, scaling = Picklable(parts.collate_fn, "collate_fn"), config.loss_scaling
         return ItemObserver(collate, cost_fn=self.cost_fn, patch_size=self.patch_size, loss_scaling=scaling)
 
-    def make_loader(self, parts: DataLoaderParts, config: ResolvedConfig, layout: Layout, **others: Any) -> ODBLoader:
-        """others: arguments of `ODBLoader`."""
+    def make_loader(self, parts: DataLoaderParts, config: ResolvedConfig, layout: Layout, **kwargs: Any) -> ODBLoader:
+        """kwargs: arguments of `ODBLoader`."""
         return ODBLoader(
             parts,
             config,
@@ -209,7 +209,7 @@ class Session:
             ranks=Ranks(self.process_group, config.exchange_timeout_s),
             patch_size=self.patch_size,
             measure=self.measure,
-            **others,
+            **kwargs,
         )
 
     # A micro-batch
