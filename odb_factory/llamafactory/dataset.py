@@ -360,8 +360,8 @@ class RowObserver:
         if files:
             kind = "no such file: " if missing else "not a file: " if not_files else "files "
             named = missing or not_files or files
-            more = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
-            where += f", {kind}{', '.join(named[:MAX_FILES_NAMED])}{more}"
+            suffix = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
+            where += f", {kind}{', '.join(named[:MAX_FILES_NAMED])}{suffix}"
         return where
 
 

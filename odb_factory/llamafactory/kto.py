@@ -156,10 +156,10 @@ class StepKL:
         return losses, beta * chosen.detach(), beta * rejected.detach(), kl
 
     def _estimate(self, computing: Computing) -> Estimate:
-        whole = self._estimates[computing.micro_batch.index]
+        estimate = self._estimates[computing.micro_batch.index]
         start = computing.micro_batch.start
         examples = slice(start, start + max(len(computing.micro_batch.ids), 1))
-        return Estimate(whole.tags[examples], whole.kl[examples], whole.sft_factor[examples])
+        return Estimate(estimate.tags[examples], estimate.kl[examples], estimate.sft_factor[examples])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

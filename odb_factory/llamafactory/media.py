@@ -150,7 +150,7 @@ class ImagesBySize:
 
     def __init__(self, plugin: Any, processor: Any, *, by_formula: bool, one_by_one: bool):
         self.plugin, self.processor, self.by_formula, self.one_by_one = plugin, processor, by_formula, one_by_one
-        self._known: dict[Any, Answer] = {}
+        self._answers: dict[Any, Answer] = {}
 
     def answer(self, sizes: Sequence[Size], *args: Any, **kwargs: Any) -> Answer:
         """args, kwargs: of `_get_mm_inputs`, after the processor."""
@@ -172,12 +172,12 @@ class ImagesBySize:
 
     def _of(self, sizes: tuple[Size, ...], *args: Any, **kwargs: Any) -> Answer:
         key = sizes, repr((args, kwargs))
-        if key not in self._known:
+        if key not in self._answers:
             blanks = [Image.new("RGB", size, "white") for size in sizes]
-            if len(self._known) >= MAX_REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[key] = _ask(self.plugin, self.processor, blanks, *args, **kwargs)
-        return self._known[key]
+            if len(self._answers) >= MAX_REMEMBERED:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = _ask(self.plugin, self.processor, blanks, *args, **kwargs)
+        return self._answers[key]
 
 
 def _ask(plugin: Any, processor: Any, images: Sequence[Any], *args: Any, **kwargs: Any) -> Answer:

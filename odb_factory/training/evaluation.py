@@ -211,11 +211,11 @@ class Evaluation:
             del inputs.collated  # the box holds the only reference
             return self._predict_in_parts(forward, box, None)
         first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
-        kept = min(max(self._rows - first, 0), self._batch_size)
-        rows = find_batch_size(inputs) if self._counts_repeated else kept
+        num_rows = min(max(self._rows - first, 0), self._batch_size)
+        rows = find_batch_size(inputs) if self._counts_repeated else num_rows
         self._share = 1.0
         loss, logits, labels = forward(inputs)
-        weight = (self._batch_size if self._counts_repeated else kept) * self._of_row
+        weight = (self._batch_size if self._counts_repeated else num_rows) * self._of_row
         self._count(loss, weight, range(first, first + (rows or 0)), logits, labels)
         return loss
 

@@ -78,7 +78,7 @@ class MemoryWatch:
         """The micro-batch that memory does not hold, and the peak. optimizer_step: of the run, from 1."""
         tokens, patches = measured.rows * measured.length, self.config.max_patches
         ids = ", ".join(map(str, micro_batch.ids[:MAX_IDS_NAMED]))
-        more = f", ... ({len(micro_batch.ids)} in all)" if len(micro_batch.ids) > MAX_IDS_NAMED else ""
+        suffix = f", ... ({len(micro_batch.ids)} in all)" if len(micro_batch.ids) > MAX_IDS_NAMED else ""
         shape = f"{measured.rows} x {measured.length} = {tokens} tokens (token_budget {self.config.token_budget})"
         if measured.patches:
             shape += f", {measured.media} (max_patches {'none' if patches is None else patches})"
@@ -87,7 +87,7 @@ class MemoryWatch:
         peak = peak_memory(self.device)
         return (
             f"out of memory in micro-batch {micro_batch.index + 1} of {micro_batch.step.num_micro_batches} of "
-            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{more}"
+            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{suffix}"
             f"{f'; peak {peak}' if peak else ''}"
         )
 

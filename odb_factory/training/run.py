@@ -187,12 +187,12 @@ class ODBRun:
 
     def expected_steps(self) -> int:
         """The same, or an estimate, which equals the steps taken if and only if the run is done."""
-        if (known := self.total_steps) is not None:
-            return known
-        taken, share = self.optimizer_steps, self._share
+        if (total := self.total_steps) is not None:
+            return total
+        steps, share = self.optimizer_steps, self._share
         if not share:
-            return taken + math.ceil(self.epochs * self.loader.estimate_optimizer_steps())  # waits for the first plan
-        return taken if share >= 1.0 else max(round(taken / share), taken + 1)
+            return steps + math.ceil(self.epochs * self.loader.estimate_optimizer_steps())  # waits for the first plan
+        return steps if share >= 1.0 else max(round(steps / share), steps + 1)
 
     @property
     def _share(self) -> float:
@@ -213,8 +213,8 @@ class ODBRun:
     @property
     def finished(self) -> bool:
         """Whether a resumed run has nothing left to do."""
-        if (known := self.total_steps) is not None:
-            return self.optimizer_steps >= known
+        if (total := self.total_steps) is not None:
+            return self.optimizer_steps >= total
         return max(self._epochs_before, self.loader.epoch) >= self.epochs
 
     @property

@@ -89,11 +89,13 @@ def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callab
     """With the columns of `train_dataset` that the Trainer removes, where costs are counted from them."""
     if not isinstance(parts.dataset, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
         return parts
-    kept = parts.dataset.column_names
-    removed = set(train_dataset.column_names) - set(kept)
+    columns = parts.dataset.column_names
+    removed = set(train_dataset.column_names) - set(columns)
     if PATCHES_KEY not in removed and (cost_fn is None or not removed):
         return parts
-    return dataclasses.replace(parts, dataset=train_dataset, collate_fn=RemoveColumnsCollator(parts.collate_fn, kept))
+    return dataclasses.replace(
+        parts, dataset=train_dataset, collate_fn=RemoveColumnsCollator(parts.collate_fn, columns)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -263,8 +265,8 @@ class Session:
         """A batch without the rows that its models compute in place of its own, and the context in which they do."""
         if self.training is None or not isinstance(inputs, dict) or UNPADDED not in inputs:
             return inputs, contextlib.nullcontext()
-        rest = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
-        return rest, self.training.flat(FlatRows(**inputs[UNPADDED]))
+        batch = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
+        return batch, self.training.flat(FlatRows(**inputs[UNPADDED]))
 
     def weighing(self, model: Any, num_items: int) -> contextlib.AbstractContextManager[None]:
         """Within it the loss of the model in the current micro-batch is the weighted sum over its tokens, also in a

@@ -113,8 +113,8 @@ def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
                 continue
             rows.append((cost.tokens + cost.patches, cost.units, features))
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
-    kept = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
-    return Rows([features for *_, features in kept], [units for _, units, _ in kept])
+    chosen = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
+    return Rows([features for *_, features in chosen], [units for _, units, _ in chosen])
 
 
 class Row(NamedTuple):
@@ -333,8 +333,8 @@ class _Measurement:
 
     def _of_rank(self, supervised: Sequence[int], start: int) -> list[int]:
         """Tokens with a loss of the rows of a micro-batch. Ranks have other numbers of them, too."""
-        more = self._trainer.args.process_index % 5
-        return [supervised[start] + more, *supervised[start + 1 : start + ROWS_OF_MICRO_BATCH]]
+        extra = self._trainer.args.process_index % 5
+        return [supervised[start] + extra, *supervised[start + 1 : start + ROWS_OF_MICRO_BATCH]]
 
     # 2. Stock, and each sample alone
 
