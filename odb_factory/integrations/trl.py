@@ -50,9 +50,9 @@ def _correct_packages() -> None:
         packages = importlib.import_module("trl.import_utils")
     except ImportError:  # no trl, which `enable_odb_dpo` says by the trainer that it is given
         return
-    for name, found in list(vars(packages).items()):
-        if name.endswith("_available") and isinstance(found, tuple):
-            setattr(packages, name, found[0])
+    for name, value in list(vars(packages).items()):
+        if name.endswith("_available") and isinstance(value, tuple):
+            setattr(packages, name, value[0])
 
 
 _correct_packages()
@@ -195,7 +195,7 @@ class FiguresOfAllRanks(PairMetrics):
         """Collective where the trainer logs figures of its training, as all ranks do together, with the same keys."""
         stored = self.trainer._stored_metrics["train"]
         if self.trainer.odb.training is not None and "loss" in logs and stored:
-            mine = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)
-            of_all = self.trainer.accelerator.reduce(mine, "mean").tolist()
+            metrics = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)
+            of_all = self.trainer.accelerator.reduce(metrics, "mean").tolist()
             stored.update({key: [value] for key, value in zip(stored, of_all)})
         stock(logs, *args, **kwargs)

@@ -169,10 +169,10 @@ def _all_rows_have_an_index(args: Mapping[str, Any]) -> bool:
     for named in (args.get("dataset"), args.get("eval_dataset")):
         names += [name.strip() for name in named.split(",")] if isinstance(named, str) else named or ()
     try:
-        found = get_dataset_list(names, args.get("dataset_dir") or "data")
+        attrs = get_dataset_list(names, args.get("dataset_dir") or "data")
     except Exception:  # LLaMA-Factory reports it
         return False
-    return bool(found) and all(attr.load_from in BY_INDEX for attr in found)
+    return bool(attrs) and all(attr.load_from in BY_INDEX for attr in attrs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,11 +226,11 @@ def _missing_model(s: Settings) -> str | None:
 
 def _missing_checkpoint(s: Settings) -> str | None:
     """What `output_dir` holds if it lacks the checkpoint that `resume_from_checkpoint` names."""
-    asked = s.resume_from_checkpoint
-    if not asked or not isinstance(asked, str | bool) or os.environ.get("NNODES", "1") != "1":
+    checkpoint = s.resume_from_checkpoint
+    if not checkpoint or not isinstance(checkpoint, str | bool) or os.environ.get("NNODES", "1") != "1":
         return None  # nodes that see other disks settle it together
     names = sorted((folder.name for folder in Path(str(s.output_dir)).glob("checkpoint-*")), key=lambda n: (len(n), n))
-    is_there = names if asked is True else os.path.isdir(asked)
+    is_there = names if checkpoint is True else os.path.isdir(checkpoint)
     return None if is_there else f"{s.output_dir} has {', '.join(names[-3:]) or 'none'}"
 
 
@@ -247,11 +247,11 @@ WHY_NOT_SHIFTED = "it shifts attention along the whole row, across samples"
 """The reason against flat micro-batches with `shift_attn`."""
 
 
-def _backend(variable: str, what: str) -> Refusal:
+def _backend(variable: str, backend: str) -> Refusal:
     return Refusal(
         variable,
         lambda _: is_enabled(variable),
-        f"selects {what}, whose trainer odb cannot drive",
+        f"selects {backend}, whose trainer odb cannot drive",
         f"unset {variable} or remove the odb: block",
     )
 

@@ -61,7 +61,7 @@ class StoredRows:
         row = {name: column[0] for name, column in self._rows[index].to_pydict().items()}
         if self._images and row[self._images]:
             cell = row[self._images]
-            row[self._images] = [self._image(one) for one in cell] if isinstance(cell, list) else self._image(cell)
+            row[self._images] = [self._image(image) for image in cell] if isinstance(cell, list) else self._image(cell)
         return row
 
     def _image(self, cell: dict[str, Any]) -> EncodedImage:
@@ -182,9 +182,9 @@ def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
     parts, places = [], []
     for number in np.unique(source_of):
         source, lines = _sources[number], np.flatnonzero(source_of == number)
-        rows, wanted = source.rows, row_of[lines]
-        if not np.array_equal(wanted, np.arange(len(rows))):
-            rows = rows.select(wanted)
+        rows, row_numbers = source.rows, row_of[lines]
+        if not np.array_equal(row_numbers, np.arange(len(rows))):
+            rows = rows.select(row_numbers)
         if source.converter is not None:
             rows = align_dataset(rows, source.attr, data_args, training_args)
         parts.append(rows)
@@ -360,8 +360,8 @@ class RowObserver:
         if files:
             kind = "no such file: " if missing else "not a file: " if not_files else "files "
             named = missing or not_files or files
-            more = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
-            where += f", {kind}{', '.join(named[:MAX_FILES_NAMED])}{more}"
+            suffix = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
+            where += f", {kind}{', '.join(named[:MAX_FILES_NAMED])}{suffix}"
         return where
 
 
@@ -487,10 +487,10 @@ def check_rows(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mappin
             except Exception:
                 break
             for name in dict.fromkeys((*features, *stock)):
-                own, other = features.get(name), stock.get(name)
+                value, expected = features.get(name), stock.get(name)
                 if name in MEDIA_COLUMNS:
-                    own, other = len(own or []), len(other or [])
-                if own != other:
+                    value, expected = len(value or []), len(expected or [])
+                if value != expected:
                     raise ConfigError(
                         f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
                         f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
@@ -582,13 +582,13 @@ def online_dataset(
 
     def by_pass(numbers: Sequence[int]) -> Any:
         if isinstance(rows, IndexedRows):
-            found = map(rows.find, numbers)
-            aligned = [source.aligned(row, one_by_one, training_args) for source, row in found]
+            source_rows = map(rows.find, numbers)
+            aligned = [source.aligned(row, one_by_one, training_args) for source, row in source_rows]
             alone = datasets.concatenate_datasets(aligned)
         else:
             alone = datasets.Dataset.from_list([rows[number] for number in numbers])
-        given = alone, one_by_one, training_args, stage, template, tokenizer, processor
-        return _get_preprocessed_dataset(*given, is_eval=False)[-1]
+        arguments = alone, one_by_one, training_args, stage, template, tokenizer, processor
+        return _get_preprocessed_dataset(*arguments, is_eval=False)[-1]
 
     check_rows(online, by_pass)
     if is_stream(dataset):

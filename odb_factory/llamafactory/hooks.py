@@ -44,7 +44,7 @@ _begin_log: Callable[[], None] | None = None
 
 def hook(module: ModuleType) -> None:
     """Wrap the seams of one LLaMA-Factory module, once."""
-    for _, path, wrapper, without in (one for one in HOOKS if one.module == module.__name__):
+    for _, path, wrapper, without in (seam for seam in HOOKS if seam.module == module.__name__):
         if not _wrap(module, path, wrapper) and not without:
             _missing.append(f"{module.__name__}.{path}")
             if _active is not None:  # a module of a trainer that is imported after the arguments have been read
@@ -150,11 +150,11 @@ def find_read_args() -> Callable[[Any], Any] | None:
     """LLaMA-Factory's `read_args`, wherever this release has it; None if nowhere."""
     for home in HOMES_OF_READ_ARGS:
         try:
-            found = getattr(importlib.import_module(home), "read_args", None)
+            read_args = getattr(importlib.import_module(home), "read_args", None)
         except ImportError:
             continue
-        if found is not None:
-            return found
+        if read_args is not None:
+            return read_args
     return None
 
 
@@ -164,14 +164,14 @@ def read_v1_block(original: Callable, args: Any = None) -> Any:
     _active = None
     from odb_factory.llamafactory import block, launch
 
-    given = launch.v1_arguments(args)
-    if not any(block.is_meant_for_block(key, value) for key, value in given.items()):
-        return original(given if block.WITHOUT in sys.argv else args)
+    arguments = launch.v1_arguments(args)
+    if not any(block.is_meant_for_block(key, value) for key, value in arguments.items()):
+        return original(arguments if block.WITHOUT in sys.argv else args)
     uncaught.install()
     log_if_newer()
-    config = block.check_v1(given)
-    block.check_v1_keys(given)
-    parsed = original({key: value for key, value in given.items() if key != "odb"})
+    config = block.check_v1(arguments)
+    block.check_v1_keys(arguments)
+    parsed = original({key: value for key, value in arguments.items() if key != "odb"})
     trainer = importlib.import_module("llamafactory.v1.core.base_trainer").BaseTrainer
     if (trainer, "_create_batch_generator") not in _replaced:
         raise ConfigError(

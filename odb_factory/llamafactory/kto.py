@@ -78,14 +78,16 @@ class StepKL:
         num_batches = -(-self.trainer.odb.training.run.loader.global_batch_size // rows) * ranks if is_stock else 1
 
         def batch_of(micro_batch: MicroBatch) -> Tensor:  # of each example
-            return torch.tensor([one.stock_batch if is_stock else 0 for one in micro_batch.samples], dtype=torch.long)
+            return torch.tensor(
+                [sample.stock_batch if is_stock else 0 for sample in micro_batch.samples], dtype=torch.long
+            )
 
         model.train()
         if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
             self.trainer.optimizer.train()
         with replaced(self, _is_estimating=True):
             ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
-        ratio = torch.cat(ratios).cpu().double().split([len(one) for one in ratios])
+        ratio = torch.cat(ratios).cpu().double().split([len(values) for values in ratios])
         sums = torch.zeros(3, num_batches, dtype=torch.float64)
         for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
             if not micro_batch.idle:
@@ -132,11 +134,11 @@ class StepKL:
     def _concatenated_forward(self, stock: Callable, model: Any, batch: Mapping[str, Any]) -> Any:
         """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed:
         stock multiplies the sum of their losses by (examples / desirable examples) squared of a batch."""
-        *others, chosen_logps_avg = stock(model, batch)
+        *outputs, chosen_logps_avg = stock(model, batch)
         if (computing := self.trainer.odb.computing) is not None:
             estimate, num, num_chosen = self._estimate(computing), len(batch["kto_tags"]), len(chosen_logps_avg)
             chosen_logps_avg = chosen_logps_avg * estimate.sft_factor[estimate.tags] * (num_chosen / num) ** 2
-        return *others, chosen_logps_avg
+        return *outputs, chosen_logps_avg
 
     def _kto_loss(self, stock: Callable, *logps: Tensor) -> Any:
         """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all.
@@ -147,17 +149,17 @@ class StepKL:
             return stock(*logps)
         estimate = self._estimate(computing)
         chosen, rejected = logps[0] - logps[3], logps[1] - logps[4]
-        given = chosen - estimate.kl[estimate.tags], rejected - estimate.kl[~estimate.tags]
+        log_ratios = chosen - estimate.kl[estimate.tags], rejected - estimate.kl[~estimate.tags]
         with replaced(self.trainer, calculate_KL=False):  # and no reduction over ranks
-            losses, _, _, kl = stock(*given, *map(torch.zeros_like, logps[2:]))
+            losses, _, _, kl = stock(*log_ratios, *map(torch.zeros_like, logps[2:]))
         beta = self.trainer.beta
         return losses, beta * chosen.detach(), beta * rejected.detach(), kl
 
     def _estimate(self, computing: Computing) -> Estimate:
-        whole = self._estimates[computing.micro_batch.index]
+        estimate = self._estimates[computing.micro_batch.index]
         start = computing.micro_batch.start
-        mine = slice(start, start + max(len(computing.micro_batch.ids), 1))
-        return Estimate(whole.tags[mine], whole.kl[mine], whole.sft_factor[mine])
+        examples = slice(start, start + max(len(computing.micro_batch.ids), 1))
+        return Estimate(estimate.tags[examples], estimate.kl[examples], estimate.sft_factor[examples])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -214,8 +216,8 @@ def check_trainer(trainer: Any) -> None:
 
     def losses(taken: float, kl: float) -> Tensor:
         ratios, estimates = (chosen - taken, rejected - taken), torch.full((5,), kl, device=device)
-        found: Tensor = trainer.kto_loss(*ratios, estimates, *map(torch.zeros_like, (*ratios, estimates)))[0]
-        return found
+        values: Tensor = trainer.kto_loss(*ratios, estimates, *map(torch.zeros_like, (*ratios, estimates)))[0]
+        return values
 
     with torch.no_grad():
         stock = losses(0.0, KL)

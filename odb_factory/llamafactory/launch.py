@@ -29,8 +29,8 @@ WITHOUT_TRAINING = ("api", "chat", "eval", "export", "webchat")
 
 def launch(original: Callable[[], Any]) -> Any:
     """Around LLaMA-Factory's `launcher.launch`."""
-    command, *given = [*sys.argv[1:], ""]
-    path, overrides = Path(given[0] if given else ""), given[1:-1]
+    command, *arguments = [*sys.argv[1:], ""]
+    path, overrides = Path(arguments[0] if arguments else ""), arguments[1:-1]
     has_block = _has_block(path, overrides)
     if command in WITHOUT_TRAINING and has_block:
         uncaught.install()

@@ -150,7 +150,7 @@ class ImagesBySize:
 
     def __init__(self, plugin: Any, processor: Any, *, by_formula: bool, one_by_one: bool):
         self.plugin, self.processor, self.by_formula, self.one_by_one = plugin, processor, by_formula, one_by_one
-        self._known: dict[Any, Answer] = {}
+        self._answers: dict[Any, Answer] = {}
 
     def answer(self, sizes: Sequence[Size], *args: Any, **kwargs: Any) -> Answer:
         """args, kwargs: of `_get_mm_inputs`, after the processor."""
@@ -172,12 +172,12 @@ class ImagesBySize:
 
     def _of(self, sizes: tuple[Size, ...], *args: Any, **kwargs: Any) -> Answer:
         key = sizes, repr((args, kwargs))
-        if key not in self._known:
+        if key not in self._answers:
             blanks = [Image.new("RGB", size, "white") for size in sizes]
-            if len(self._known) >= MAX_REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[key] = _ask(self.plugin, self.processor, blanks, *args, **kwargs)
-        return self._known[key]
+            if len(self._answers) >= MAX_REMEMBERED:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = _ask(self.plugin, self.processor, blanks, *args, **kwargs)
+        return self._answers[key]
 
 
 def _ask(plugin: Any, processor: Any, images: Sequence[Any], *args: Any, **kwargs: Any) -> Answer:
@@ -232,7 +232,7 @@ def _put_together(answers: Sequence[Answer]) -> Answer:
 
 def _joined(values: Sequence[Any]) -> Any:
     if all(isinstance(value, list) for value in values):
-        return [one for value in values for one in value]
+        return [item for value in values for item in value]
     if all(isinstance(value, Tensor) for value in values) and values[0].dim():
         if _is_kept(values[0]):
             return torch.cat(list(values))
@@ -249,8 +249,8 @@ def without_pixels(answer: Mapping[str, Any]) -> Answer:
             value = torch.from_numpy(value)
         return stand_in(value.shape, value.dtype) if isinstance(value, Tensor) and not _is_kept(value) else value
 
-    found: Answer = tree_map(light, dict(answer))
-    return found
+    lightened: Answer = tree_map(light, dict(answer))
+    return lightened
 
 
 def _is_kept(value: Tensor) -> bool:
@@ -264,8 +264,8 @@ def stand_in(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 def equal(first: Any, second: Any) -> bool:
     """Whether two answers are, pixels aside, the same."""
-    (mine, structure), (theirs, other) = tree_flatten(first), tree_flatten(second)
-    return structure == other and all(map(_is_same, mine, theirs))
+    (first_leaves, first_structure), (second_leaves, second_structure) = tree_flatten(first), tree_flatten(second)
+    return first_structure == second_structure and all(map(_is_same, first_leaves, second_leaves))
 
 
 def _is_same(first: Any, second: Any) -> bool:
@@ -293,8 +293,8 @@ class ClipsByLength:
         extractor: Any = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
         self.rate: int = getattr(processor, "audio_sampling_rate", 16000)
         self.hop: int = extractor.hop_length
-        self._one = _ask_clips(plugin, processor, CHECK_LENGTHS[:1])
-        self._mask = next(key for key in AUDIO_KEYS if self._one.get(key) is not None)
+        self._example = _ask_clips(plugin, processor, CHECK_LENGTHS[:1])
+        self._mask = next(key for key in AUDIO_KEYS if self._example.get(key) is not None)
 
     def lengths_of(self, clips: Sequence[Any]) -> list[int] | None:
         """In samples as the model takes them; None where a file must be decoded to know."""
@@ -303,11 +303,11 @@ class ClipsByLength:
 
     def answer(self, lengths: Sequence[int]) -> Answer:
         """Features are tensors of the right shape that take no memory."""
-        mask = self._one[self._mask]
+        mask = self._example[self._mask]
         real = torch.tensor([-(-length // self.hop) for length in lengths])
         inputs: Answer = {
             key: None if value is None else stand_in(torch.Size([len(lengths), *value.shape[1:]]), value.dtype)
-            for key, value in self._one.items()
+            for key, value in self._example.items()
         }
         return inputs | {self._mask: (torch.arange(mask.shape[1]) < real[:, None]).to(mask.dtype)}
 
@@ -318,9 +318,9 @@ def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
         return None
 
     def make() -> ClipsByLength | None:
-        found = ClipsByLength(plugin, processor)
+        clips = ClipsByLength(plugin, processor)
         real = _ask_clips(plugin, processor, CHECK_LENGTHS)
-        return found if equal(real, found.answer(CHECK_LENGTHS)) else None
+        return clips if equal(real, clips.answer(CHECK_LENGTHS)) else None
 
     by_length: ClipsByLength | None = _if_exact(make, "audio clips")
     return by_length
@@ -338,10 +338,10 @@ def _length_of(clip: Any, rate: int) -> int | None:
         return len(clip)  # LLaMA-Factory takes arrays as they are
     if not isinstance(clip, str | os.PathLike) or not os.path.isfile(clip):
         return None
-    found = _of_wav(clip) or _of_flac(clip)
-    if found is None:
+    header = _of_wav(clip) or _of_flac(clip)
+    if header is None:
         return None
-    samples, own_rate = found
+    samples, own_rate = header
     divisor = math.gcd(rate, own_rate)  # as torchaudio does it, in single precision
     return int(torch.ceil(torch.as_tensor(rate // divisor * samples / (own_rate // divisor))))
 
@@ -434,22 +434,22 @@ class MediaObserver:
         not_asked = [Counter[str]()] * len(answers)
         expected = [*not_asked, *self._row.expected][-len(answers) :] if answers else []
         inserted = sum(self._row.inserted[-1:], Counter[str]())
-        are_cut = [self._is_cut(ids, one + inserted) for ids, one in zip(answers, expected, strict=True)]
+        are_cut = [self._is_cut(ids, counts + inserted) for ids, counts in zip(answers, expected, strict=True)]
         return any(are_cut)  # only once all have been looked at
 
     def _is_cut(self, input_ids: Sequence[int], of_media: Counter[str]) -> bool:
         is_cut = False
         for name, token_id in self._token_ids.items():
-            found, expected = input_ids.count(token_id), of_media[name]
+            count, expected = input_ids.count(token_id), of_media[name]
             # As many as expected, some of them written out, is what a cut may leave as well.
-            if found > expected or (found == expected > 0 and name in self._row.written):
-                raise ValueError(_WRITTEN_OUT.format(name=name, found=found, expected=expected))
-            is_cut |= found < expected
+            if count > expected or (count == expected > 0 and name in self._row.written):
+                raise ValueError(_WRITTEN_OUT.format(name=name, found=count, expected=expected))
+            is_cut |= count < expected
         return is_cut
 
     def tokenized_placeholders_cut(self, images: Any, videos: Any, audios: Any, input_ids: Sequence[int]) -> bool:
         """The same for a row of which only the media are known, if their sizes give the number of placeholders."""
-        found = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
+        count = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
         if not (images or videos or audios):
             expected = 0
         elif self._by_formula and not audios:
@@ -458,9 +458,9 @@ class MediaObserver:
             )
         else:
             return False
-        if found > expected:
-            raise ValueError(_WRITTEN_OUT.format(name=" or ".join(self._token_ids), found=found, expected=expected))
-        return found < expected
+        if count > expected:
+            raise ValueError(_WRITTEN_OUT.format(name=" or ".join(self._token_ids), found=count, expected=expected))
+        return count < expected
 
     def check_decodable(self, images: Any, videos: Any, audios: Any) -> None:
         """Decode all media once; raises what their decoders raise."""
@@ -476,8 +476,8 @@ class MediaObserver:
 
     def count_media(self, images: Any, videos: Any, audios: Any, input_ids: list[int]) -> Media:
         """Media of one row, as the collator would make them and the model would take them."""
-        found = self._inputs_to_count(images or [], videos or [], audios or [], input_ids)
-        return Media(*map(sum, zip(Media(), *(count_media(inputs, self.patch_size) for inputs in found))))
+        all_inputs = self._inputs_to_count(images or [], videos or [], audios or [], input_ids)
+        return Media(*map(sum, zip(Media(), *(count_media(inputs, self.patch_size) for inputs in all_inputs))))
 
     def _inputs_to_count(
         self, images: Any, videos: Any, audios: Any, input_ids: list[int]

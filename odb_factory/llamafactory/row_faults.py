@@ -40,8 +40,8 @@ def wrong_column(attr: Any, row: Mapping[str, Any], stage: str) -> str | None:
         if column is None:
             return f"dataset_info.json gives no columns.{key}, which stage {stage} needs"
         if not isinstance(value := row.get(column), kind):
-            what = "nothing (null)" if value is None else f"{quoted(value)} ({type(value).__name__})"
-            return f"column {column!r} (columns.{key}) holds {what}, not {expected}"
+            content = "nothing (null)" if value is None else f"{quoted(value)} ({type(value).__name__})"
+            return f"column {column!r} (columns.{key}) holds {content}, not {expected}"
     return None if is_alpaca else _wrong_message(attr, row[attr.messages])
 
 

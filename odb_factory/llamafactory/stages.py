@@ -133,10 +133,10 @@ def media_cost(
 ) -> dict[str, Any]:
     """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
     images, videos, audios = (features.get(key) for key in MEDIA)
-    found = media.count_media(images, videos, audios, input_ids).times(rows)
+    counts = media.count_media(images, videos, audios, input_ids).times(rows)
     return {
-        "patches": found.patches,
-        "media": found,
+        "patches": counts.patches,
+        "media": counts,
         "has_media": media.has_media(images, videos),
         "has_audio": bool(audios),
     }
@@ -261,9 +261,9 @@ class Pairs(Stage):
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         """batch: as the collator returned it, also where it is laid flat for the model."""
-        found = measure_batch(batch, patch_size)
-        rows, length = (1, sum(segments)) if segments else (found.rows, found.length)
-        return Measured(rows, length, found.media, found.rows // self.rows, segments)
+        measured = measure_batch(batch, patch_size)
+        rows, length = (1, sum(segments)) if segments else (measured.rows, measured.length)
+        return Measured(rows, length, measured.media, measured.rows // self.rows, segments)
 
     def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
         pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
@@ -375,13 +375,13 @@ class Kto(Stage):
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         """Flat, the longer rows of all examples follow each other, as the plan counts them."""
-        found = measure_batch(batch, patch_size)
+        measured = measure_batch(batch, patch_size)
         if not segments:
-            longer = max(found.length, batch["kl_input_ids"].shape[1])
-            return Measured(found.rows, longer, found.media, found.rows)
-        own, others = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
-        length = sum(segments) + int((others - own).clamp(min=0).sum())
-        return Measured(1, length, found.media, found.rows, segments)
+            longer = max(measured.length, batch["kl_input_ids"].shape[1])
+            return Measured(measured.rows, longer, measured.media, measured.rows)
+        lengths, kl_lengths = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
+        length = sum(segments) + int((kl_lengths - lengths).clamp(min=0).sum())
+        return Measured(1, length, measured.media, measured.rows, segments)
 
     def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
         example = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}

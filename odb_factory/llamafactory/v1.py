@@ -113,9 +113,9 @@ class RenderedRows(Dataset[dict[str, Any]]):
 
 
 def _cost_of(item: Mapping[str, Any]) -> Cost:
-    tokens, units, *media = item["cost"]
-    found = Media(*media)
-    return Cost(tokens, found.patches, units, has_media=any(media), media=found)
+    tokens, units, *counts = item["cost"]
+    media = Media(*counts)
+    return Cost(tokens, media.patches, units, has_media=any(counts), media=media)
 
 
 class Collator:
@@ -180,7 +180,7 @@ class BatchGenerator(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, config: ODBConfig):
-        kind = next((TRAINERS[one.__name__] for one in type(trainer).__mro__ if one.__name__ in TRAINERS), None)
+        kind = next((TRAINERS[cls.__name__] for cls in type(trainer).__mro__ if cls.__name__ in TRAINERS), None)
         if kind is None:
             raise ConfigError(f"odb: v1's {type(trainer).__name__} is unknown; odb drives {', '.join(TRAINERS)}.")
         args, ranks = trainer.args, DistributedInterface().get_world_size(Dim.DP)

@@ -391,10 +391,10 @@ def of_batches(
             spans[turn * total + numbers[place]] = (row, start, start + length)
         return LaidOut(batch, spans)
 
-    together, other = padded
+    together, pair = padded
     trial = Trial(
         [in_rows(batch, number) for number, batch in enumerate(alone)],
-        [in_rows(together, *range(total)), in_rows(other, total - 1, 0)],
+        [in_rows(together, *range(total)), in_rows(pair, total - 1, 0)],
         LaidOut(flat, _behind_each_other(segments[: len(together["input_ids"])]), tuple(segments)),
         ids,
         has_logits,
@@ -537,19 +537,19 @@ def _rotary_positions(get_rope_index: Callable[..., Any], batch: Mapping[str, An
 def _of_all_ranks(runs: Runs, answer: dict[str, Any]) -> str | None:
     """The failure of the first rank that has one, if any."""
     answers = runs.gather(answer)
-    for rank, said in enumerate(answers):
+    for rank, answer in enumerate(answers):
         where = f" (rank {rank})" if len(answers) > 1 else ""
-        if "error" in said:
-            return f"{said['error']}{where}"
-        if said and not math.isfinite(said["loss"]):
+        if "error" in answer:
+            return f"{answer['error']}{where}"
+        if answer and not math.isfinite(answer["loss"]):
             return (
-                f"the model's loss of {_named(said['rows'])} is {said['loss']}{where}, each alone in a plain batch: "
-                "its weights or its inputs are damaged, and no layout can be compared"
+                f"the model's loss of {_named(answer['rows'])} is {answer['loss']}{where}, each alone in a plain "
+                "batch: its weights or its inputs are damaged, and no layout can be compared"
             )
-        if said and not said["flat"] <= said["tolerance"]:  # also where it is no number
+        if answer and not answer["flat"] <= answer["tolerance"]:  # also where it is no number
             return (
-                f"the model computes something else on a flat row: token losses of {_named(said['rows'])} differ by "
-                f"{said['flat']:.1e} from each alone, padded by {said['padded']:.1e}{where}"
+                f"the model computes something else on a flat row: token losses of {_named(answer['rows'])} differ by "
+                f"{answer['flat']:.1e} from each alone, padded by {answer['padded']:.1e}{where}"
             )
     return None
 
@@ -618,15 +618,15 @@ def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
 @contextlib.contextmanager
 def _dtypes_seen() -> Iterator[set[torch.dtype]]:
     """Those that modules give out meanwhile: whoever set them (the weights, autocast, accelerate, FSDP)."""
-    seen: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
 
     def look(_: Any, __: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
-            seen.add(output.dtype)
+            dtypes.add(output.dtype)
 
     hook = register_module_forward_hook(look)
     try:
-        yield seen
+        yield dtypes
     finally:
         hook.remove()
 

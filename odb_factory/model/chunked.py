@@ -282,11 +282,11 @@ class _Pass:
             x.sub_(x.amax(1, keepdim=True))
             own = x.gather(1, target)
             # Without the label's own: 1 - probability would cancel if the model is confident.
-            others = x.exp_().scatter_(1, target, 0.0).sum(1, keepdim=True)
-            total = others + own.exp()
+            rest_sum = x.exp_().scatter_(1, target, 0.0).sum(1, keepdim=True)
+            total = rest_sum + own.exp()
             values[some] = (own - total.log())[:, 0]
             if weights is not None:
-                x = x.scatter_(1, target, -others) if slope is None else x.scatter_(1, target, -others).mul_(slope)
+                x = x.scatter_(1, target, -rest_sum) if slope is None else x.scatter_(1, target, -rest_sum).mul_(slope)
                 torch.mul(x, weights[some, None] * self.after.scale / total, out=logits[some])
 
 

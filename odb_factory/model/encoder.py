@@ -97,9 +97,9 @@ class _Images(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One run of the tower on all ranks. held: the images of each rank."""
+    """One run of the tower on all ranks. images: of each rank."""
 
-    held: list[_Images]
+    images: list[_Images]
     assignment: Assignment
 
 
@@ -174,11 +174,11 @@ class EncoderDoor:
             return None
         self._lacks_images = False
         self._agreed = self._agree(_Images(np.zeros((0, 2), np.int64), (), output.dtype, self._tokens))
-        others = [one for one in self._agreed.held if len(one.shapes)]
-        if not others:
+        non_empty = [images for images in self._agreed.images if len(images.shapes)]
+        if not non_empty:
             self._agreed = None
             return None
-        pixels = output.new_empty((0, *others[0].entry), dtype=others[0].dtype)
+        pixels = output.new_empty((0, *non_empty[0].entry), dtype=non_empty[0].dtype)
         grid = {"grid_thw": torch.zeros((0, 3), dtype=torch.long, device=output.device)} if self._by_grid else {}
         tower = getattr(self._module, self._name)  # what wraps it by now (FSDP)
         features = tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
@@ -186,8 +186,9 @@ class EncoderDoor:
         projector = dict(self._module.named_children()).get(PROJECTOR)
         if projector is not None:  # else a part of the tower
             nothing = nothing + projector(output.new_zeros((1, 0, _width(projector)))).sum()
-        own = [one for one in self._module.parameters(recurse=False) if one.numel()]  # LLaVA-NeXT's `image_newline`
-        nothing = nothing + sum(one.sum() * 0 for one in own)
+        # LLaVA-NeXT's `image_newline`
+        parameters = [parameter for parameter in self._module.parameters(recurse=False) if parameter.numel()]
+        nothing = nothing + sum(parameter.sum() * 0 for parameter in parameters)
         return output + torch.as_tensor(nothing).to(output.dtype)
 
     def _layers(self) -> Any:
@@ -198,10 +199,10 @@ class EncoderDoor:
 
     def _agree(self, images: _Images) -> _Step:
         """Collective."""
-        held = self._gather(images)
-        patches = [one.shapes.prod(1) for one in held]
-        self._assigned.append(self._assign(patches, [one.tokens for one in held]))
-        return _Step(held, self._assigned[-1])
+        all_images = self._gather(images)
+        patches = [rank_images.shapes.prod(1) for rank_images in all_images]
+        self._assigned.append(self._assign(patches, [rank_images.tokens for rank_images in all_images]))
+        return _Step(all_images, self._assigned[-1])
 
     def _encode(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the tower's forward."""
@@ -214,7 +215,7 @@ class EncoderDoor:
         pixels: Tensor = args[0] if args else kwargs.pop(names[0])
         grid: Tensor | None = args[1] if len(args) > 1 else kwargs.pop("grid_thw", None)
         step, self._agreed = self._agreed or self._agree(self._images_of(pixels, grid)), None
-        if not step.assignment.moves and len(step.held[self._rank].shapes):
+        if not step.assignment.moves and len(step.images[self._rank].shapes):
             return own(pixels, **({} if grid is None else {"grid_thw": grid}), **kwargs)
         move = _Journey(step, self._rank, self.group, by_grid=grid is not None)
         pixels = move.there(pixels)
@@ -249,15 +250,15 @@ class _Journey:
 
     def __init__(self, step: _Step, rank: int, group: dist.ProcessGroup | None, *, by_grid: bool):
         self.group, self._by_grid = group, by_grid
-        mine, targets = step.held[rank].shapes, step.assignment.ranks
+        own_shapes, targets = step.images[rank].shapes, step.assignment.ranks
         self._order = np.argsort(targets[rank], kind="stable")
-        self._sizes = self._rows(mine)
-        self._sent = [self.rows(mine[targets[rank] == other]) for other in range(len(targets))]
-        coming = [one.shapes[target == rank] for one, target in zip(step.held, targets)]
+        self._sizes = self._rows(own_shapes)
+        self._sent = [self.rows(own_shapes[targets[rank] == target_rank]) for target_rank in range(len(targets))]
+        coming = [images.shapes[target == rank] for images, target in zip(step.images, targets)]
         self._received = [self.rows(shapes) for shapes in coming]
         self.arrived = np.concatenate(coming)
         self.is_idle = not len(self.arrived)
-        every = np.concatenate([one.shapes for one in step.held])
+        every = np.concatenate([images.shapes for images in step.images])
         self.smallest = every[every.prod(1).argmin()][None]
         self._moves = step.assignment.moves
 
@@ -281,25 +282,25 @@ class _Journey:
         features: [rows / c, ...] each, c of one image's rows giving one row of features. rows: of the pixels encoded.
         """
         merged = rows // max(len(features[0]), 1) if features else 1
-        if not features or any(len(one) * merged != rows for one in features) or (self._sizes % merged).any():
+        if not features or any(len(feature) * merged != rows for feature in features) or (self._sizes % merged).any():
             raise DataError(
-                f"balance_encoder: the vision tower made {[tuple(one.shape) for one in features]} of {rows} rows of "
-                "pixels, which cannot be matched to images; set `balance_encoder: false`."
+                f"balance_encoder: the vision tower made {[tuple(feature.shape) for feature in features]} of {rows} "
+                "rows of pixels, which cannot be matched to images; set `balance_encoder: false`."
             )
-        flat = [one[: 0 if self.is_idle else None].flatten(1) for one in features]
+        flat = [feature[: 0 if self.is_idle else None].flatten(1) for feature in features]
         if self._moves:
-            widths, joined = [one.shape[1] for one in flat], torch.cat(flat, 1)
+            widths, joined = [part.shape[1] for part in flat], torch.cat(flat, 1)
             sent, received = ([count // merged for count in counts] for counts in (self._received, self._sent))
             joined = _move(joined, sent, received, self.group)
             inverse = copy_to(torch.from_numpy(np.argsort(self._index(merged))), joined.device)
             flat = list(joined.index_select(0, inverse).split(widths, 1))
-        return [one.reshape(-1, *feature.shape[1:]) for one, feature in zip(flat, features)]
+        return [part.reshape(-1, *feature.shape[1:]) for part, feature in zip(flat, features)]
 
     def _index(self, merged: int) -> np.ndarray:
         """int64[rows]: the rows of this rank's own images in the order in which they are sent."""
         sizes = self._sizes // merged
         starts = np.cumsum(sizes) - sizes
-        parts = [np.arange(starts[one], starts[one] + sizes[one]) for one in self._order]
+        parts = [np.arange(starts[image], starts[image] + sizes[image]) for image in self._order]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
@@ -324,10 +325,10 @@ def _move(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Ten
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     """As bytes, which every backend takes."""
-    given = rows.contiguous()
-    taken = given.new_empty((sum(received), rows.shape[1]))
-    dist.all_to_all_single(taken.view(torch.uint8), given.view(torch.uint8), received, sent, group=group)
-    return taken
+    sent_rows = rows.contiguous()
+    received_rows = sent_rows.new_empty((sum(received), rows.shape[1]))
+    dist.all_to_all_single(received_rows.view(torch.uint8), sent_rows.view(torch.uint8), received, sent, group=group)
+    return received_rows
 
 
 def _width(projector: nn.Module) -> int:
@@ -353,9 +354,9 @@ def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
         return {("hidden_states", number % len(states)): states[number] for number in numbers}
     if layers is not None:  # the last, of which a model reads no pooled ones
         return {("last_hidden_state",): output["last_hidden_state"]}
-    found = {("deepstack_features", n): one for n, one in enumerate(output.get("deepstack_features") or ())}
+    deepstack = {("deepstack_features", n): feature for n, feature in enumerate(output.get("deepstack_features") or ())}
     key = "pooler_output" if output.get("pooler_output") is not None else "last_hidden_state"
-    return {(key,): output[key], **found}
+    return {(key,): output[key], **deepstack}
 
 
 def _replaced(output: Any, returned: Mapping[Any, Tensor]) -> Any:

@@ -108,8 +108,8 @@ class WithoutLogits:
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
-        others = [kwargs.get(name) for name in _OTHER_FORWARDS]
-        is_other = any(value is not None and not (isinstance(value, int) and not value) for value in others)
+        values = [kwargs.get(name) for name in _OTHER_FORWARDS]
+        is_other = any(value is not None and not (isinstance(value, int) and not value) for value in values)
         if self.reason is not None or labels is None or is_other:
             return own(*args, **kwargs)
 

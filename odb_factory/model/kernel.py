@@ -53,7 +53,7 @@ def _rows(
     lanes = tl.arange(0, BLOCK)
     # The sum of exponentials leaves the label's own out: 1 - probability would cancel if the model is confident.
     largest = tl.zeros([BLOCK], tl.float32) + own
-    others = tl.zeros([BLOCK], tl.float32)
+    rest_sums = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         places = start + lanes
@@ -63,11 +63,11 @@ def _rows(
             total += tl.where(places < size, x, 0.0)
         x = tl.where((places < size) & (places != target), x, -float("inf"))
         new = tl.maximum(largest, x)
-        others = others * tl.exp(largest - new) + tl.exp(x - new)
+        rest_sums = rest_sums * tl.exp(largest - new) + tl.exp(x - new)
         largest = new
     row_largest = tl.max(largest, 0)
-    row_others = tl.sum(others * tl.exp(largest - row_largest), 0)
-    row_total = row_others + tl.exp(own - row_largest)
+    row_rest_sum = tl.sum(rest_sums * tl.exp(largest - row_largest), 0)
+    row_total = row_rest_sum + tl.exp(own - row_largest)
     tl.store(values + row, own - row_largest - tl.log(row_total))
     if GRADIENT:
         factor = tl.load(weights + row) * scale / row_total
@@ -75,7 +75,7 @@ def _rows(
             places = (size - 1) // BLOCK * BLOCK - back + lanes
             x = tl.load(logits + places, mask=places < size, other=0.0).to(tl.float32)
             x = _after_head(x, scale, cap, HAS_CAP)
-            gradient = tl.where(places == target, -row_others, tl.exp(x - row_largest)) * factor
+            gradient = tl.where(places == target, -row_rest_sum, tl.exp(x - row_largest)) * factor
             if HAS_CAP:
                 gradient *= 1 - (x / cap) * (x / cap)
             tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=places < size)

@@ -81,7 +81,7 @@ class Known(Tensor):
         copy = self._current_copy()
         if copy.ordinary is None:
             expanded = [stride == 0 for stride in self.host.stride()]
-            dense = self.host[tuple(slice(1) if one else slice(None) for one in expanded)]
+            dense = self.host[tuple(slice(1) if is_expanded else slice(None) for is_expanded in expanded)]
             own = dense.clone() if dense.is_pinned() else dense  # the host may be written to before it is copied
             copy.ordinary = copy_to(own, self.device).expand(self.host.shape)
         return copy.ordinary
@@ -94,7 +94,7 @@ class Known(Tensor):
             host = self.host
             while host.dim() > 1 and host.stride(-1) == 0 and host.shape[-1] > 0:
                 host = host[..., 0]
-            copy.places = [Known(one, self.device).ordinary() for one in host.nonzero(as_tuple=True)]
+            copy.places = [Known(indices, self.device).ordinary() for indices in host.nonzero(as_tuple=True)]
         return copy.places
 
     def _current_copy(self) -> _Copy:
@@ -145,7 +145,7 @@ class Known(Tensor):
             return NotImplemented  # the shape of a wrapper cannot change
         leaves = list(_leaves((*args, *kwargs.values())))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = [one for one in tensors if isinstance(one, Known)]
+        known = [tensor for tensor in tensors if isinstance(tensor, Known)]
         device = known[0].device
         # 1. values and copies for the host
         if func is aten._local_scalar_dense.default:
@@ -157,19 +157,19 @@ class Known(Tensor):
         # 2. on the host, where that knows all values and the result is known, too
         if len(known) == len(tensors) and not _is_for_device(func, leaves, known):
             result = _call(func, args, kwargs, _on_host)
-            if not any(isinstance(one, Tensor) and _has_fractions(one.dtype) for one in _leaves((result,))):
-                for one in _written(func, args, kwargs):
-                    one._writes[0] += 1
-                return _mapped(lambda one: _as_known(one, known), result)
+            if not any(isinstance(leaf, Tensor) and _has_fractions(leaf.dtype) for leaf in _leaves((result,))):
+                for tensor in _written(func, args, kwargs):
+                    tensor._writes[0] += 1
+                return _mapped(lambda leaf: _as_known(leaf, known), result)
         # 3. on the device, by places in the place of masks
         if (selected := _selected(func, args)) is not None:
             return selected
         if func in _BY_PLACES:
             args = (args[0], [place for index in args[1] for place in _as_places(index)], *args[2:])
         result = _call(func, args, kwargs, ordinary)
-        for one in _written(func, args, kwargs):  # only the device knows what was written: it is waited for
-            one.host.copy_(one.ordinary())
-            one._writes[0] += 1
+        for tensor in _written(func, args, kwargs):  # only the device knows what was written: it is waited for
+            tensor.host.copy_(tensor.ordinary())
+            tensor._writes[0] += 1
         return result
 
     def _alias(self) -> Known:
@@ -192,7 +192,9 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]) -> Any:
-    return func(*(_mapped(change, one) for one in args), **{key: _mapped(change, one) for key, one in kwargs.items()})
+    return func(
+        *(_mapped(change, value) for value in args), **{key: _mapped(change, value) for key, value in kwargs.items()}
+    )
 
 
 def _is_for_device(func: Any, leaves: Sequence[Any], known: Sequence[Known]) -> bool:
@@ -211,16 +213,16 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def _names_another(leaves: Sequence[Any], device: torch.device) -> bool:
-    named = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
-    return any(one.type != device.type or one.index not in (None, device.index) for one in named)
+    devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    return any(leaf.type != device.type or leaf.index not in (None, device.index) for leaf in devices)
 
 
 def _elements(known: Sequence[Known]) -> int:
     """Of the result of an operation by element, or more; 0 where it cannot be one."""
-    if (at_most := math.prod(one.numel() for one in known)) <= LARGEST:
+    if (at_most := math.prod(tensor.numel() for tensor in known)) <= LARGEST:
         return at_most
     try:
-        return math.prod(torch.broadcast_shapes(*(one.shape for one in known)))
+        return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in known)))
     except RuntimeError:
         return 0
 
@@ -243,11 +245,11 @@ def _as_known(result: Any, known: Sequence[Known]) -> Any:
     """result: on the host, of an operation on the values of `known`; it may be one of them, or a view of it."""
     if not isinstance(result, Tensor):
         return result
-    for one in known:
-        if result is one.host:
-            return one
+    for tensor in known:
+        if result is tensor.host:
+            return tensor
     memory = result.untyped_storage()._cdata
-    like = next((one for one in known if one.host.untyped_storage()._cdata == memory), None)
+    like = next((tensor for tensor in known if tensor.host.untyped_storage()._cdata == memory), None)
     return Known(result, known[0].device, like)
 
 
@@ -258,7 +260,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
     aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
     targets = [value for name, value in named.items() if aliases[name] is not None and aliases[name].is_write]
-    return [one for one in _leaves(targets) if isinstance(one, Known)]
+    return [leaf for leaf in _leaves(targets) if isinstance(leaf, Known)]
 
 
 # Masks that select
@@ -294,7 +296,7 @@ def _as_places(index: Any) -> Sequence[Any]:
         return [index]
     places: Sequence[Tensor] = index.places()
     if len(places) < index.dim():
-        return [Known(one, index.device).ordinary() for one in index.host.nonzero(as_tuple=True)]
+        return [Known(indices, index.device).ordinary() for indices in index.host.nonzero(as_tuple=True)]
     return places
 
 

@@ -154,8 +154,8 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
     if row is None:
         return own(*args, **kwargs)
     signature = inspect.signature(MethodType(type(mixer).forward, mixer))
-    given = signature.bind(*args, **kwargs).arguments
-    states: Tensor = next(iter(given.values()))
+    arguments = signature.bind(*args, **kwargs).arguments
+    states: Tensor = next(iter(arguments.values()))
     if states.shape[:2] != (1, row.tokens):
         raise LayoutError(
             f"{type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
@@ -165,7 +165,7 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
     groups = _groups_of(row, EQUAL_GROUPS if gathers else None)
     by_token = {
         name: groups.unpack(value)
-        for name, value in given.items()
+        for name, value in arguments.items()
         if isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
     }
     rest: dict[str, Any] = {
@@ -177,7 +177,7 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
         rest["use_cache"] = False
     mixed = [own(**rest | dict(zip(by_token, parts))) for parts in zip(*by_token.values(), strict=True)]
     if isinstance(mixed[0], tuple):  # the mixed states, and states of the recurrence for a cache
-        return groups.pack([one[0] for one in mixed]), *[None] * (len(mixed[0]) - 1)
+        return groups.pack([output[0] for output in mixed]), *[None] * (len(mixed[0]) - 1)
     return groups.pack(mixed)
 
 
@@ -201,10 +201,10 @@ def why_unusable(model: Any) -> str | None:
         )
     covered = _parts(mixers)
     for name, part in decoder.named_modules():
-        if part not in covered and (what := _carries(part)):
+        if part not in covered and (operation := _carries(part)):
             return (
-                f"{type(part).__name__} at {name} of {config.model_type} is {what}, which carries one sample into the "
-                "next, and no mixer that odb knows"
+                f"{type(part).__name__} at {name} of {config.model_type} is {operation}, which carries one sample into "
+                "the next, and no mixer that odb knows"
             )
     return None
 
@@ -216,7 +216,9 @@ def _parts(mixers: Sequence[nn.Module]) -> set[nn.Module]:
 def _decoder(model: Any) -> nn.Module:
     """The module of the language model: the one that owns the input embedding."""
     embedding = model.get_input_embeddings()
-    owners: Iterator[nn.Module] = (part for part in model.modules() if any(one is embedding for one in part.children()))
+    owners: Iterator[nn.Module] = (
+        part for part in model.modules() if any(child is embedding for child in part.children())
+    )
     return next(owners, model)
 
 

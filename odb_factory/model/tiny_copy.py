@@ -150,7 +150,7 @@ def _small(name: str, value: Any, sizes: _Sizes, layers: Sequence[int]) -> Any:
             return [at for at, layer in enumerate(layers) if layer in value]
         if len(value) == sizes.num_layers:
             value = [value[layer] for layer in layers]
-        return [_small(name, one, sizes, ()) for one in value]
+        return [_small(name, item, sizes, ()) for item in value]
     if re.search(r"token_(id|index)$", name):
         return sizes.token(name, value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -172,7 +172,7 @@ class _Sizes:
 
     def __init__(self, before: dict[str, Any]):
         def first(*names: str) -> int | None:
-            return next((before[one] for one in names if isinstance(before.get(one), int)), None)
+            return next((before[name] for name in names if isinstance(before.get(name), int)), None)
 
         self.num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), None)
         self.hidden = first("hidden_size", "d_model", "n_embd") or HIDDEN
@@ -216,7 +216,7 @@ class _Sizes:
 
 def _numbers_layers(name: str, value: Sequence[Any]) -> bool:
     """Whether a list names layers by their numbers."""
-    numbers = all(type(one) is int for one in value) and list(value) == sorted(set(value))
+    numbers = all(type(number) is int for number in value) and list(value) == sorted(set(value))
     return bool(re.search(LAYER_NUMBERS, name)) and numbers
 
 
@@ -244,23 +244,23 @@ def _chosen_layers(before: dict[str, Any]) -> list[int]:
 def _small_rope(value: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
     """Of rotary positions: their sections, factors by frequency, and original context."""
     small: dict[str, Any] = {}
-    for name, one in value.items():
-        if isinstance(one, dict):
-            one = _small_rope(one, sizes)
+    for name, setting in value.items():
+        if isinstance(setting, dict):
+            setting = _small_rope(setting, sizes)
         elif name == "original_max_position_embeddings":
-            one = min(one, MECHANISM)
+            setting = min(setting, MECHANISM)
         elif name == "mrope_section":
-            one = _shared(one, round(sum(one) / sizes.head_factor))
+            setting = _shared(setting, round(sum(setting) / sizes.head_factor))
         elif name in ("short_factor", "long_factor"):
-            one = one[: round(len(one) / sizes.head_factor)]
-        small[name] = one
+            setting = setting[: round(len(setting) / sizes.head_factor)]
+        small[name] = setting
     return small
 
 
 def _shared(shares: Sequence[int], total: int) -> list[int]:
     """`total` dealt out as `shares` are."""
     exact = [share * total / sum(shares) for share in shares]
-    dealt = [int(one) for one in exact]
+    dealt = [int(share) for share in exact]
     for at in sorted(range(len(exact)), key=lambda at: dealt[at] - exact[at])[: total - sum(dealt)]:
         dealt[at] += 1
     return dealt

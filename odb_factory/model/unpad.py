@@ -89,16 +89,16 @@ class UnpadDoor:
         if ids is None or len(args) > 1:
             raise DataError("layout: rows can be laid flat only where the model is given `input_ids`, the rest by name")
         shape = ids.shape
-        given = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name not in _NOT_GIVEN}
+        arguments = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name not in _NOT_GIVEN}
         with flat_row(rows.segments):
             if self._reads == "scores":
-                output = own(**given)
+                output = own(**arguments)
                 rest = {name: value for name, value in output.items() if name != "logits"}
                 return type(output)(logits=_in_rows(output["logits"], rows, shape), **rest)
             if self._reads == "hidden states":
-                given["output_hidden_states"] = True
-                return self._hidden_states(rows, functools.partial(own, **given), shape)
-            return self._log_probs(rows, functools.partial(own, **given), shape)
+                arguments["output_hidden_states"] = True
+                return self._hidden_states(rows, functools.partial(own, **arguments), shape)
+            return self._log_probs(rows, functools.partial(own, **arguments), shape)
 
     def _hidden_states(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
         """The last ones, [rows, length, hidden]: 0 where there is no token."""

@@ -50,10 +50,10 @@ class RunArguments(TrainerCallback):
         self._keep()
 
     def _keep(self) -> None:
-        self._given = {name: getattr(self._args, name) for name in self._running}
-        self.accumulation: int = self._given[GAS]
-        self.counts_tokens = bool(self._given.get("include_tokens_per_second"))
-        self.restarts_epoch = bool(self._given.get("ignore_data_skip"))
+        self._user_values = {name: getattr(self._args, name) for name in self._running}
+        self.accumulation: int = self._user_values[GAS]
+        self.counts_tokens = bool(self._user_values.get("include_tokens_per_second"))
+        self.restarts_epoch = bool(self._user_values.get("ignore_data_skip"))
 
     @contextlib.contextmanager
     def set_by_trial(self) -> Iterator[None]:
@@ -82,10 +82,10 @@ class RunArguments(TrainerCallback):
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Within it they are as the user gave them."""
-        return replaced(self._args, **self._given)
+        return replaced(self._args, **self._user_values)
 
     def show(self) -> None:
-        vars(self._args).update(self._given)
+        vars(self._args).update(self._user_values)
 
     def hide(self) -> None:
         vars(self._args).update(self._running)

@@ -121,10 +121,10 @@ def _state_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> int:
     parameter = torch.nn.Parameter(torch.ones_like(weight))
     known = inspect.signature(type(optimizer).__init__).parameters
     arguments = optimizer.defaults | {"args": getattr(optimizer, "args", None)}  # bitsandbytes keeps its bits in `args`
-    alike = type(optimizer)([parameter], **{key: value for key, value in arguments.items() if key in known})
+    optimizer_copy = type(optimizer)([parameter], **{key: value for key, value in arguments.items() if key in known})
     parameter.grad = torch.ones_like(parameter)
-    alike.step()
-    state = [value for value in alike.state[parameter].values() if isinstance(value, Tensor)]
+    optimizer_copy.step()
+    state = [value for value in optimizer_copy.state[parameter].values() if isinstance(value, Tensor)]
     return sum(value.numel() * value.element_size() for value in state if value.device == weight.device)
 
 
@@ -170,7 +170,7 @@ class FirstRows:
         return [
             group
             for size, group in by_size.items()
-            if not any(size != other and all(map(operator.le, size, other)) for other in by_size)
+            if not any(size != other_size and all(map(operator.le, size, other_size)) for other_size in by_size)
         ]
 
     def _filled(self, first: Sample, budget: Budget) -> list[Sample]:
@@ -220,7 +220,7 @@ class NotTried(Exception):
 class Trials:
     """Trials of micro-batches of a training. Collective: all ranks run the same and learn the same.
 
-    key: that asks for them. held: trials that memory held, in order. seconds: of all trials, on the slowest rank.
+    key: that asks for them. fitting: trials that memory held, in order. seconds: of all trials, on the slowest rank.
     can_continue: the ranks can, after one of them ran out of memory.
     """
 
@@ -228,7 +228,7 @@ class Trials:
         odb, problem = trainer.odb, ""
         self.rows, self.key, self._trainer, self._meter = rows, key, trainer, odb.memory_meter
         self.can_continue = engine_of(trainer.model_wrapped) in ("none", "ddp") or why_not_split(trainer.args) is None
-        self.held: list[Trial] = []
+        self.fitting: list[Trial] = []
         self.count, self.seconds, self._began = 0, 0.0, time.perf_counter()
         try:  # a tensor in the place of the state that the optimizer will have
             self._state = torch.empty(state_bytes(trainer), dtype=torch.uint8, device=trainer.args.device)
@@ -257,24 +257,24 @@ class Trials:
         Raises `ConfigError` if memory runs out and ranks cannot continue after that.
         """
         trial = self.run(samples)
-        if not self.held and trial.peak is not None:  # the first one made gradients and workspaces
+        if not self.fitting and trial.peak is not None:  # the first one made gradients and workspaces
             trial = self.run(samples)
         if trial.peak is None and not self.can_continue:
-            held = f" (it held {self.held[-1].measured})" if self.held else ""
+            last_fitting = f" (it held {self.fitting[-1].measured})" if self.fitting else ""
             raise ConfigError(
-                f"odb.{self.key}: 'auto' ran out of memory at {trial.measured}{held}, after which no rank can "
+                f"odb.{self.key}: 'auto' ran out of memory at {trial.measured}{last_fitting}, after which no rank can "
                 "continue if ranks share weights or gradients; set another value."
             )
         if trial.share > share:
             return None
-        self.held.append(trial)
+        self.fitting.append(trial)
         return trial
 
     def expected(self, samples: Sequence[Sample], budget: Budget) -> float:
         """The share of the limit of a micro-batch along the line through the last two that were held; 0 before."""
-        if len(self.held) < 2:
+        if len(self.fitting) < 2:
             return 0.0
-        before, last = self.held[-2:]
+        before, last = self.fitting[-2:]
         tokens, _, patches = size_of(samples, budget)
         growth = (last.share - before.share) / (last.size - before.size) if last.size != before.size else 0.0
         return last.share + (tokens + patches - last.size) * max(growth, 0.0)
@@ -292,10 +292,10 @@ class Trials:
         return itertools.chain([self._state], model.parameters(), gradients, model.buffers())
 
 
-def _agree(problems: Sequence[str], what: str) -> None:
+def _agree(problems: Sequence[str], failure: str) -> None:
     """Raise `NotTried` if a rank has a problem. problems: of all ranks."""
     if problem := next(filter(None, problems), None):
-        raise NotTried(f"{what}: {problem}")
+        raise NotTried(f"{failure}: {problem}")
 
 
 Found = TypeVar("Found")
@@ -357,7 +357,7 @@ def _search(trainer: Any, trials: Trials) -> Limits:
                 return None
             if (trial := trials.hold(group)) is None:
                 return None
-            nearest = max(nearest or trial, trial, key=lambda held: held.share)
+            nearest = max(nearest or trial, trial, key=lambda candidate: candidate.share)
         return nearest
 
     low = size_of([rows.longest], loader.budget)[0]
@@ -415,14 +415,14 @@ def rehearse(trainer: Any) -> None:
     except NotTried as error:
         logger.warning("rehearsal: no micro-batch can be tried (%s); training begins without", error)
         return
-    what = f"the heaviest micro-batch that the budget of {budget} allows, {trial.measured}"
+    micro_batch = f"the heaviest micro-batch that the budget of {budget} allows, {trial.measured}"
     if trial.peak is not None:
-        logger.info("rehearsal: memory held %s (peak %s, %.1f s)", what, _gib(trial.peak), seconds)
+        logger.info("rehearsal: memory held %s (peak %s, %.1f s)", micro_batch, _gib(trial.peak), seconds)
         return
-    what = f"rehearsal: out of memory in {what}, before the first optimizer step"
+    message = f"rehearsal: out of memory in {micro_batch}, before the first optimizer step"
     if watch.config.oom == "raise":
-        raise OutOfMemoryError(f"{what}; {watch.advice(num_samples, trial.measured)}.")
-    logger.warning("%s; oom: %s: training begins all the same", what, watch.config.oom)
+        raise OutOfMemoryError(f"{message}; {watch.advice(num_samples, trial.measured)}.")
+    logger.warning("%s; oom: %s: training begins all the same", message, watch.config.oom)
 
 
 def _gib(size: int) -> str:

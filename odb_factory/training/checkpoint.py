@@ -60,18 +60,18 @@ class Checkpoint:
     saved: Mapping[str, Any] | None
 
 
-def find_checkpoint(trainer: Any, asked: Any) -> Checkpoint | None:
+def find_checkpoint(trainer: Any, resume_from: Any) -> Checkpoint | None:
     """The checkpoint to resume, None to start from the beginning. Collective: every rank calls it.
 
-    trainer: with odb. asked: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None
-    or False for none.
+    trainer: with odb. resume_from: the argument `resume_from_checkpoint`: a folder, True for the newest in
+    `output_dir`, None or False for none.
     Raises `ConfigError` or `DataError` on all ranks if one of them cannot resume it.
     """
     checkpoint: Checkpoint | None = None
     problem: ODBError | None = None
     try:
-        if asked is not None and asked is not False and asked != "":
-            checkpoint = _read(_folder(asked, str(trainer.args.output_dir)), trainer)
+        if resume_from is not None and resume_from is not False and resume_from != "":
+            checkpoint = _read(_folder(resume_from, str(trainer.args.output_dir)), trainer)
     except ODBError as error:
         problem = error
     answers = trainer.odb.gather([problem and str(problem), checkpoint and checkpoint.optimizer_steps])
@@ -89,14 +89,16 @@ def find_checkpoint(trainer: Any, asked: Any) -> Checkpoint | None:
 OTHER_CHECKPOINT = "remove that folder, so that the checkpoint before it is resumed if there is one, or name another"
 
 
-def _folder(asked: Any, output_dir: str) -> Path:
-    if asked is True:
-        asked = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if asked is None:
+def _folder(resume_from: Any, output_dir: str) -> Path:
+    if resume_from is True:
+        resume_from = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if resume_from is None:
             raise ConfigError(f"resume_from_checkpoint: True, but {output_dir!r} holds no checkpoint; name one.")
-    if not isinstance(asked, str | os.PathLike) or not os.path.isdir(asked):
-        raise ConfigError(f"resume_from_checkpoint: {str(asked)!r} is no folder; name a checkpoint of this training.")
-    return Path(os.path.abspath(asked))
+    if not isinstance(resume_from, str | os.PathLike) or not os.path.isdir(resume_from):
+        raise ConfigError(
+            f"resume_from_checkpoint: {str(resume_from)!r} is no folder; name a checkpoint of this training."
+        )
+    return Path(os.path.abspath(resume_from))
 
 
 def _read(folder: Path, trainer: Any) -> Checkpoint:

@@ -125,11 +125,11 @@ def check_arguments(
 def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
     """Raise `ConfigError` if no micro-batch without media can be within `max_patches`."""
     _, least = collation.dummies(0, 0)
-    what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
+    media = "fake image and audio" if collation.dummy_audio_patches else "fake image"
     row = Refusal(
         "odb.max_patches",
         lambda s: isinstance(s.odb.max_patches, int) and s.odb.max_patches < least,
-        f"is less than the {least} patches of the {what} that the collator adds to every group without media",
+        f"is less than the {least} patches of the {media} that the collator adds to every group without media",
         "raise it",
     )
     refuse([row], {"odb": config})
@@ -277,12 +277,12 @@ def check_hooks(trainer: Any) -> None:
     for name, parameter in trainer.model.named_parameters():
         hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
         origins = [_origin(getattr(hook, "func", hook)) for hook in hooks]
-        others = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
+        foreign = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
         if hasattr(parameter, "_in_backward_optimizers"):
-            others.append("torch's optimizer in the backward")
-        if others:
+            foreign.append("torch's optimizer in the backward")
+        if foreign:
             raise ConfigError(
-                f"{others[0]} acts on the gradient of {name} in every backward, of which odb makes several an "
+                f"{foreign[0]} acts on the gradient of {name} in every backward, of which odb makes several an "
                 "optimizer step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
             )
     if getattr(trainer.accelerator, "has_lomo_optimizer", False):

@@ -211,11 +211,11 @@ class Evaluation:
             del inputs.collated  # the box holds the only reference
             return self._predict_in_parts(forward, box, None)
         first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
-        kept = min(max(self._rows - first, 0), self._batch_size)
-        rows = find_batch_size(inputs) if self._counts_repeated else kept
+        num_rows = min(max(self._rows - first, 0), self._batch_size)
+        rows = find_batch_size(inputs) if self._counts_repeated else num_rows
         self._share = 1.0
         loss, logits, labels = forward(inputs)
-        weight = (self._batch_size if self._counts_repeated else kept) * self._of_row
+        weight = (self._batch_size if self._counts_repeated else num_rows) * self._of_row
         self._count(loss, weight, range(first, first + (rows or 0)), logits, labels)
         return loss
 
@@ -339,14 +339,14 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
 
     loss_only: of `Trainer.evaluation_loop`.
     """
-    odb, asked = trainer.odb, trainer.odb.config.eval_token_budget
-    if asked is None:
+    odb, token_budget = trainer.odb, trainer.odb.config.eval_token_budget
+    if token_budget is None:
         return None
     why = _why_stock(trainer, stock)
     if why is None:
         config = odb.resolved
         assert config is not None
-        config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
+        config = config_of_evaluation(config, config.token_budget if token_budget == AUTO else token_budget)
         parts = dismantle(stock, 0)
         items = odb.observer_of_items(parts, config)
         items.keeps_unsupervised = True
@@ -358,7 +358,7 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         else:
             loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
             return Evaluation(trainer, stock, parts, config, items, mean, loss_only=bool(loss_only))
-    logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
+    logger.info("eval_token_budget: %s has no effect on this evaluation: %s", token_budget, why)
     return None
 
 
@@ -386,11 +386,11 @@ class Generation(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Any) -> Generation:
-        asked, configured = getattr(trainer, "_gen_kwargs", {}), trainer.model.generation_config
-        new_tokens, max_length = asked.get("max_new_tokens"), asked.get("max_length")
+        gen_kwargs, configured = getattr(trainer, "_gen_kwargs", {}), trainer.model.generation_config
+        new_tokens, max_length = gen_kwargs.get("max_new_tokens"), gen_kwargs.get("max_length")
         if new_tokens is None and max_length is None:
             new_tokens, max_length = configured.max_new_tokens, configured.max_length
-        num_beams = asked.get("num_beams") or configured.num_beams or 1
+        num_beams = gen_kwargs.get("num_beams") or configured.num_beams or 1
         multiple = 1 if trainer.odb.collation is None else trainer.odb.collation.pad_to_multiple_of
         return cls(new_tokens or 0, 0 if new_tokens else max_length or 0, num_beams, multiple)
 

@@ -71,14 +71,14 @@ class MemoryWatch:
     def error(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> OutOfMemoryError:
         """The error that ends the training."""
         return OutOfMemoryError(
-            f"{self.what(micro_batch, measured, optimizer_step)}; {self.advice(len(micro_batch.ids), measured)}."
+            f"{self.describe(micro_batch, measured, optimizer_step)}; {self.advice(len(micro_batch.ids), measured)}."
         )
 
-    def what(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> str:
+    def describe(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> str:
         """The micro-batch that memory does not hold, and the peak. optimizer_step: of the run, from 1."""
         tokens, patches = measured.rows * measured.length, self.config.max_patches
         ids = ", ".join(map(str, micro_batch.ids[:MAX_IDS_NAMED]))
-        more = f", ... ({len(micro_batch.ids)} in all)" if len(micro_batch.ids) > MAX_IDS_NAMED else ""
+        suffix = f", ... ({len(micro_batch.ids)} in all)" if len(micro_batch.ids) > MAX_IDS_NAMED else ""
         shape = f"{measured.rows} x {measured.length} = {tokens} tokens (token_budget {self.config.token_budget})"
         if measured.patches:
             shape += f", {measured.media} (max_patches {'none' if patches is None else patches})"
@@ -87,7 +87,7 @@ class MemoryWatch:
         peak = peak_memory(self.device)
         return (
             f"out of memory in micro-batch {micro_batch.index + 1} of {micro_batch.step.num_micro_batches} of "
-            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{more}"
+            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{suffix}"
             f"{f'; peak {peak}' if peak else ''}"
         )
 
@@ -123,8 +123,8 @@ class MemoryWatch:
         if num_samples > 1 and measured.why_padded:
             return "set `layout: padded`: its samples were planned as one flat row, without padding"
         if num_samples > 1 or of_others:
-            other = ", or `oom: split`" if self.advises_split else ""
-            return f"set `{key}: {value}` or less{other}"
+            alternative = ", or `oom: split`" if self.advises_split else ""
+            return f"set `{key}: {value}` or less{alternative}"
         shorten = "lower image_max_pixels or video_max_pixels by a quarter"
         if not is_for_patches:
             shorten = f"lower cutoff_len to {limits.token_budget // measured.rows}"  # a pair has two rows
@@ -324,7 +324,7 @@ class RestartedSteps:
             repeats = recompute is not None and recompute.lower(measured)
             if not repeats and (oom == "raise" or micro_batch.idle or (len(task[1]) == 1 and not skips)):
                 raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
-            what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
+            description = self.watch.describe(micro_batch, measured, run.optimizer_steps + 1)
             forget(error)
         else:
             step.done[micro_batch.index].append(computing)
@@ -336,20 +336,20 @@ class RestartedSteps:
         run.accounting.computing = None
         clear_device_cache(garbage_collection=True)
         if repeats:
-            logger.warning("%s; it runs again with gradient checkpointing, as do later ones of its size", what)
+            logger.warning("%s; it runs again with gradient checkpointing, as do later ones of its size", description)
             return False
         step.lowered = self.watch.lower(measured).least(step.lowered)
         tasks = step.tasks[micro_batch.index]
         at = tasks.index(task)
         if skips:
-            causes = dict.fromkeys(micro_batch.ids, what)
+            causes = dict.fromkeys(micro_batch.ids, description)
             step.lost += run.accounting.leave_out(micro_batch, causes, OUT_OF_MEMORY)
             tasks[at] = micro_batch.only(()), [run.loader.stand_in(task[1])]
         else:
             step.cuts += 1
             tasks[at : at + 1] = cut(task, run.loader.budget)
         done = "skip: it is left out" if skips else "split: it is cut in two"
-        logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", what, done)
+        logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", description, done)
         return False
 
     def _no_gathering(self) -> contextlib.AbstractContextManager[None]:
@@ -369,14 +369,14 @@ class RestartedSteps:
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""
         loader = self.run.loader
-        mine = {
+        answer = {
             "cuts": step.cuts,
             "lost": step.lost,
             "lowered": None if step.lowered is None else asdict(step.lowered),
             "has_gradient": self._synchronizer.has_gradient(),
         }
         about = f"optimizer step {self.run.optimizer_steps + 1}"
-        answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(mine).encode(), about)]
+        answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(answer).encode(), about)]
         lost = [share for answer in answers for share in answer["lost"]]
         before = loader.lowered
         for answer in answers:

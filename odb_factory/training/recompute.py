@@ -39,7 +39,7 @@ GROWTH = 1.5
 class Recompute:
     """Switches the gradient checkpointing of a model off in each micro-batch whose activations memory holds.
 
-    model: as wrapped by the engine. held: (tokens, patches), as collated, of micro-batches that memory held without
+    model: as wrapped by the engine. sizes: (tokens, patches), as collated, of micro-batches that memory held without
     recomputation. by_plan: all ranks decide by the largest micro-batch of the micro-step.
     is_off: the micro-batch computed last ran without recomputation.
 
@@ -48,9 +48,9 @@ class Recompute:
             loss = training_step(model, batch)
     """
 
-    def __init__(self, model: nn.Module, held: Sequence[tuple[int, int]], *, by_plan: bool = False):
+    def __init__(self, model: nn.Module, sizes: Sequence[tuple[int, int]], *, by_plan: bool = False):
         self._model, self._modules = unwrapped(model), checkpointing_modules(model)
-        self._held, self._by_plan = list(held), by_plan
+        self._sizes, self._by_plan = list(sizes), by_plan
         self.is_off = False
 
     @contextlib.contextmanager
@@ -60,7 +60,7 @@ class Recompute:
         if self._by_plan:
             totals = computing.micro_batch.totals
             tokens, patches = totals.max_rank_tokens, totals.max_rank_patches
-        self.is_off = any(tokens <= most and patches <= most_patches for most, most_patches in self._held)
+        self.is_off = any(tokens <= most and patches <= most_patches for most, most_patches in self._sizes)
         with self.off() if self.is_off else contextlib.nullcontext():
             yield
 
@@ -80,7 +80,7 @@ class Recompute:
         if not self.is_off:
             return False
         most = measured.rows * measured.length * 3 // 4
-        self._held = [(min(tokens, most), patches) for tokens, patches in self._held]
+        self._sizes = [(min(tokens, most), patches) for tokens, patches in self._sizes]
         return True
 
 
@@ -131,7 +131,7 @@ def find_recompute(trainer: Any) -> Recompute | None:
             with tried.off():
                 if trials.hold(group, RESERVE) is None:
                     break
-        return trials.held, f"{trials.count} micro-batches tried in {trials.seconds:.1f} s"
+        return trials.fitting, f"{trials.count} micro-batches tried in {trials.seconds:.1f} s"
 
     try:
         trials, cost = by_trials(trainer, "recompute", held_without)
@@ -141,8 +141,8 @@ def find_recompute(trainer: Any) -> Recompute | None:
     if not trials:
         logger.info("recompute: auto: memory does not hold the shortest sample without recomputation; %s", cost)
         return None
-    held = [(trial.measured.rows * trial.measured.length, trial.measured.patches) for trial in trials]
-    tokens, patches = max(held)
+    sizes = [(trial.measured.rows * trial.measured.length, trial.measured.patches) for trial in trials]
+    tokens, patches = max(sizes)
     logger.info(
         "recompute: auto: micro-batches of up to %s run without gradient checkpointing (peak %.0f%% of the memory that "
         "trials may use; %s)",
@@ -151,7 +151,7 @@ def find_recompute(trainer: Any) -> Recompute | None:
         cost,
     )
     by_plan = shards_parameters(trainer) or training.encoder is not None
-    return Recompute(model, held, by_plan=by_plan)
+    return Recompute(model, sizes, by_plan=by_plan)
 
 
 def _growing(rows: FirstRows, budget: Budget) -> Iterator[list[Sample]]:

@@ -119,11 +119,11 @@ class FillSchedule:
             name, steps = type(scheduler).__name__, self.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
 
-    def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
-        """Estimate by the loader of `other`, before the first optimizer step: optimizer and scheduler, which follows
+    def take_over(self, source: FillSchedule, optimizer: Any, scheduler: Any) -> None:
+        """Estimate by the loader of `source`, before the first optimizer step: optimizer and scheduler, which follows
         this schedule, were made by the estimates of its own."""
         before = self.learning_rate_factor()
-        self.loader, self.config, self._lr_factor = other.loader, other.config, other._lr_factor
+        self.loader, self.config, self._lr_factor = source.loader, source.config, source._lr_factor
         ratio = self.learning_rate_factor() / before
         if ratio == 1.0:
             return
@@ -187,12 +187,12 @@ class ODBRun:
 
     def expected_steps(self) -> int:
         """The same, or an estimate, which equals the steps taken if and only if the run is done."""
-        if (known := self.total_steps) is not None:
-            return known
-        taken, share = self.optimizer_steps, self._share
+        if (total := self.total_steps) is not None:
+            return total
+        steps, share = self.optimizer_steps, self._share
         if not share:
-            return taken + math.ceil(self.epochs * self.loader.estimate_optimizer_steps())  # waits for the first plan
-        return taken if share >= 1.0 else max(round(taken / share), taken + 1)
+            return steps + math.ceil(self.epochs * self.loader.estimate_optimizer_steps())  # waits for the first plan
+        return steps if share >= 1.0 else max(round(steps / share), steps + 1)
 
     @property
     def _share(self) -> float:
@@ -213,8 +213,8 @@ class ODBRun:
     @property
     def finished(self) -> bool:
         """Whether a resumed run has nothing left to do."""
-        if (known := self.total_steps) is not None:
-            return self.optimizer_steps >= known
+        if (total := self.total_steps) is not None:
+            return self.optimizer_steps >= total
         return max(self._epochs_before, self.loader.epoch) >= self.epochs
 
     @property

@@ -89,11 +89,13 @@ def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callab
     """With the columns of `train_dataset` that the Trainer removes, where costs are counted from them."""
     if not isinstance(parts.dataset, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
         return parts
-    kept = parts.dataset.column_names
-    removed = set(train_dataset.column_names) - set(kept)
+    columns = parts.dataset.column_names
+    removed = set(train_dataset.column_names) - set(columns)
     if PATCHES_KEY not in removed and (cost_fn is None or not removed):
         return parts
-    return dataclasses.replace(parts, dataset=train_dataset, collate_fn=RemoveColumnsCollator(parts.collate_fn, kept))
+    return dataclasses.replace(
+        parts, dataset=train_dataset, collate_fn=RemoveColumnsCollator(parts.collate_fn, columns)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -106,18 +108,18 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
     A resumed run keeps its budgets. Without them, each sample is a micro-batch until the budgets are chosen, so that
     little is read before.
     """
-    if not (asked := config.auto_keys):
+    if not (keys := config.auto_keys):
         return config.resolved(), False
     saved = None if resumed is None else resumed.saved
-    if saved is not None and set(asked) <= saved["budgets"].keys():
-        chosen = {key: saved["budgets"][key] for key in asked}
+    if saved is not None and set(keys) <= saved["budgets"].keys():
+        chosen = {key: saved["budgets"][key] for key in keys}
         logger.info(
             "%s, as chosen when this training began; a number in the YAML takes its place",
             ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
         )
         return config.resolved(**chosen), False
     stand_in: dict[str, int | None] = {"token_budget": config.pad_to_multiple_of or 1, "max_patches": None}
-    resolved = config.resolved(**{key: stand_in[key] for key in asked})
+    resolved = config.resolved(**{key: stand_in[key] for key in keys})
     return dataclasses.replace(resolved, overlong="singleton", buffer_size=1), True
 
 
@@ -197,8 +199,8 @@ class Session:
         collate, scaling = Picklable(parts.collate_fn, "collate_fn"), config.loss_scaling
         return ItemObserver(collate, cost_fn=self.cost_fn, patch_size=self.patch_size, loss_scaling=scaling)
 
-    def make_loader(self, parts: DataLoaderParts, config: ResolvedConfig, layout: Layout, **others: Any) -> ODBLoader:
-        """others: arguments of `ODBLoader`."""
+    def make_loader(self, parts: DataLoaderParts, config: ResolvedConfig, layout: Layout, **kwargs: Any) -> ODBLoader:
+        """kwargs: arguments of `ODBLoader`."""
         return ODBLoader(
             parts,
             config,
@@ -209,7 +211,7 @@ class Session:
             ranks=Ranks(self.process_group, config.exchange_timeout_s),
             patch_size=self.patch_size,
             measure=self.measure,
-            **others,
+            **kwargs,
         )
 
     # A micro-batch
@@ -263,8 +265,8 @@ class Session:
         """A batch without the rows that its models compute in place of its own, and the context in which they do."""
         if self.training is None or not isinstance(inputs, dict) or UNPADDED not in inputs:
             return inputs, contextlib.nullcontext()
-        rest = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
-        return rest, self.training.flat(FlatRows(**inputs[UNPADDED]))
+        batch = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
+        return batch, self.training.flat(FlatRows(**inputs[UNPADDED]))
 
     def weighing(self, model: Any, num_items: int) -> contextlib.AbstractContextManager[None]:
         """Within it the loss of the model in the current micro-batch is the weighted sum over its tokens, also in a

@@ -113,8 +113,8 @@ def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
                 continue
             rows.append((cost.tokens + cost.patches, cost.units, features))
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
-    kept = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
-    return Rows([features for *_, features in kept], [units for _, units, _ in kept])
+    chosen = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
+    return Rows([features for *_, features in chosen], [units for _, units, _ in chosen])
 
 
 class Row(NamedTuple):
@@ -236,26 +236,26 @@ def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) ->
         except Exception as error:
             answer["problem"] = one_line(error)
     answers = gather(answer)
-    if problem := next((one["problem"] for one in answers if one["problem"]), ""):
+    if problem := next((answer["problem"] for answer in answers if answer["problem"]), ""):
         return None, problem
-    table = [[Row(*row) for row in one["rows"]] for one in answers]
+    table = [[Row(*row) for row in answer["rows"]] for answer in answers]
 
-    def is_near(value: float, wanted: float) -> bool:
-        return abs(value - wanted) <= VALUE_TOLERANCE * abs(wanted)
+    def is_near(value: float, expected: float) -> bool:
+        return abs(value - expected) <= VALUE_TOLERANCE * abs(expected)
 
-    for one, own in zip(answers, table):
-        pair = list(zip(own, one["alone"]))[:ROWS_OF_MICRO_BATCH]
+    for answer, rank_rows in zip(answers, table):
+        pair = list(zip(rank_rows, answer["alone"]))[:ROWS_OF_MICRO_BATCH]
         if not is_near(
-            one["together"], sum(row.units * loss for row, loss in pair) / sum(row.units for row, _ in pair)
+            answer["together"], sum(row.units * loss for row, loss in pair) / sum(row.units for row, _ in pair)
         ):
             return None, "the loss of a micro-batch is not the mean of the losses of its samples"
     for mean in candidates(trainer.args.world_size):
         fits: list[bool] = []
-        for one, own, weights in zip(answers, table, weights_by(mean, table)):
-            sums = [0.0] * len(one["stock"])
-            for row, weight, loss in zip(own, weights, one["alone"]):
+        for answer, rank_rows, weights in zip(answers, table, weights_by(mean, table)):
+            sums = [0.0] * len(answer["stock"])
+            for row, weight, loss in zip(rank_rows, weights, answer["alone"]):
                 sums[row.micro_batch] += weight * loss
-            fits += map(is_near, one["stock"], sums)
+            fits += map(is_near, answer["stock"], sums)
         if all(fits):
             return StockLoss(mean), ""
     return None, OTHER_VALUES
@@ -333,8 +333,8 @@ class _Measurement:
 
     def _of_rank(self, supervised: Sequence[int], start: int) -> list[int]:
         """Tokens with a loss of the rows of a micro-batch. Ranks have other numbers of them, too."""
-        more = self._trainer.args.process_index % 5
-        return [supervised[start] + more, *supervised[start + 1 : start + ROWS_OF_MICRO_BATCH]]
+        extra = self._trainer.args.process_index % 5
+        return [supervised[start] + extra, *supervised[start + 1 : start + ROWS_OF_MICRO_BATCH]]
 
     # 2. Stock, and each sample alone
 
@@ -357,8 +357,8 @@ class _Measurement:
     def evaluate(self, batch: Any, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """The samples of a batch, their mean losses, and what `prediction_step` makes of them (JSON types)."""
         model, probe, targets = self._model, self._probe, _targets(batch)
-        seen: list[Any] = []
-        hook = model.register_forward_hook(lambda _, __, output: seen.append(output["logits"].float()))
+        logits: list[Any] = []
+        hook = model.register_forward_hook(lambda _, __, output: logits.append(output["logits"].float()))
         was_training, inputs = probe.model.training, {key: copy.copy(value) for key, value in batch.items()}
         try:
             with without_layers(model, _random_logits(model, targets, probe.args.device)):
@@ -370,9 +370,9 @@ class _Measurement:
             return {"has_loss": False}
         rows, means = [], []
         for row, (start, end) in enumerate(spans):
-            own = targets[row, start : end - 1].to(seen[0].device)
-            rows.append(Row(0, int((own != IGNORE_INDEX).sum()), bool(batch["labels"][row, start] != IGNORE_INDEX)))
-            means.append(float(cross_entropy(seen[0][row, start : end - 1], own, ignore_index=IGNORE_INDEX)))
+            labels = targets[row, start : end - 1].to(logits[0].device)
+            rows.append(Row(0, int((labels != IGNORE_INDEX).sum()), bool(batch["labels"][row, start] != IGNORE_INDEX)))
+            means.append(float(cross_entropy(logits[0][row, start : end - 1], labels, ignore_index=IGNORE_INDEX)))
         return {"rows": rows, "means": means, "loss": float(loss)}
 
     def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
@@ -413,8 +413,8 @@ class _Measurement:
         probe.current_gradient_accumulation_steps = len(batches)
         copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
         samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
-        for seen, inputs in zip(watched, samples):
-            step = functools.partial(self._step, seen)
+        for micro_batch, inputs in zip(watched, samples):
+            step = functools.partial(self._step, micro_batch)
             try:
                 step(dict(inputs))
             except RuntimeError as error:
@@ -422,7 +422,7 @@ class _Measurement:
                     raise
                 self.is_computed = False  # the layers return zeros, which needs no memory
                 step(dict(inputs))
-            if seen.leaf is None:
+            if micro_batch.leaf is None:
                 raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
         return watched
 
@@ -433,45 +433,47 @@ class _Measurement:
             probe.training_step(probe.model, inputs, self.number)
 
     def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
-        is_trainers = any(seen.is_trainers for seen in watched)
+        is_trainers = any(micro_batch.is_trainers for micro_batch in watched)
         rows, alone = [], []
         weights: list[float | None] = []  # None: the sample has no supervised token
-        for number, ((batch, spans), seen) in enumerate(zip(batches, watched)):
-            stock, scale, value = seen.gradient(is_trainers), seen.gradient(is_trainers).norm(), 0.0
+        for number, ((batch, spans), micro_batch) in enumerate(zip(batches, watched)):
+            stock, scale, value = micro_batch.gradient(is_trainers), micro_batch.gradient(is_trainers).norm(), 0.0
             if not scale.isfinite():
                 raise _Unmeasured(NOT_FINITE)
             for row, (start, end) in enumerate(spans):
-                targets = seen.targets[row, start : end - 1]
+                targets = micro_batch.targets[row, start : end - 1]
                 units = int((targets != IGNORE_INDEX).sum())
                 outside = stock[row].clone()
                 outside[start:end] = 0
                 if outside.norm() > TOLERANCE * scale:
                     raise _Unmeasured(FROM_PADDING if start else READS_PADDING)
-                theirs = stock[row, start:end]
+                stock_gradient = stock[row, start:end]
                 rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
                 if not units:
-                    if float(theirs.norm()):
+                    if float(stock_gradient.norm()):
                         raise _Unmeasured("a sample without a supervised token has a gradient")
                     weights.append(None)
                     continue
                 if is_trainers:
-                    logits = seen.of_model[row : row + 1, start:end].detach().requires_grad_()
+                    logits = micro_batch.of_model[row : row + 1, start:end].detach().requires_grad_()
                     loss = self._loss(logits, cut(batch, row, start, end), units)
                     loss.backward()
                     assert logits.grad is not None
-                    own = logits.grad[0]
-                    alone.append((logits.detach(), cut(batch, row, start, end), units, own))
+                    gradient = logits.grad[0]
+                    alone.append((logits.detach(), cut(batch, row, start, end), units, gradient))
                 else:
-                    loss, own = seen.of_samples[row]
-                    own = own[start:end]
-                if not float(own.norm()) or not float(theirs.norm()):
+                    loss, gradient = micro_batch.of_samples[row]
+                    gradient = gradient[start:end]
+                if not float(gradient.norm()) or not float(stock_gradient.norm()):
                     raise _Unmeasured("a sample has no gradient")
-                weight = float((own * theirs).sum() / own.square().sum())
-                if float((theirs - weight * own).norm()) > TOLERANCE * float(theirs.norm()):
+                weight = float((gradient * stock_gradient).sum() / gradient.square().sum())
+                if float((stock_gradient - weight * gradient).norm()) > TOLERANCE * float(stock_gradient.norm()):
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
                 weights.append(weight)
                 value += weight * float(loss.detach())
-            if not has_routers(self._model) and abs(seen.value - value) > TOLERANCE * max(abs(value), abs(seen.value)):
+            if not has_routers(self._model) and abs(micro_batch.value - value) > TOLERANCE * max(
+                abs(value), abs(micro_batch.value)
+            ):
                 raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
         pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
         adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone)
@@ -483,9 +485,9 @@ class _Measurement:
         """Whether a flat row, and a padded micro-batch, have the mean over tokens of the losses of their samples."""
         first = alone[:ROWS_OF_MICRO_BATCH]
         total = sum(units for *_, units, _ in first)
-        wanted = [own * units / total for *_, units, own in first]
+        gradients = [gradient * units / total for *_, units, gradient in first]
         labels = torch.cat([inputs["labels"] for _, inputs, *_ in first], 1)
-        for start in itertools.accumulate(len(own) for own in wanted[:-1]):
+        for start in itertools.accumulate(len(gradient) for gradient in gradients[:-1]):
             labels[:, start] = IGNORE_INDEX
         ids = torch.cat([inputs["input_ids"] for _, inputs, *_ in first], 1)
         flat = torch.cat([logits for logits, *_ in first], 1).requires_grad_()
@@ -500,7 +502,7 @@ class _Measurement:
         of_rows = [padded.grad[row, start:end] for row, (start, end) in enumerate(watched.spans)]
         return all(
             float((a - b).norm()) < TOLERANCE * float(b.norm())
-            for a, b in zip([*flat.grad[0].split([len(own) for own in wanted]), *of_rows], wanted * 2)
+            for a, b in zip([*flat.grad[0].split([len(gradient) for gradient in gradients]), *of_rows], gradients * 2)
         )
 
     def _loss(self, logits: Tensor, inputs: Mapping[str, Any], units: int) -> Tensor:
@@ -709,7 +711,7 @@ def measure_evaluation(
     ):
         weights = weights_by(StockMean("step" if over == "round" else over, counts=counts, factor=factor), table)
         expected = [sum(w * m for w, m in zip(own, answer["means"])) for own, answer in zip(weights, answers)]
-        if all(abs(answer["loss"] - wanted) < TOLERANCE * abs(wanted) for answer, wanted in zip(answers, expected)):
+        if all(abs(answer["loss"] - loss) < TOLERANCE * abs(loss) for answer, loss in zip(answers, expected)):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None
 

@@ -54,13 +54,13 @@ def log_what_differs(trainer: Any) -> None:
     random = list(_dropouts(trainer.model))
     if random:
         name, rate = random[0]
-        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+        suffix = f" and {len(random) - 1} more" if len(random) > 1 else ""
         logger.info(
             "dropout is active in the model (%s: %g%s): its random masks are drawn for each micro-batch, so losses "
             "differ from stock's as with another seed",
             name,
             rate,
-            more,
+            suffix,
         )
     if trainer.args.neftune_noise_alpha is not None:
         logger.info(
