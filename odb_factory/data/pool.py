@@ -251,8 +251,8 @@ def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
     try:
         arrived.set_result(pool.receive(*call.result()))
     except BaseException as error:
-        # Its traceback holds this frame, and with it both futures, which hold the error: the pipes of the executor would
-        # stay open until the garbage collector comes.
+        # Its traceback holds this frame, and with it both futures, which hold the error: the pipes of the executor
+        # would stay open until the garbage collector comes.
         arrived.set_exception(error.with_traceback(None))
 
 
