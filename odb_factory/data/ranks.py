@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
@@ -252,7 +254,9 @@ class Ring:
         self.patience = min(timedelta(seconds=patience_of(parent)), YEAR)
         group: Any = parent or dist.group.WORLD
         generation = _generations[group] = _generations.get(group, 0) + 1
-        self._store = dist.PrefixStore(f"odb_factory {generation}", group.get_group_store())
+        # A group of torch 2.6 has no method for its store.
+        own_store = getattr(group, "get_group_store", None) or partial(_get_process_group_store, group)
+        self._store = dist.PrefixStore(f"odb_factory {generation}", own_store())
         self.main = self.channel()
         loops = (self._listen, "odb-ring"), (self._beat, "odb-beat")
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in loops]
