@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch, retried
-from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
+from odb_factory.data.samples import Measured, MicroBatch, Sample, Task, name_rows
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
@@ -138,9 +138,7 @@ class CollatedDataset:
         except LayoutError as error:
             # Of pairs, a batch has the first rows of all samples, then the second ones.
             at_fault = samples if error.row is None else [samples[error.row % len(samples)]]
-            ids = [str(sample.id) for sample in at_fault]
-            ellipsis = ", ..." if len(ids) > MOST_NAMED else ""
-            why = f"{'rows' if len(ids) > 1 else 'row'} {', '.join(ids[:MOST_NAMED])}{ellipsis}: {error.reason}"
+            why = f"{name_rows([sample.id for sample in at_fault], MOST_NAMED)}: {error.reason}"
             if not self.falls_back:
                 raise LayoutError(why) from None
             return replace(self._measured(batch, samples), why_padded=why), batch

@@ -44,7 +44,7 @@ from odb_factory.data.collate import CollatedDataset, Outcome
 from odb_factory.data.memory_file import Dumped, dump, load
 from odb_factory.data.observe import ItemError, ItemObserver, ObservedDataset, RawItem, UnitsFrom
 from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
-from odb_factory.data.samples import Rejection, Sample, Task, no_usable_row
+from odb_factory.data.samples import Rejection, Sample, Task, name_rows, no_usable_row
 from odb_factory.data.serialize import NOT_SENT, fingerprint
 from odb_factory.ending import why_no_space, why_worker_died
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -258,8 +258,7 @@ def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
 
 def named(rows: Sequence[int]) -> str:
     """Rows as in messages."""
-    ellipsis = ", ..." if len(rows) > MOST_NAMED else ""
-    return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:MOST_NAMED]))}{ellipsis}" if rows else "a plan"
+    return name_rows(rows, MOST_NAMED) if rows else "a plan"
 
 
 class Pool:

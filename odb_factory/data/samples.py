@@ -224,6 +224,12 @@ class LeftOut:
             logger.warning("further rows that are left out are counted and not logged")
 
 
+def name_rows(ids: Sequence[int], most: int) -> str:
+    """Rows as in messages, at most this number of them: `row 3`, `rows 1, 2, ...`."""
+    ellipsis = ", ..." if len(ids) > most else ""
+    return f"row{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:most]))}{ellipsis}"
+
+
 def no_usable_row(rejected: Mapping[str, int], other_reasons: Sequence[str] = (), empty: str = "it is empty") -> str:
     """Why no row can be trained on. rejected: rows by reason. other_reasons: more. empty: said where there is none."""
     reasons = [f"{count} {reason}{HINTS.get(reason, '')}" for reason, count in rejected.items()]

@@ -401,7 +401,7 @@ class ODBDataLoader(DataLoader[T_co]):
         self._pins_memory, self._audit_dir, self._process_group = parts.pin_memory, audit_dir, process_group
         self._loader: ODBLoader | None = None
         self._accounting: StepAccounting
-        self._is_prepared = self._moves_batches = self.is_checkpointed = False
+        self._is_prepared = self._moves_batches = False
         self._is_closed = self._has_begun = self._has_logged = self._has_warned = self._is_step_open = False
         self._epoch = 0
         self._current: Pass | None = None
