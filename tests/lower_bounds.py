@@ -11,7 +11,7 @@ import numpy as np
 
 from odb_factory.planner import ROW, Budget
 from odb_factory.planner.cost import STEP_COST
-from odb_factory.planner.flat import STEP_PRICE, TOKEN_PRICE
+from odb_factory.planner.flat import PATCHES_PER_TOKEN
 
 
 def fewest_bins(sizes: np.ndarray, capacity: int) -> int:
@@ -91,8 +91,8 @@ def flat_bound(rows: np.ndarray, budget: Budget, num_ranks: int) -> tuple[int, i
     num_steps = max(-(-num_bins // num_ranks), 1)
     waits = least_wait(tokens, token_budget, num_ranks), least_wait(patches, max_patches, num_ranks)
     waits = waits[0], max(waits[1], _least_wait_beside_tokens(tokens, patches, token_budget, num_ranks))
-    cost = num_steps * (STEP_PRICE + TOKEN_PRICE * dummy_tokens + dummy_patches)
-    return num_steps, cost + TOKEN_PRICE * waits[0] + waits[1]
+    cost = num_steps * (PATCHES_PER_TOKEN * (STEP_COST + dummy_tokens) + dummy_patches)
+    return num_steps, cost + PATCHES_PER_TOKEN * waits[0] + waits[1]
 
 
 def padded_bound(rows: np.ndarray, budget: Budget, num_ranks: int) -> int:

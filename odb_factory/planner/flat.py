@@ -15,16 +15,15 @@ from odb_factory.planner.plan import Samples
 # The samples of a plan of flat micro-batches: what each adds to a bin, and what a bin costs.
 # A flat micro-batch is a bin: its tokens and its patches are sums over its samples.
 
-TOKEN_PRICE = 4
-"""What a token costs; a patch costs 1: vision towers merge 2 x 2 of them to a token."""
-STEP_PRICE = TOKEN_PRICE * STEP_COST
+PATCHES_PER_TOKEN = 4
+"""Patches that cost as much as a token: vision towers merge 2 x 2."""
 
 
 class FlatSamples(Samples):
     """Samples of one modality to put into bins.
 
     overlong: the sample breaks a budget alone, so it goes alone [n]. measures: tokens, patches, whether it has media,
-    and audio [n, 4]. prices: of a token and of a patch (0: no sample has any) [2].
+    and audio [n, 4]. prices: of a token and of a patch (0: no sample has any) [2]; step_price: of a micro-step.
     """
 
     def __len__(self) -> int:
@@ -42,7 +41,11 @@ class FlatSamples(Samples):
 
     @cached_property
     def prices(self) -> np.ndarray:
-        return np.array([TOKEN_PRICE, int(self.measures[:, 1].any())])
+        return np.array([PATCHES_PER_TOKEN, 1] if self.measures[:, 1].any() else [1, 0])
+
+    @property
+    def step_price(self) -> int:
+        return STEP_COST * int(self.prices[0])
 
     @cached_property
     def overlong(self) -> np.ndarray:

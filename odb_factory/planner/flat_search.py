@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from odb_factory.planner.cost import Budget, by_number
-from odb_factory.planner.flat import LARGEST_AMOUNT, STEP_PRICE, Bins, FlatSamples
+from odb_factory.planner.flat import LARGEST_AMOUNT, Bins, FlatSamples
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The exact cost of bins in micro-steps, and exchanges that lower it.
@@ -51,7 +51,7 @@ class Filled:
     @property
     def cost(self) -> int:
         """What ranks wait for in all micro-steps."""
-        return int((STEP_PRICE + self.maxima() @ self.samples.prices).sum())
+        return int((self.samples.step_price + self.maxima() @ self.samples.prices).sum())
 
     @property
     def within(self) -> bool:

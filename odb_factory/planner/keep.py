@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from odb_factory.planner.cost import Budget, by_number
-from odb_factory.planner.flat import STEP_PRICE, FlatSamples, bins_needed, make_bins
+from odb_factory.planner.flat import FlatSamples, bins_needed, make_bins
 from odb_factory.planner.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planner.padded import Pools, best_cut, cut_by_one_cap, groups_of_cut
 from odb_factory.planner.plan import BufferMetadata, Plan, PoolGroup, Samples, to_plan, to_ranks
@@ -56,7 +56,7 @@ def flat_lower_bound(samples: FlatSamples, num_steps: int) -> int:
     measures = samples.measures[:, :2]
     sums = by_number(samples.pool, measures, samples.num_pools)
     largest = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
-    return num_steps * STEP_PRICE + int(largest @ samples.prices)
+    return num_steps * samples.step_price + int(largest @ samples.prices)
 
 
 def put_into_bins(samples: FlatSamples, num_steps: int) -> Filled:

@@ -51,10 +51,6 @@ class Pools:
     def __len__(self) -> int:
         return len(self.index)
 
-    def group(self, start: int, end: int) -> np.ndarray:
-        """Its samples, the shortest first: dummy media added to the first row then rarely make it the longest."""
-        return self.index[start:end][::-1]
-
     def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`Budget.collated` of many groups, none of them empty."""
         count, ones = ends - starts, np.ones((), dtype=np.int64)
@@ -101,20 +97,14 @@ class Pools:
         # A sample alone can cost more than one in a group: dummy media are added where there are no others.
         return low, np.maximum(low, high)
 
-    @cached_property
-    def load(self) -> tuple[int, int]:
-        """Tokens of the fullest pool and of the longest sample."""
-        before = np.concatenate([[0], np.cumsum(self.tokens)])
-        return int((before[self.ends] - before[self.starts]).max()), int(self.tokens.max())
-
 
 def lower_bound(pools: Pools, num_steps: int) -> int:
     """No cut into `num_steps` micro-steps is cheaper: the longest sample goes alone, or nothing is padded.
 
     Dummy media are not counted, because a group may need fewer of them than its samples alone.
     """
-    load, longest = pools.load
-    return num_steps * STEP_COST + max(-(-load // pools.slots), longest)
+    of_pool = by_number(pools.pool_of, pools.tokens, len(pools.starts))
+    return num_steps * STEP_COST + max(-(-int(of_pool.max()) // pools.slots), int(pools.tokens.max()))
 
 
 def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
@@ -193,7 +183,8 @@ def groups_of_cut(pools: Pools, cut: Cut) -> list[list[PoolGroup]]:
     """By micro-step."""
     steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
     for step, pool, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
-        steps[step].append((pool, pools.group(start, end)))
+        # The shortest first: dummy media added to the first row then rarely make it the longest.
+        steps[step].append((pool, pools.index[start:end][::-1]))
     return steps
 
 

@@ -12,7 +12,7 @@ from lower_bounds import flat_bound, padded_bound, table_of
 
 from odb_factory.planner import Budget, BufferMetadata, Collation, plan_optimizer_step
 from odb_factory.planner.cost import STEP_COST
-from odb_factory.planner.flat import STEP_PRICE, TOKEN_PRICE
+from odb_factory.planner.flat import PATCHES_PER_TOKEN
 
 BUDGET = 16384
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -83,9 +83,10 @@ class Drawn:
         """What ranks wait for, as planned."""
         buffers = [BufferMetadata(self.rows[rank :: self.num_ranks].copy(), False) for rank in range(self.num_ranks)]
         plan = plan_optimizer_step(buffers, self.budget, balance=True)
+        tokens = sum(STEP_COST + step.max_rank_tokens for step in plan.totals)
         if self.budget.layout == "padded":
-            return sum(STEP_COST + step.max_rank_tokens for step in plan.totals)
-        return sum(STEP_PRICE + TOKEN_PRICE * step.max_rank_tokens + step.max_rank_patches for step in plan.totals)
+            return tokens
+        return PATCHES_PER_TOKEN * tokens + sum(step.max_rank_patches for step in plan.totals)
 
     def bound(self) -> int:
         """No plan costs less."""
