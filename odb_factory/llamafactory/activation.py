@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-SUPPORTED = ">=0.9.4,<1"
+SUPPORTED = ">=0.9.5,<1"
 """Releases of LLaMA-Factory, as in pyproject.toml."""
 NEWEST_TESTED = "0.9.6.dev0"
 """LLaMA-Factory's main branch of 2026-08-18."""
@@ -31,8 +31,8 @@ class Hook(NamedTuple):
     """A function of LLaMA-Factory that is wrapped once its module has been executed.
 
     wrapper: of `hooks.py`, or of the module named with it. without: what a release loses that lacks the
-    function; "": a training with a block is refused. These have the same names and meanings in LLaMA-Factory 0.9.4,
-    0.9.5 and the main branch (0.9.6.dev0).
+    function; "": a training with a block is refused. These have the same names and meanings in LLaMA-Factory 0.9.5
+    and the main branch (0.9.6.dev0).
     """
 
     module: str

@@ -346,8 +346,6 @@ def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
     or several, where the model takes those; LAST: it takes `last_hidden_state`."""
     if isinstance(output, Tensor):
         return {(): output}
-    if not isinstance(output, Mapping):  # transformers 4: the features, and those for deeper layers
-        output = {"pooler_output": output[0], "deepstack_features": output[1]}
     if output.get("hidden_states") is not None and layers not in (None, LAST):
         states = output["hidden_states"]
         numbers = [layers] if isinstance(layers, int) else layers
