@@ -503,7 +503,7 @@ class RankMetadata:
     """What a rank sends to all others before each plan: the samples it holds, and counts since this pass began.
 
     rejected: rows left out when read, by reason. overlong: samples that break a budget alone and are trained on.
-    order: a checksum of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
+    order: the fingerprint of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
     plan: a checksum of the plan before. limits: to which it has lowered its budgets, if it has; the least of all ranks
     are taken. failure: why it cannot go on, in place of all else.
     """
