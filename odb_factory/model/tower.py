@@ -33,7 +33,7 @@ from transformers import AttentionInterface
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
-from odb_factory.model.attention import FLASH, Need, flash, sdpa
+from odb_factory.model.attention import flash, sdpa, serves_flash
 from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import replace_forward
 from odb_factory.model.known import Known, ordinary
@@ -159,10 +159,9 @@ def attend_images(
     if ends is None:
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     states = query, key, value
-    need = Need.of(query, value, kwargs)
-    if need.kernel == FLASH:
+    if serves_flash(query, value, kwargs.get("dropout")):
         most = longest if isinstance(longest, int) else max(_lengths(ends))  # newer releases have read it
-        return flash(ordinary(ends).to(torch.int32), most, None, states, need, causal=False), None
+        return flash(ordinary(ends).to(torch.int32), most, None, states, kwargs.get("scaling"), causal=False), None
     images = zip(*(heads.split(_lengths(ends), dim=2) for heads in states))
     return torch.cat([sdpa(module, *image, attention_mask, **kwargs)[0] for image in images], dim=1), None
 
