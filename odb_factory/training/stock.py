@@ -46,6 +46,8 @@ logger = get_logger(__name__)
 ROWS, ROWS_OF_MICRO_BATCH = 6, 2
 ROWS_READ, FEW_TOKENS = 16, 12
 """Rows of a rank to choose from; those with fewer tokens than this show less."""
+MOST_TOKENS, MOST_PADDING = 16, 3
+"""Columns of a row, and those of its padding: the logits of whole rows may not fit into memory."""
 SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
 TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
@@ -310,7 +312,9 @@ class _Measurement:
         for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
             own = copy.deepcopy(rows[start : start + ROWS_OF_MICRO_BATCH])
             batch = dict(collate(own))
-            spans = _spans(batch, own)
+            keys = batch.keys()
+            batch, spans = _shortened(batch, _spans(batch, own))
+            self.is_computed &= batch.keys() == keys
             if supervised and "shift_labels" not in batch:
                 batch["labels"] = _revealing(batch, spans, self._of_rank(supervised, start))
             batches.append((batch, spans))
@@ -420,7 +424,7 @@ class _Measurement:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                self.is_computed = False  # the layers return zeros, which needs no memory
+                self.is_computed = False  # without its layers the model needs little memory
                 step(dict(inputs))
             if micro_batch.leaf is None:
                 raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
@@ -664,6 +668,33 @@ def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int
     is_own = (mask != 0) | (batch["labels"] != IGNORE_INDEX)
     ends = [row.nonzero()[:, 0].tolist() for row in is_own]
     return [(places[0], places[-1] + 1) for places in ends]
+
+
+def _shortened(batch: dict[str, Any], spans: list[tuple[int, int]]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """`MOST_TOKENS` columns of each row: the first token of its sample and the last ones, and some of its padding.
+
+    Media, which the tokens that are left do not fit, are left out, and what else is neither of a token nor of a row.
+    """
+    shape = batch["input_ids"].shape
+    if shape[1] <= MOST_TOKENS:
+        return batch, spans
+    chosen, new_spans = [], []
+    for start, end in spans:
+        padding = [*range(start), *range(end, shape[1])]
+        padding = padding[: max(MOST_PADDING, MOST_TOKENS - (end - start))]
+        last = range(end + 1 + len(padding) - MOST_TOKENS, end)
+        chosen.append(sorted([*padding, start, *last]))
+        first = chosen[-1].index(start)
+        new_spans.append((first, first + 1 + len(last)))
+    rows, columns = torch.arange(shape[0])[:, None], torch.tensor(chosen)
+
+    short = {}
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            short[key] = value
+        elif value.shape[:2] == shape:
+            short[key] = value[rows, columns]
+    return short, new_spans
 
 
 def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], supervised: Sequence[int]) -> Tensor:
