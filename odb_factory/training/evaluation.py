@@ -44,9 +44,9 @@ from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass, shards_parameters
 from odb_factory.planner import Cost
 from odb_factory.training.arguments import replaced
+from odb_factory.training.checks import overriding_compute_loss
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.stock import measure_evaluation, short_rows
-from odb_factory.training.trainer_loss import overriding_compute_loss
 
 logger = get_logger(__name__)
 
