@@ -40,11 +40,10 @@ import torch.multiprocessing  # tensors travel in shared memory
 from torch.utils.data import _utils as torch_utils
 
 from odb_factory.data.collate import CollatedDataset, Salvaged
-from odb_factory.data.memory_file import Dumped, dump, load
 from odb_factory.data.observe import ItemError, ItemObserver, ObservedDataset, RawItem, UnitsFrom
 from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.samples import Rejection, Sample, name_rows
-from odb_factory.data.serialize import NOT_SENT, fingerprint
+from odb_factory.data.serialize import NOT_SENT, Dumped, dump, fingerprint, load
 from odb_factory.ending import why_no_space, why_worker_died
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.random_numbers import kept_random_numbers, random_seed, seed_random_numbers
@@ -72,7 +71,7 @@ class _Setup:
 
     work, init_fn: make what they stand for, see `_Shipped`. table: int64[num_workers, 2] in shared memory, the process
     id of each worker (0: it has not begun) and the row that it is at (-1: none). lock: over the choice of a line of it.
-    connections: for each worker, see `memory_file`. outlives: SIGTERM does not end the worker.
+    connections: for each worker, see `serialize.dump`. outlives: SIGTERM does not end the worker.
     """
 
     work: Callable[[], Any]
