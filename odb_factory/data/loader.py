@@ -212,7 +212,6 @@ class ODBLoader:
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     fingerprint: of the dataset, where a framework has taken columns away (default: its own). keeps_samples: a
     micro-batch keeps its light samples, to be collated again. is_evaluated: of `ObservedDataset`.
-    counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out.
     groups: what collates its micro-batches, in its layout. has_rows: rows have numbers; those of a stream have none.
@@ -240,12 +239,11 @@ class ODBLoader:
         keeps_samples: bool = False,
         is_evaluated: bool = False,
     ):
-        self.dataset, self.config, self.layout, self.rule = parts.dataset, config, layout, rule
+        self.dataset, self.config, self.rule = parts.dataset, config, rule
         self._keeps_samples, self._seed = keeps_samples, seed
         # The Trainer wraps its collator to remove columns from items.
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
         collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
-        self.counts_labels = bool(getattr(observer, "counts_labels", True))
         self._ranks = ranks or Ranks()
         self.rank, self.world_size = rank, world_size = self._ranks.rank, self._ranks.world_size
         self.budget = budget = make_budget(config, collation, layout)
@@ -256,8 +254,9 @@ class ODBLoader:
             patch_size,
             budget,
             measure,
-            self.counts_labels,
-            with_boundaries,
+            # Units are counted from the labels of batches; otherwise a `cost_fn` gives them.
+            counts_labels=bool(getattr(observer, "counts_labels", True)),
+            with_boundaries=with_boundaries,
             falls_back=config.layout == "auto",
             positions=None if positions is None else Picklable(positions, "get_rope_index"),
         )
