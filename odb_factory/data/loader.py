@@ -93,7 +93,7 @@ class Pass:
         self._plans: deque[list[MicroBatch]] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._is_stopped = self._is_over = False
+        self._is_over = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -129,7 +129,7 @@ class Pass:
 
     def next(self, check: Callable[[], None]) -> tuple[MicroBatch, Salvaged] | None:
         """The next micro-batch, None at the end of the epoch. check: called while it waits; may raise."""
-        has_more = not (self.is_empty or self._is_stopped)
+        has_more = not (self.is_empty or self.planner.is_left)
         while has_more and len(self.in_flight) < max(self._window, 1):
             if self.planned:
                 micro_batch = self.planned.popleft()
@@ -147,7 +147,7 @@ class Pass:
     def stop(self) -> None:
         """Let the thread end when it can."""
         with self._changed:
-            self._is_stopped = self.planner.is_left = True
+            self.planner.is_left = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
@@ -168,12 +168,12 @@ class Pass:
                 with self._changed:
                     self._plans.append(plan)
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._is_stopped or self._has_room())
-                    if self._is_stopped:
+                    self._changed.wait_for(lambda: self.planner.is_left or self._has_room())
+                    if self.planner.is_left:
                         break
             self._source.close()
         except BaseException as error:
-            if not self._is_stopped:  # nobody would take it, and its frames hold the workers
+            if not self.planner.is_left:  # nobody would take it, and its frames hold the workers
                 self._error = error
         with self._changed:
             self._is_over = True
