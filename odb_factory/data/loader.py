@@ -614,8 +614,8 @@ class ODBLoader:
             causes = tuple((sample, f"cannot be collated: {cause}") for sample, cause in late)
             micro_batch = micro_batch.only(usable, causes)
         if measured is None:
-            micro_batch = dataclasses.replace(micro_batch, light=[self.stand_in()])
             try:
+                micro_batch = dataclasses.replace(micro_batch, light=[self.stand_in()])
                 measured, batch = self.groups.collate(micro_batch.light)
             except DataError:
                 raise self._not_collated(failed) from None
