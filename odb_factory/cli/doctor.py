@@ -20,8 +20,8 @@ from odb_factory.version import __version__, installed_version
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RELEASES = {
     "python": (">=3.11", "3.11"),
-    "torch": (">=2.6", "2.14.1"),
-    "transformers": (">=4.57.1", "5.24.0"),
+    "torch": (">=2.8", "2.14.1"),
+    "transformers": (">=5", "5.24.0"),
     "accelerate": (">=0", "1.15.0"),
     "llamafactory": (SUPPORTED, NEWEST_TESTED),
 }

@@ -287,7 +287,7 @@ def why_unusable(model: Any) -> str | None:
         return "its attention function cannot be chosen for its language model alone"
     if not getattr(type(model), "_can_set_attn_implementation", lambda: False)():
         return "it does not take attention functions of others"
-    if getattr(model.config, "model_type", "") in OVERLAYS:  # transformers 4 does not let `make_mask` see them
+    if getattr(model.config, "model_type", "") in OVERLAYS:
         return "the tokens of an image see each other, which takes a mask"
     return None
 

@@ -344,7 +344,7 @@ def _width(projector: nn.Module) -> int:
 def _read(output: Any, layers: Any) -> Any:
     """A tower's output with what a model reads of it: the rest would be of other images. layers: of the hidden states,
     a number or several, where the model takes those; LAST: it takes `last_hidden_state`."""
-    if not isinstance(output, Mapping):  # transformers 4: the features, and those for deeper layers
+    if not isinstance(output, Mapping):  # the features alone
         return output
     kind: Any = type(output)
     if output.get("hidden_states") is not None and layers not in (None, LAST):

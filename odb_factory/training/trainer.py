@@ -2,7 +2,7 @@
 
 The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so that all it
 counts, schedules, logs and saves is right by itself; `training_step` runs the micro-batches. Only methods with the same
-meaning in transformers 4.57 to 5.x are overridden, and all but the dataloader call `super()`. How stock weighs samples
+meaning in transformers 5 are overridden, and all but the dataloader call `super()`. How stock weighs samples
 is measured before training (`stock.py`).
 """
 
