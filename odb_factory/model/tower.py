@@ -130,7 +130,13 @@ class _Together:
             """Of images and of videos. features: of all patches, or one embedding for a number of them."""
             if not isinstance(features, Tensor):
                 return features, features
-            of_images = len(pixels) * len(features) // total
+            of_images, rest = divmod(len(pixels) * len(features), total)
+            if rest:
+                raise DataError(
+                    f"the vision tower's features of images and videos together are {list(features.shape)}, of {total} "
+                    "patches: this release of transformers computes them in another way; take one that docs/engines.md "
+                    "names, or leave rows with videos out."
+                )
             return features[:of_images], features[of_images:]
 
         leaves, structure = tree_flatten(output)
