@@ -1,20 +1,16 @@
-"""Tiny models of many families in float64, and padded batches for them as LLaMA-Factory's collator makes them."""
+"""Tiny vision-language models in float64, and padded batches for them as LLaMA-Factory's collator makes them."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from training.flat_models import ALLOWED, COMMON, HEAD, SLIDING, WINDOW
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import flash_attention_mask
+from training.flat_models import COMMON, HEAD, SLIDING
 
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153
@@ -22,11 +18,6 @@ WORDS = (3, 140)
 """Ids of tokens that mean nothing in particular, from and up to."""
 
 _TEXT: dict[str, Any] = COMMON | HEAD | {"vocab_size": VOCABULARY, "attention_dropout": 0.0}
-
-TEXT = {family: changes for family, changes in ALLOWED.items() if family not in ("opt", "gpt_oss")}
-TEXT["gemma2"] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}
-COMPUTES_IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gemma3", "cohere2")
-"""Whose norms are float32 in a model of float64."""
 
 
 @dataclass(frozen=True)
@@ -206,95 +197,19 @@ def set_attention(model: Any, attention: str) -> None:
     model.config.get_text_config()._attn_implementation = attention
 
 
-FLASH = "flash_on_cpu"
-
-
-def register_flash() -> None:
-    """An attention function for the CPU that is handed what flash attention is, and cuts rows where that does."""
-    AttentionInterface.register(FLASH, _flash)
-    AttentionMaskInterface.register(FLASH, flash_attention_mask)
-
-
-def _flash(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """By a mask of padding, by `cu_seq_lens_q`, or where the positions of a single row begin anew; else whole rows."""
-    rows, heads, length, size = query.shape
-    key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
-    if attention_mask is not None:
-        cuts = [[0, int(count), length] for count in attention_mask.sum(-1)]
-    elif cu_seq_lens_q is not None:
-        cuts = [cu_seq_lens_q.tolist()]
-    elif rows == 1 and position_ids is not None:
-        assert position_ids.dim() == 2, "the positions of text"
-        cuts = [[*(position_ids[0] == 0).nonzero().flatten().tolist(), length]]
-    else:
-        cuts = [[0, length]] * rows
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = []
-    for row, borders in enumerate(cuts):
-        parts = []
-        for start, end in itertools.pairwise(borders):
-            scores = query[row, :, start:end] @ key[row, :, start:end].mT * (scaling or size**-0.5)
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            sees = torch.ones(end - start, end - start, dtype=torch.bool)
-            if causal:
-                sees = sees.tril()
-            if sliding_window:
-                sees = sees.triu(1 - sliding_window)
-            parts.append(scores.masked_fill(~sees, float("-inf")).softmax(-1) @ value[row, :, start:end])
-        out.append(torch.cat(parts, 1).transpose(0, 1))
-    return torch.stack(out), None
-
-
-def text_model(family: str, attention: str) -> Any:
-    config = AutoConfig.for_model(family, **_TEXT | TEXT[family])
-    for name in ("residual_dropout", "attention_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    config._experts_implementation = "eager"
-    try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except ValueError as error:  # the newest transformers refuses sdpa for Gemma 2
-        pytest.skip(str(error).partition(".")[0])
-    return prepared(model, attention)
-
-
 def vision_model(family: str, attention: str) -> Any:
     vision = VISION[family]
     made = getattr(transformers, vision.model)._from_config(vision.config(), attn_implementation="sdpa")
     return prepared(made, attention)
 
 
-def text_case(samples: Sequence[Sample]) -> Case:
-    return Case(_padded(samples), [len(sample.ids) for sample in samples], has_media=False)
-
-
-def vision_case(family: str, model: Any, samples: Sequence[Sample], *, with_dummy: bool = True) -> Case:
+def vision_case(family: str, model: Any, samples: Sequence[Sample]) -> Case:
     """As LLaMA-Factory does it: where no sample has an image, the first row is given one, masked, behind its tokens."""
     vision = VISION[family]
     images = sum(sample.images for sample in samples)
-    dummy = [] if images or not with_dummy else [OPENS, *[IMAGE] * vision.tokens, CLOSES]
-    pixels = []
-    for sample in samples if images else samples[:1]:
-        torch.manual_seed(sum(sample.ids))  # the same pictures in whatever batch
-        pixels.append(vision.pixels(sample.images if images else 1))
-    batch = _padded(samples, dummy)
-    if images or dummy:
-        batch |= {key: torch.cat([one[key] for one in pixels]) for key in pixels[0]}
+    dummy = [] if images else [OPENS, *[IMAGE] * vision.tokens, CLOSES]
+    torch.manual_seed(1)
+    batch = _padded(samples, dummy) | vision.pixels(images or 1)
     marks = (batch["input_ids"] == IMAGE).long()
     if vision.marks_images:
         batch["token_type_ids"] = marks
