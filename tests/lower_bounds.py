@@ -1,14 +1,14 @@
 """What no plan of an optimizer step can undercut: bounds on its cost that know nothing of the planner.
 
 Every rank takes part in every micro-step and waits for the slowest, so an optimizer step of K micro-steps costs
-K x fixed + token x (sum over micro-steps of the most tokens of any rank).
+K x `STEP_COST` + the sum over micro-steps of the most tokens of any rank.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from odb_factory.planner import CostModel
+from odb_factory.planner.cost import STEP_COST
 
 
 def fewest_bins(sizes: np.ndarray, capacity: int) -> int:
@@ -57,13 +57,13 @@ def least_wait(sizes: np.ndarray, capacity: int, num_ranks: int) -> int:
     )
 
 
-def flat_bound(lengths: np.ndarray, token_budget: int, num_ranks: int, model: CostModel) -> int:
+def flat_bound(lengths: np.ndarray, token_budget: int, num_ranks: int) -> int:
     """The cost that no flat plan of samples of these lengths over so many ranks undercuts."""
     num_steps = -(-fewest_bins(lengths, token_budget) // num_ranks)
-    return num_steps * model.fixed + model.token * least_wait(lengths, token_budget, num_ranks)
+    return num_steps * STEP_COST + least_wait(lengths, token_budget, num_ranks)
 
 
-def padded_bound(lengths: np.ndarray, token_budget: int, num_ranks: int, model: CostModel) -> int:
+def padded_bound(lengths: np.ndarray, token_budget: int, num_ranks: int) -> int:
     """The cost that no padded plan of samples of these lengths over so many ranks undercuts.
 
     The best cut of all samples for a single rank, its cost shared by all ranks: ranks wait for the costliest group of
@@ -74,5 +74,5 @@ def padded_bound(lengths: np.ndarray, token_budget: int, num_ranks: int, model: 
     for end, longest in enumerate(lengths.tolist(), start=1):
         first = end - max(min(token_budget // longest, end), 1)
         count = end - np.arange(first, end)
-        best[end] = int((best[first:end] + model.fixed + model.token * longest * count).min())
-    return max(-(-int(best[-1]) // num_ranks), model.fixed + model.token * int(lengths[-1]))
+        best[end] = int((best[first:end] + STEP_COST + longest * count).min())
+    return max(-(-int(best[-1]) // num_ranks), STEP_COST + int(lengths[-1]))

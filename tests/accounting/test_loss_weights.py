@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from toy import a_micro_batch
 
-from odb_factory.accounting.losses import loss_of, token_weights
-from odb_factory.data.samples import MicroBatch, SampleInfo
+from odb_factory.accounting.losses import loss_of
+from odb_factory.data.samples import MicroBatch, SampleInfo, token_weights
 
 Losses = list[list[float]]
 """Of each sample the losses of its supervised tokens."""

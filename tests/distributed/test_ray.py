@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,26 +123,6 @@ def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
         assert run.end() != 0
         assert run.own_lines()[-1].startswith("[odb] odb.oom: 'skip' works in one process"), run.log[-6000:]
         assert not any(line.startswith("Traceback") for line in run.own_lines())
-
-
-AT_ONCE = (
-    "import signal; from odb_factory.llamafactory import hooks; hooks.RAY_LINE_AFTER_S = 2; "
-    # A shell has its background jobs, and what they start, ignore it.
-    "signal.signal(signal.SIGINT, signal.default_int_handler); "
-)
-
-
-def test_workers_that_have_no_room_are_waited_for(config_of, tmp_path) -> None:
-    code = f"{AT_ONCE}from llamafactory.cli import main; main()"
-    config = written(config_of() | RAY | {"ray_init_kwargs": {"num_cpus": 12}}, tmp_path)
-    with Command([sys.executable, "-c", code, "train", config], tmp_path / "log", USE_RAY="1") as run:
-        run.wait_until(lambda: "Ray has had no room" in run.log, "nothing was said")
-        (line,) = [line for line in run.own_lines() if "Ray has had no room" in line]
-        assert all(word in line for word in ("2 x {'CPU': 10}", "12.0", "num_cpus: 20"))
-        time.sleep(2)
-        assert run.launchers[0].poll() is None
-        run.launchers[0].send_signal(signal.SIGINT)
-        assert run.end(END_S) != 0
 
 
 def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:

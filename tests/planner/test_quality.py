@@ -10,7 +10,7 @@ import pytest
 from lower_bounds import flat_bound, padded_bound
 from plan_checks import planned, step_costs
 
-from odb_factory.planner import Budget, Cost, CostModel
+from odb_factory.planner import Budget, Cost
 
 BUDGET = 16384
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -69,7 +69,6 @@ KINDS: list[Lengths] = [
 ]
 
 
-MODEL = CostModel()
 SHAPES = [(1, 32), (2, 61), (4, 16), (8, 8), (8, 32)]
 MORE_SHAPES = [(16, 16), (16, 61), (32, 32), (64, 16), (64, 24), (256, 24)]
 """(ranks, samples a rank)."""
@@ -83,8 +82,8 @@ def ratio_of(seed: int, kind: Lengths, num_ranks: int, per_rank: int, layout: st
     count = num_ranks * per_rank + int(rng.integers(0, num_ranks + 1))
     lengths = np.clip(kind(rng, count), 1, 20 * BUDGET if kind is one_giant else BUDGET).astype(np.int64)
     world = [[Cost(length) for length in lengths[rank::num_ranks].tolist()] for rank in range(num_ranks)]
-    cost = sum(step_costs(planned(world, Budget(BUDGET, layout=layout), balance=True, model=MODEL), MODEL))
-    return TABLE[layout][0](lengths, BUDGET, num_ranks, MODEL) / cost
+    cost = sum(step_costs(planned(world, Budget(BUDGET, layout=layout), balance=True)))
+    return TABLE[layout][0](lengths, BUDGET, num_ranks) / cost
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.nightly)], ids=["few", "many"])
