@@ -5,24 +5,20 @@ Rows made one at a time are also compared with stock's pass in every run: anothe
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import av
 import pytest
-from llamafactory import launcher
 from llamafactory.data import mm_plugin
 from llamafactory.hparams import get_train_args
-from llamafactory.train.callbacks import LogCallback
 from PIL import Image
 from stock import load_data
 from support import training_config
 
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import dataset, media
+from odb_factory.llamafactory import dataset, hooks, media
 
 pytestmark = pytest.mark.versions
 
@@ -39,75 +35,29 @@ def load(config: dict[str, Any]) -> Any:
     return load_data(config)["train_dataset"]
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    {
-        "data.loader:_get_preprocessed_dataset": (
-            "dataset data_args training_args stage template tokenizer processor is_eval"
-        ),
-        "data.loader:_get_dataset_processor": "data_args stage template tokenizer processor",
-        "data.loader:align_dataset": "dataset dataset_attr data_args training_args",
-        "data.mm_plugin:BasePlugin.process_messages": "self messages images videos audios processor",
-        "data.mm_plugin:BasePlugin.process_token_ids": (
-            "self input_ids labels images videos audios tokenizer processor"
-        ),
-        "data.mm_plugin:BasePlugin._get_mm_inputs": "self images videos audios processor",
-        "data.mm_plugin:BasePlugin._regularize_images": "self images",
-        "data.mm_plugin:Qwen2VLPlugin._get_video_token_metadata": "self videos processor",
-        "train.kto.trainer:CustomKTOTrainer.forward": "self model batch prefix",
-        "train.kto.trainer:CustomKTOTrainer.concatenated_forward": "self model batch",
-        "train.kto.trainer:CustomKTOTrainer.compute_reference_log_probs": "self model batch",
-        "train.kto.trainer:CustomKTOTrainer.get_batch_loss_metrics": "self model batch",
-        "train.kto.trainer:CustomKTOTrainer.kto_loss": (
-            "self policy_chosen_logps policy_rejected_logps policy_KL_logps reference_chosen_logps "
-            "reference_rejected_logps reference_KL_logps"
-        ),
-    }.items(),
-)
-def test_functions_take_what_they_did(path: str, expected: str) -> None:
-    """The first parameters that functions of LLaMA-Factory have, in their order."""
-    module, names = path.split(":")
-    function: Any = importlib.import_module(f"llamafactory.{module}")
-    for name in names.split("."):
-        function = getattr(function, name, None)
-    if function is None:
-        pytest.skip(f"this release has no {names}")
-    found = list(inspect.signature(function).parameters)
-    assert found[: len(expected.split())] == expected.split()
+def mapped(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Any], Any]:
+    return lambda stock: lambda *args, **kwargs: stock(*args, **kwargs).map(change)
 
 
-def test_what_is_replaced_is_where_it_was(config: dict[str, Any]) -> None:
-    """The order in which arguments are parsed, the steps that the log callback has read, the launcher's own file."""
-    parsed = get_train_args({key: value for key, value in config.items() if key != "odb"})
-    fields = ("model_name_or_path", "cutoff_len", "output_dir", "stage")
-    assert [hasattr(one, name) for one, name in zip(parsed, fields)] == [True] * 4
-    assert isinstance(LogCallback().max_steps, int)
-    assert "__file__" in inspect.unwrap(launcher.launch).__code__.co_names, "torchrun is given another file"
+def of_another_stage(stock: Any) -> Any:
+    return lambda args, stage, *rest: stock(args, "pt", *rest)
 
 
-CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "_system": ("align_dataset", lambda row: {"_system": "be brief"}),
-    "input_ids": ("_get_preprocessed_dataset", lambda row: {"input_ids": row["input_ids"][:-1]}),
-    "labels": ("_get_preprocessed_dataset", lambda row: {"labels": row["input_ids"]}),
-    "weights": ("_get_preprocessed_dataset", lambda row: {"weights": 1.0}),
+CHANGED: dict[str, tuple[str, Any, str]] = {
+    "rows": ("align_dataset", mapped(lambda row: {"_system": "be brief"}), "input_ids"),
+    "ids": ("_get_preprocessed_dataset", mapped(lambda row: {"input_ids": row["input_ids"][:-1]}), "input_ids"),
+    "labels": ("_get_preprocessed_dataset", mapped(lambda row: {"labels": row["input_ids"]}), "labels"),
+    "weights": ("_get_preprocessed_dataset", mapped(lambda row: {"weights": 1.0}), "weights"),
+    "processor": ("_get_dataset_processor", of_another_stage, ""),
 }
-"""By column: a pass of stock that does more than what is called by row."""
+"""A function of LLaMA-Factory that does something else than what is called by row, and the column that is named."""
 
 
-@pytest.mark.parametrize("column", CHANGED)
-def test_a_pass_that_does_more_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str) -> None:
-    name, change = CHANGED[column]
-    stock = getattr(dataset, name)
-    monkeypatch.setattr(dataset, name, lambda *args, **kwargs: stock(*args, **kwargs).map(change))
-    with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} by row"):
-        load(config)
-
-
-def test_another_processor_of_rows_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_get_dataset_processor` gives one that stock does not use for this stage."""
-    stock = dataset._get_dataset_processor
-    monkeypatch.setattr(dataset, "_get_dataset_processor", lambda args, stage, *rest: stock(args, "pt", *rest))
-    with pytest.raises((ConfigError, KeyError)):
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_pass_that_does_something_else_is_found(config, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    name, change, column = CHANGED[case]
+    monkeypatch.setattr(dataset, name, change(getattr(dataset, name)))
+    with pytest.raises((ConfigError, KeyError) if case == "processor" else ConfigError, match=column):
         load(config)
 
 
@@ -148,6 +98,25 @@ def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path:
     assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._by_formula
 
 
-def test_max_patches_below_the_fake_image_is_refused_before_the_model_is_loaded(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"odb\.max_patches: 1 is less than the \d+ patches of the fake image"):
-        load(config | {"odb": BLOCK | {"max_patches": 1}})
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """`logged()`: what has been said of the release."""
+    hooks.log_if_newer.cache_clear()
+    yield lambda: [message for message in caplog.messages if "is newer than" in message]
+    hooks.log_if_newer.cache_clear()
+
+
+def test_a_newer_release_is_logged_once_and_trained_with(config, tmp_path: Path, monkeypatch, logged) -> None:
+    get_train_args(dict(config))
+    assert logged() == [], "the release that is installed is known"
+    hooks.log_if_newer.cache_clear()
+    (tmp_path / "llamafactory-0.9.7.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: llamafactory\nVersion: 0.9.7\n"
+    (tmp_path / "llamafactory-0.9.7.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    get_train_args({key: value for key, value in config.items() if key != "odb"})
+    assert logged() == [], "nothing is said without a block"
+    for _ in range(2):
+        get_train_args(dict(config))
+    (message,) = logged()
+    assert "0.9.7" in message and "0.9.6.dev0" in message
