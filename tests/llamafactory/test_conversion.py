@@ -248,7 +248,7 @@ DROPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "pair": ("rm", {"ranking": True, "columns": PAIR}, ROW | {"a": "so", "b": 0}, r"columns\.rejected.*0 \(int\)"),
     "role": ("sft", SHAREGPT, {"conversations": [ASKED, ANSWERED | {"from": "bot"}]}, r"'bot'.*tags\.assistant_tag"),
     "tags": ("sft", SHAREGPT | {"tags": SHAREGPT_TAGS}, {"conversations": [ASKED]}, r"tags\.role_tag"),
-    "no answer": ("sft", SHAREGPT, {"conversations": [ASKED]}, "has 1 turns"),
+    "no answer": ("sft", SHAREGPT, {"conversations": [ASKED]}, "column 'conversations'"),
     "text": ("sft", SHAREGPT | {"columns": {"messages": "text"}}, {"text": "why? so"}, r"columns\.messages.*str"),
     "no such column": ("sft", {"columns": ALPACA | {"response": "answer"}}, ROW, r"columns\.response .* 'answer'"),
 }

@@ -94,8 +94,7 @@ def test_the_header_of_a_file_tells_the_length_of_its_clip(tmp_path: Path, rate:
         real = plugin._get_mm_inputs([], [], [taken.numpy()], processor)
         assert torch.equal(clips.answer([len(taken)])["feature_attention_mask"], real["feature_attention_mask"])
     # A header that cannot be believed: the file is decoded.
-    whole, cut, other = (tmp_path / name for name in ("clip.wav", "cut.wav", "other.mp3"))
-    cut.write_bytes(whole.read_bytes()[:900])
+    other = tmp_path / "other.mp3"
     other.write_bytes(b"ID3" + bytes(100))
-    for file in (str(cut), str(other), str(tmp_path / "none.wav"), b"bytes"):
-        assert clips.lengths_of([str(whole), file]) is None
+    for file in (str(other), str(tmp_path / "none.wav"), b"bytes"):
+        assert clips.lengths_of([str(tmp_path / "clip.wav"), file]) is None

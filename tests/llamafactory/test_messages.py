@@ -6,7 +6,6 @@ import copy
 import importlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from support import run_llamafactory, training_config
 
 from odb_factory.cli.plan import read
 from odb_factory.errors import ConfigError, ODBError
-from odb_factory.llamafactory import hooks, uncaught
-from odb_factory.llamafactory.launch import check_yaml, launch
+from odb_factory.llamafactory import block, hooks, uncaught
+from odb_factory.llamafactory.launch import launch
+from odb_factory.llamafactory.launch import read as read_yaml
 
 BLOCK = {"token_budget": 1024}
 
@@ -97,7 +97,7 @@ def test_what_the_yaml_shows_is_said_before_the_launch(
 ) -> None:
     """start: a pattern of the message's first words."""
     with pytest.raises(ConfigError) as caught:
-        check_yaml(command("train", text), overrides)
+        block.checked(read_yaml(str(command("train", text)), overrides=overrides))
     message = str(caught.value)
     assert re.match(start, message) and "\n" not in message, message
 
@@ -128,7 +128,7 @@ def test_other_backends_are_refused(command, monkeypatch: pytest.MonkeyPatch, va
     monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as `datasets.map` with several processes leaves it
     monkeypatch.setenv(variable, "1")
     with pytest.raises(ConfigError, match=f"^{variable}: '1' "):
-        check_yaml(command("train", ODB), ())
+        block.checked(read_yaml(str(command("train", ODB)), overrides=()))
 
 
 def test_what_keeps_ray_from_training_is_said_by_its_driver(config, monkeypatch) -> None:
@@ -251,15 +251,3 @@ def test_a_process_that_another_rank_ends_leaves_no_folder(tmp_path: Path) -> No
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "[odb] rank 1 has ended\n")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("exit_code", "ends_in"), [(3, SystemExit), (-signal.SIGKILL, subprocess.CalledProcessError)])
-def test_the_launcher_adds_nothing_to_what_torchrun_has_said(command, exit_code: int, ends_in) -> None:
-    command("train", ODB)
-
-    def fail() -> None:
-        raise subprocess.CalledProcessError(exit_code, ["torchrun"])
-
-    with pytest.raises(ends_in) as ended:
-        launch(fail)
-    assert exit_code in (getattr(ended.value, "code", None), getattr(ended.value, "returncode", None))

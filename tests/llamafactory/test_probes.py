@@ -1,24 +1,21 @@
 """What odb_factory relies on in LLaMA-Factory, datasets and Pillow without their promise, with every release.
 
-Rows made one at a time are also compared with stock's pass in every run: another meaning stops it before training.
+That rows made one at a time are those of stock's pass: `test_conversion.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import av
 import pytest
 from llamafactory.data import mm_plugin
-from llamafactory.hparams import get_train_args
 from PIL import Image
 from stock import load_data
 from support import training_config
 
-from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import dataset, hooks, media
+from odb_factory.llamafactory import media
 
 pytestmark = pytest.mark.versions
 
@@ -33,32 +30,6 @@ def config(tiny_vl: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 def load(config: dict[str, Any]) -> Any:
     """The training dataset as a run has it, before the model is loaded."""
     return load_data(config)["train_dataset"]
-
-
-def mapped(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Any], Any]:
-    return lambda stock: lambda *args, **kwargs: stock(*args, **kwargs).map(change)
-
-
-def of_another_stage(stock: Any) -> Any:
-    return lambda args, stage, *rest: stock(args, "pt", *rest)
-
-
-CHANGED: dict[str, tuple[str, Any, str]] = {
-    "rows": ("align_dataset", mapped(lambda row: {"_system": "be brief"}), "input_ids"),
-    "ids": ("_get_preprocessed_dataset", mapped(lambda row: {"input_ids": row["input_ids"][:-1]}), "input_ids"),
-    "labels": ("_get_preprocessed_dataset", mapped(lambda row: {"labels": row["input_ids"]}), "labels"),
-    "weights": ("_get_preprocessed_dataset", mapped(lambda row: {"weights": 1.0}), "weights"),
-    "processor": ("_get_dataset_processor", of_another_stage, ""),
-}
-"""A function of LLaMA-Factory that does something else than what is called by row, and the column that is named."""
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_a_pass_that_does_something_else_is_found(config, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    name, change, column = CHANGED[case]
-    monkeypatch.setattr(dataset, name, change(getattr(dataset, name)))
-    with pytest.raises((ConfigError, KeyError) if case == "processor" else ConfigError, match=column):
-        load(config)
 
 
 def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -> None:
@@ -96,27 +67,3 @@ def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path:
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
     assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._by_formula
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """`logged()`: what has been said of the release."""
-    hooks.log_if_newer.cache_clear()
-    yield lambda: [message for message in caplog.messages if "is newer than" in message]
-    hooks.log_if_newer.cache_clear()
-
-
-def test_a_newer_release_is_logged_once_and_trained_with(config, tmp_path: Path, monkeypatch, logged) -> None:
-    get_train_args(dict(config))
-    assert logged() == [], "the release that is installed is known"
-    hooks.log_if_newer.cache_clear()
-    (tmp_path / "llamafactory-0.9.7.dist-info").mkdir()
-    metadata = "Metadata-Version: 2.1\nName: llamafactory\nVersion: 0.9.7\n"
-    (tmp_path / "llamafactory-0.9.7.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    get_train_args({key: value for key, value in config.items() if key != "odb"})
-    assert logged() == [], "nothing is said without a block"
-    for _ in range(2):
-        get_train_args(dict(config))
-    (message,) = logged()
-    assert "0.9.7" in message and "0.9.6.dev0" in message

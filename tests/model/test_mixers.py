@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from training.flat_models import (
-    COMMON,
     LENGTHS,
     MIXERS,
     flat_batch,
@@ -23,7 +22,7 @@ from training.flat_models import (
     samples,
     sum_of_losses,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory import ConfigError
 from odb_factory.model import attention, mixers
@@ -73,7 +72,6 @@ def check_flat_is_alone(model: Any) -> None:
 def test_a_flat_row_is_its_samples_alone(kind: str) -> None:
     """Loss and gradient, I10."""
     model = make_model(kind, torch.float64)
-    assert mixers.why_unusable(model) is None
     check_flat_is_alone(model)
 
 
@@ -179,60 +177,9 @@ def test_tokens_that_the_row_does_not_have_are_refused() -> None:
         sum_of_losses(model, flat_batch(samples()), (*LENGTHS[:-1], LENGTHS[-1] - 1))
 
 
-# What is not covered
-
-
-class Convolution(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.along = torch.nn.Conv1d(32, 32, 3)
-
-
-class StateSpace(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.A_log = torch.nn.Parameter(torch.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (Convolution(), "Conv1d at layers.1.mlp.along of llama is a convolution along the row"),
-        (StateSpace(), "StateSpace at layers.1.mlp of llama is a state space"),
-        (torch.nn.GRU(32, 32), "GRU at layers.1.mlp of llama is a recurrent layer"),
-    ],
-)
-def test_an_unknown_mixer_is_named(part: torch.nn.Module, words: str) -> None:
-    model = make_model("llama")
-    assert mixers.why_unusable(model) is None and not mixers.find(model)
-    model.model.layers[1].mlp = part
-    assert words in str(mixers.why_unusable(model))
-
-
-def test_layers_without_a_known_mixer_are_counted() -> None:
-    model = make_model("qwen3_5_text")
-    (mixer,) = mixers.find(model)
-    mixer.__class__ = type("TheirMixer", (type(mixer),), {})
-    assert mixers.why_unusable(model) == (
-        "qwen3_5_text has 1 linear_attention layers, which carry one sample into the next, and 0 mixers that odb knows"
-    )
-
-
-def test_a_convolution_of_a_tower_is_none_of_the_row() -> None:
-    config = AutoConfig.for_model(
-        "qwen2_audio",
-        audio_config={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
-        text_config={"model_type": "qwen2"} | COMMON,
-    )
-    with torch.device("meta"):
-        model = Qwen2AudioForConditionalGeneration(config)
-    assert any(isinstance(part, torch.nn.Conv1d) for part in model.modules())
-    assert mixers.why_unusable(model) is None
-
-
 @pytest.mark.parametrize(("kind", "block"), [("rwkv", "RwkvBlock"), ("xlstm", "xLSTMBlock")])
 def test_blocks_that_carry_state_as_a_whole_are_mixers(kind: str, block: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=1, num_blocks=1))
-    assert mixers.describe(model) == f"1 {block}" and mixers.why_unusable(model) is None
+    assert mixers.describe(model) == f"1 {block}"
     assert not mixers.has_attention(model)

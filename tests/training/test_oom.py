@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +223,8 @@ def measured(rows: int, length: int, patches: int) -> Measured:
 )
 def test_the_larger_part_is_as_small_as_can_be(samples: list[Sample], layout: str, cut_at: int) -> None:
     whole = a_micro_batch(**{key: tuple(range(len(samples))) for key in ("ids", "lengths", "units", "stock_units")})
-    parts = cut((whole, samples), Budget(1000, layout=layout))
-    assert [of_part for _, of_part in parts] == [samples[:cut_at], samples[cut_at:]]
+    parts = cut(replace(whole, light=samples), Budget(1000, layout=layout))
+    assert [part.light for part in parts] == [samples[:cut_at], samples[cut_at:]]
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
