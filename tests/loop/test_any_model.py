@@ -192,7 +192,7 @@ def test_what_is_missing_is_said_when_the_loader_is_made(
 
 def test_a_flat_layout_is_refused_without_token_rows() -> None:
     with loader_of(layout="flat") as loader:
-        with pytest.raises(RuntimeError, match="layout.*the collator returned a tuple"):
+        with pytest.raises(ConfigError, match="layout.*the collator returned a tuple"):
             list(loader)
 
 
