@@ -19,10 +19,8 @@ from thread_ranks import LOST, Seat, run_ranks
 from torch.utils.data import BatchSampler, IterableDataset
 from toy import core_loader, cost_of
 
-from odb_factory.config import ODBConfig
 from odb_factory.data import loader
 from odb_factory.data.agreement import releases
-from odb_factory.data.loader import make_budget
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import CollectiveError
 from odb_factory.planner import Budget, Collation, Cost
@@ -194,8 +192,14 @@ def check_epoch(rows: Sequence[Row], ranks: Sequence[Ended], **options: Any) -> 
     """I1 to I7, I9 of a whole epoch, given as to `train`."""
     costs = {k: cost_of(rows[k]) for k in usable(rows)}  # type: ignore[arg-type]
     options = DEFAULTS | options
-    config = ODBConfig(**{key: value for key, value in options.items() if key in ODBConfig.__dataclass_fields__})
-    budget = make_budget(config, options.get("collation", Collation()), options.get("layout", "padded"))
+    budget = Budget(
+        options["token_budget"],
+        options.get("max_patches"),
+        options.get("collation", Collation()),
+        options.get("layout", "padded"),
+        row_multiple=options.get("row_multiple", 1),
+        pad_to_multiple_of=options.get("pad_to_multiple_of", 1),
+    )
     if ranks[0].error is not None:
         assert all(isinstance(rank.error, CollectiveError) and not rank.items for rank in ranks), "all end alike"
         ran_short = options.get("join") is False and _ran_short(rows, Counter(), len(ranks), options)

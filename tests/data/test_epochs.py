@@ -155,6 +155,23 @@ AUDIO = Collation(dummy_audio_tokens=2)
     {"buffer_size": 3, "balance": True},
     None,
 )
+# The epoch may turn out to have ended with the step before.
+@example([8] * 3, {"accumulation": 2}, {"token_budget": 8}, {}, {"buffer_size": 2, "join": False}, None)
+# Samples that stock weighs differently.
+@example(
+    [3, 9, 4, 20, 7, 5, 6, 8, 9, 10],
+    {"world_size": 2, "accumulation": 2},
+    {"token_budget": 100},
+    {},
+    {
+        "global_batch_size": "keep",
+        "batch_size": 2,
+        "stock_mean": MEAN_OF_MICRO_BATCH,
+        "equal_weights": True,
+        "balance": True,
+    },
+    None,
+)
 # One group a round goes out, with the oldest sample. Were it always the fullest, the rows of 17 would wait (I5).
 @example([17 if k in (1, 3, 5, 7) else 4 + 26 * (k % 2) for k in range(60)], {"world_size": 2}, {}, {}, {}, None)
 def test_an_epoch_of_any_world_keeps_its_promises(

@@ -43,27 +43,6 @@ def flat(batches: list[list[int]]) -> Counter:
     return Counter(row for batch in batches for row in batch)
 
 
-WORKERS = [
-    {"num_workers": 0},
-    {"num_workers": 2},
-    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
-def test_every_row_once_an_epoch_whatever_the_workers(workers: dict[str, Any]) -> None:
-    """I2, I4, I6; the next iteration is the next epoch, and `set_epoch` chooses one."""
-    with make(shuffle=True, **workers) as loader:
-        assert loader.num_optimizer_steps == 4
-        first, second = epoch_of(loader), epoch_of(loader)
-        loader.set_epoch(0)
-        again = epoch_of(loader)
-    assert flat(first) == flat(second) == EVERY_ROW
-    assert first != second and first == again
-    with make(shuffle=True) as loader:
-        assert epoch_of(loader) == first
-
-
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
 def test_ids_of_any_kind(kind: Any) -> None:
     def row(k: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from support import need
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
 from training.flat_models import make_model
+from training.toy_training import collate
 
 from odb_factory import ODBDataLoader, ODBError, apply_odb, pop_step_info, unpad
 from odb_factory.refusals import SUMS_OFFLOADED_GRADIENTS
@@ -272,15 +273,10 @@ def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
         assert second.value < 15
 
 
-def with_a_mask(items: list[Any]) -> dict[str, Any]:
-    batch = pad(items)
-    return batch | {"attention_mask": (batch["input_ids"] != 0).long()}
-
-
 def flat_in_a_group(rank: int) -> float:
     group, started = dist.new_group([0, 1]), time.monotonic()
     if rank < 2:
-        settings = SETTINGS | {"collate_fn": with_a_mask, "layout": "flat"}
+        settings = SETTINGS | {"collate_fn": collate, "layout": "flat"}
         with ODBDataLoader(Rows(), process_group=group, **settings) as loader:
             unpad(make_model("qwen2"), loader)
             rows_of(loader)
