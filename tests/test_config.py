@@ -189,6 +189,8 @@ def without_ellipses(content: dict[str, Any]) -> dict[str, Any]:
 def test_a_mistake_is_named_and_its_cure_works(keys: dict[str, Any], named: str, cure: dict[str, Any]) -> None:
     message = refusal(without_ellipses(block(**keys)))
     assert message.startswith(f"odb.{named}: ") and all(key in message for key in cure if key.isprintable())
+    names_what_is_meant = any(value is not ... for value in cure.values())
+    assert not (names_what_is_meant and all(key in message for key in DEFAULTS)), "not by a list of all keys"
     ODBConfig.from_block(without_ellipses(block(**keys) | cure))
 
 

@@ -19,7 +19,7 @@ CASES: dict[str, tuple[BaseException, tuple[str, ...]]] = {
     "no memory": (MemoryError(), ("this process ran out of memory", "num_workers")),
     "shared memory": (RuntimeError(NO_ROOM), ("/dev/shm", "is full", "--shm-size")),
     "disk full in a checkpoint": (RuntimeError(NO_ROOM_IN_A_CHECKPOINT), ("the disk of", "is full")),
-    "disk full": (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ("the disk of", "is full")),
+    "quota": (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), ("the disk of", "is full")),
     "disk of a file": (OSError(errno.ENOSPC, "No space left on device", "/proc/state.json"), ("the disk of /proc",)),
 }
 

@@ -12,30 +12,14 @@ from PIL import Image
 
 from odb_factory.cli.tiny_model import build_tiny_qwen2
 
-TEXTS = ["def f(x):\n\treturn x['key'] + 1234  # it's done\r\n\n", "Grüße, 你好, 🤗", "<think>\nhm\n</think>\n\nyes"]
+TEXT = "def f(x):\n\treturn x['key'] + 1234  # it's\r\n\n Grüße, 你好, 🤗 <think>\nhm\n</think>\n\nyes"
 SMALL = "a small text, a small text"
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_tokenizer_round_trips_text(tiny_vl: Path, text: str) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_vl)
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-@pytest.mark.parametrize("size", [(64, 64), (640, 480), (3000, 200)])
-def test_an_image_expands_to_a_quarter_of_its_patches(tiny_vl: Path, size: tuple[int, int]) -> None:
-    processor = transformers.AutoProcessor.from_pretrained(tiny_vl)
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
-    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
-    out = processor(images=[Image.new("RGB", size)], text=[prompt], return_tensors="pt")
-    num_patches = int(out["image_grid_thw"].prod())
-    assert out["pixel_values"].shape == (num_patches, 3 * 2 * 16 * 16) and num_patches <= 400
-    assert int((out["input_ids"] == processor.image_token_id).sum()) == num_patches // 4
 
 
 def test_the_model_learns_from_an_image(tiny_vl: Path) -> None:
     """Forward and backward reach the vision tower, through the deepstack branch too."""
     processor = transformers.AutoProcessor.from_pretrained(tiny_vl)
+    assert processor.tokenizer.decode(processor.tokenizer(TEXT)["input_ids"]) == TEXT
     model = transformers.AutoModelForImageTextToText.from_pretrained(tiny_vl, dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
     text = "<|vision_start|><|image_pad|><|vision_end|>A lion."

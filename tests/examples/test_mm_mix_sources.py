@@ -57,18 +57,13 @@ def test_own_sources_in_their_proportions_and_no_row_twice(tmp_path: Path, own_s
 
 
 def test_own_sources_without_a_number_give_what_the_scarcest_allows(tmp_path: Path, own_sources: list[Any]) -> None:
-    """talk.json is the scarcest: 64 rows for half of the mix."""
-    summary = build_mix(tmp_path / "out", sources=own_sources)
-    assert summary.train + summary.val == 128
-    assert summary.val == 8
-    with pytest.raises(DataError, match="128"):
-        build_mix(tmp_path / "out", sources=own_sources, samples=200)
-
-
-def test_other_entries_of_dataset_info_stay(tmp_path: Path, own_sources: list[Any]) -> None:
+    """talk.json is the scarcest: 64 rows for half of the mix. Other entries of dataset_info.json stay."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
-    build_mix(tmp_path / "out", sources=own_sources)
+    summary = build_mix(tmp_path / "out", sources=own_sources)
+    assert (summary.train, summary.val) == (120, 8)
+    with pytest.raises(DataError, match="128"):
+        build_mix(tmp_path / "out", sources=own_sources, samples=200)
     assert set(json.loads((tmp_path / "out" / "dataset_info.json").read_text())) == {"mine", "mm_mix", "mm_mix_val"}
 
 

