@@ -130,7 +130,8 @@ def build(model: Model, place: Path, scale: Scale, tiny: bool) -> None:
 def _save_model(model: Model, place: Path, text: str, tiny: bool) -> None:
     import torch
     import transformers
-    from odb_factory.demo.tiny_model import train_tokenizer, write_processor
+
+    from odb_factory.cli.tiny_model import train_tokenizer, write_processor
 
     draft = place.with_name("draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -349,6 +350,20 @@ def profile_of(profiler: Any, step: dict[str, float], on_cuda: bool) -> Result:
 # A process for each job, which imports while the one before works.
 
 
+PEAKS = {
+    "B200": 2250.0, "H200 NVL": 835.5, "H200": 989.5, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.5,
+    "A100": 312.0, "A40": 149.7, "A10": 125.0, "L40S": 362.0, "L4": 121.0,
+}  # fmt: skip
+"""Dense bf16 operations a second (1e12) of data-centre GPUs, by the data sheets of NVIDIA and words of the name."""
+
+
+def peak_of(device: str) -> float | None:
+    """Operations a second of a whole device of this name; None: not known."""
+    words = set(device.replace("-", " ").split())
+    known = (peak for name, peak in PEAKS.items() if words.issuperset(name.split()))
+    return None if "MIG" in words else next((peak * 1e12 for peak in known), None)
+
+
 def work() -> None:
     """A worker: import, read a job from stdin, do it, write its figures."""
     if importlib.util.find_spec("av") is None:  # LLaMA-Factory imports PyAV, of which pictures need nothing
@@ -359,9 +374,6 @@ def work() -> None:
     import llamafactory.train.tuner  # noqa: F401
     import torch
     import transformers
-    from odb_factory.demo.demo import grouping_by_length
-
-    from odb_factory.training.run import peak_of
 
     if not (line := sys.stdin.readline()):
         return  # no job was left
@@ -383,7 +395,7 @@ def work() -> None:
             dataset, _, contestant = job["name"].partition("/")
             changes = contestants(model, dataset, scale, tiny, job["best_rows"])[contestant]
             if changes.pop("group_by_length", False):
-                changes |= grouping_by_length()
+                changes["train_sampling_strategy"] = "group_by_length"
             config = configuration(model, place, dataset, saved.with_suffix(""), scale, tiny) | changes
             result |= {"rows": changes.get("per_device_train_batch_size"), "peak_operations": peak_of(device)}
             result |= train(config, scale.warm_up, is_profiled=dataset == "profile")

@@ -100,7 +100,7 @@ def attention(device: Any, tiny: bool) -> Result:
     alone = [states(1, length, 3 * [heads]) for length in lengths]
 
     def odb() -> None:
-        with flat_row(lengths, is_trial=True):
+        with flat_row(lengths):
             attend(layer, *flat, None)[0].sum().backward()
 
     def clear() -> None:
