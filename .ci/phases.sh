@@ -44,7 +44,7 @@ wheel() { # builds sdist and wheel; $wheel is its path
 }
 
 newest_with_tests() { # name of an environment: the newest releases, with the trl, peft and datasets of LLaMA-Factory 0.9.5
-    install "$1" -e ".[test-core]" torchvision torchaudio deepspeed "datasets==4.0.0" "trl==0.24.0" "peft==0.18.1" omegaconf
+    install "$1" -e ".[test-core]" torchvision torchaudio deepspeed "datasets==4.0.0" "trl==0.24.0" "peft==0.18.1" omegaconf "torchdata==0.11.0"
     install "$1" --no-deps "llamafactory==0.9.5"
 }
 

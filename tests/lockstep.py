@@ -19,7 +19,7 @@ from thread_ranks import Seat
 from odb_factory.data.cursor import Place
 from odb_factory.data.order import MEAN_OF_STEP, ShardSampler, Start, StockMean, StockSteps, shard
 from odb_factory.data.ranks import RankMetadata
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.errors import CollectiveError
@@ -27,6 +27,8 @@ from odb_factory.planner import Budget, Cost
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""
+Task = tuple[MicroBatch, list[Sample]]
+"""A micro-batch, and what is collated for it."""
 
 
 NO_FEATURES = pack({})
@@ -85,12 +87,12 @@ class Lockstep:
     def __init__(self, world_size: int, order: Sequence[int] | None = None):
         self.world_size = world_size
         self.order = list(order or range(world_size))
-        self.sources: dict[int, Generator[list[Task], None, None]] = {}
+        self.sources: dict[int, Generator[list[MicroBatch], None, None]] = {}
         self.told: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
         self.waits: dict[int, tuple[Any, range]] = {}
         self.planned: set[int] = set()
         self.leaving: set[int] = set()
-        self.on_plan: Callable[[int, list[Task]], None] = lambda rank, tasks: None
+        self.on_plan: Callable[[int, list[MicroBatch]], None] = lambda rank, plan: None
         self.errors: dict[int, BaseException] = {}
         self.hangs = False
         self.turns = [threading.Semaphore(0) for _ in range(world_size)]
@@ -208,7 +210,7 @@ def run_shards(
     """
     epochs = [Epoch(undrawn=len(shard)) for shard in shards]
     lockstep = Lockstep(len(shards), order)
-    lockstep.on_plan = lambda rank, tasks: epochs[rank].plans.append(tasks)
+    lockstep.on_plan = lambda rank, plan: epochs[rank].plans.append([(one, list(one.light)) for one in plan])
     everything = [row for shard in shards for row in shard]
 
     class Recorded(Seat):

@@ -1,14 +1,17 @@
 """What no plan of an optimizer step can undercut: bounds on its cost that know nothing of the planner.
 
 Every rank takes part in every micro-step and waits for the slowest, so an optimizer step of K micro-steps costs
-K x fixed + token x (sum over micro-steps of the most tokens of any rank), and the same of patches.
+K x fixed + token x (sum over micro-steps of the most tokens of any rank), and the same of patches where layouts are
+flat.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from odb_factory.planner import ROW, Budget, CostModel
+from odb_factory.planner import ROW, Budget
+from odb_factory.planner.cost import STEP_COST
+from odb_factory.planner.flat import PATCHES_PER_TOKEN
 
 
 def fewest_bins(sizes: np.ndarray, capacity: int) -> int:
@@ -73,7 +76,7 @@ def _least_wait_beside_tokens(tokens: np.ndarray, patches: np.ndarray, token_bud
     return int(patches.max()) + -(-rest // num_ranks)
 
 
-def flat_bound(rows: np.ndarray, budget: Budget, num_ranks: int, model: CostModel) -> tuple[int, int]:
+def flat_bound(rows: np.ndarray, budget: Budget, num_ranks: int) -> tuple[int, int]:
     """(K, cost) that no flat plan of these samples (array of `ROW`) over so many ranks undercuts.
 
     Dummy media are counted where no sample has any: every micro-batch then gets them.
@@ -88,13 +91,12 @@ def flat_bound(rows: np.ndarray, budget: Budget, num_ranks: int, model: CostMode
     num_steps = max(-(-num_bins // num_ranks), 1)
     waits = least_wait(tokens, token_budget, num_ranks), least_wait(patches, max_patches, num_ranks)
     waits = waits[0], max(waits[1], _least_wait_beside_tokens(tokens, patches, token_budget, num_ranks))
-    cost = num_steps * (model.fixed + model.token * dummy_tokens + model.patch * dummy_patches)
-    cost += model.token * waits[0] + model.patch * waits[1]
-    return num_steps, cost + model.square * least_wait(tokens**2, None, num_ranks)
+    cost = num_steps * (PATCHES_PER_TOKEN * (STEP_COST + dummy_tokens) + dummy_patches)
+    return num_steps, cost + PATCHES_PER_TOKEN * waits[0] + waits[1]
 
 
-def padded_bound(rows: np.ndarray, budget: Budget, num_ranks: int, model: CostModel) -> int:
-    """The cost that no padded plan of these samples over so many ranks undercuts (without squares).
+def padded_bound(rows: np.ndarray, budget: Budget, num_ranks: int) -> int:
+    """The cost that no padded plan of these samples over so many ranks undercuts.
 
     The best cut of all samples for a single rank, its cost shared by all ranks: ranks wait for the costliest group of
     a micro-step, which costs at least what groups cost in the mean.
@@ -104,9 +106,8 @@ def padded_bound(rows: np.ndarray, budget: Budget, num_ranks: int, model: CostMo
     for end, longest in enumerate(lengths.tolist(), start=1):
         first = end - max(min(budget.token_budget // longest, end), 1)
         count = end - np.arange(first, end)
-        best[end] = int((best[first:end] + model.fixed + model.token * longest * count).min())
-    shared = -(-(int(best[-1]) + model.patch * int(rows["patches"].sum(dtype=np.int64))) // num_ranks)
-    return max(shared, model.fixed + model.token * int(lengths[-1]))
+        best[end] = int((best[first:end] + STEP_COST + longest * count).min())
+    return max(-(-int(best[-1]) // num_ranks), STEP_COST + int(lengths[-1]))
 
 
 def table_of(tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:

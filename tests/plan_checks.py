@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner_strategies import attention_of, shape_of, within
+from planner_strategies import shape_of, within
 
 from odb_factory import planner
-from odb_factory.planner import Budget, Cost, CostModel, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+from odb_factory.planner import Budget, Cost, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+from odb_factory.planner.cost import STEP_COST
 
 World = Sequence[Sequence[Cost]]
 """Of each rank the samples of the optimizer step that it holds."""
@@ -73,7 +74,6 @@ def check_totals(plan: Plan, world: World, budget: Budget) -> None:
             active_ranks=len(groups),
             max_rank_tokens=max(rows * length for rows, length, _ in shapes),
             max_rank_patches=max(patches for *_, patches in shapes),
-            max_rank_attention=max(attention_of(group, budget) for group in groups),
             moved=sum(owner[i] != rank for rank, group in enumerate(step) for i in group),
         )
 
@@ -81,25 +81,25 @@ def check_totals(plan: Plan, world: World, budget: Budget) -> None:
 # Optimizer steps
 
 
-def planned(world: World, budget: Budget, *, balance: bool, model: CostModel = CostModel()) -> Plan:
+def planned(world: World, budget: Budget, *, balance: bool) -> Plan:
     buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
-    return plan_optimizer_step(buffers, budget, balance=balance, model=model)
+    return plan_optimizer_step(buffers, budget, balance=balance)
 
 
-def step_costs(plan: Plan, model: CostModel) -> list[int]:
-    """What ranks wait for in each micro-step."""
-    return [model.of(step.max_rank_tokens, step.max_rank_patches, step.max_rank_attention) for step in plan.totals]
+def step_costs(plan: Plan) -> list[int]:
+    """What ranks wait for in each micro-step, in tokens."""
+    return [STEP_COST + step.max_rank_tokens for step in plan.totals]
 
 
-def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True, model: CostModel = CostModel()) -> Plan:
+def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True) -> Plan:
     """Plan it, and check all that the plan of an optimizer step promises."""
-    plan = planned(world, budget, balance=balance, model=model)
+    plan = planned(world, budget, balance=balance)
     shares = balance and len(world) > 1
     costs, owner = numbered(world)
     check_micro_batches(plan.groups, costs, None if shares else owner, budget)
     check_totals(plan, world, budget)
     busy = [step.active_ranks for step in plan.totals]
-    order = [(-ranks, -cost) for ranks, cost in zip(busy, step_costs(plan, model))]
+    order = [(-ranks, -cost) for ranks, cost in zip(busy, step_costs(plan))]
     assert order == sorted(order), "the costliest micro-step comes first"
     held = [len(own) for own in world]
     assert busy[:1] == [min(sum(held), len(world)) if shares else sum(map(bool, held))][: len(busy)], "I5"

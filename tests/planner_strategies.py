@@ -96,13 +96,6 @@ def shape_of(group: Sequence[Cost], budget: Budget) -> tuple[int, int, int]:
     return 1, sum(map(len, segments(group, budget))), patches
 
 
-def attention_of(group: Sequence[Cost], budget: Budget) -> int:
-    if budget.layout == "flat":
-        return sum(len(segment) ** 2 for segment in segments(group, budget))
-    rows, length, _ = shape_of(group, budget)
-    return rows * length**2
-
-
 def within(group: Sequence[Cost], budget: Budget) -> bool:
     rows, length, patches = shape_of(group, budget)
     return rows * length <= budget.token_budget and (budget.max_patches is None or patches <= budget.max_patches)

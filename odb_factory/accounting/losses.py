@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from odb_factory.data.observe import IGNORE_INDEX
-from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.model.chunked import AfterHead, without_autocast
 from odb_factory.model.flat_row import copy_to, forward_replaced
@@ -23,13 +22,7 @@ from odb_factory.model.head import WithoutLogits, has_routers
 from odb_factory.model.own_loss import model_with_labels, own_loss
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The weight of every unit within its optimizer step, and the loss that is made of them (I8, I9).
-# With `loss_scaling` one of these, a unit of sample s with n units weighs
-#     stock     1 / (num_stock_means x stock_units of s)     as in stock training
-#     exact     1 / (units of the step)                       the mean over the units of the step
-#     approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
-#     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
-# All sums are known from the plan, so no communication is needed.
+# The loss that is made of the weights of units (I8, I9).
 
 OTHER_LOSS = (
     "train without odb (with `loss_scaling: exact` all tokens of an optimizer step weigh the same, another loss than "
@@ -70,29 +63,6 @@ class MicroBatchLoss:
 
     scale: float
     row_weights: tuple[float, ...] | None
-
-
-def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
-    """For each sample of the micro-batch the weight of each of its units, times `world_size`; () if idle.
-
-    world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
-    """
-    if micro_batch.whole is not None:
-        planned = token_weights(micro_batch.whole, loss_scaling, world_size)
-        return tuple(planned[i] for i in micro_batch.numbers)
-    samples, step = micro_batch.samples, micro_batch.step
-    if not samples:
-        return ()
-    match loss_scaling:
-        case "stock":
-            return tuple(world_size / (step.num_stock_means * sample.stock_units) for sample in samples)
-        case "exact":
-            divisor: float = step.units
-        case "approx":
-            divisor = step.tokens * micro_batch.num_units / micro_batch.tokens
-        case _:
-            divisor = step.active_ranks * micro_batch.num_units
-    return (world_size / divisor,) * len(samples)
 
 
 def loss_of(weights: Sequence[float], units: Sequence[int]) -> MicroBatchLoss:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from odb_factory.accounting.losses import OTHER_LOSS, loss_of, token_weights
+from odb_factory.accounting.losses import OTHER_LOSS, loss_of
 from odb_factory.accounting.statistics import Audit, Computing, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
+from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep, SampleInfo
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planner import Budget
@@ -143,7 +143,7 @@ class BatchChecks:
                 "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or leave `labels` out of the rows "
                 "if it makes them."
             )
-        if (rows != len(ids) or is_reordered) and len(set(token_weights(micro_batch, scaling, 1))) > 1:
+        if (rows != len(ids) or is_reordered) and len(set(micro_batch.weights)) > 1:
             actual = f"{rows} rows of these {len(ids)} samples" if rows != len(ids) else "their labels in another order"
             raise DataError(
                 f"rows {ids}: the collator made {actual}, and loss_scaling {scaling!r} gives the samples different "
@@ -201,10 +201,9 @@ class StepAccounting:
         if item is not None:
             micro_batch, measured, _ = item
             self.num_over_budget += len(micro_batch.ids) > 1 and not measured.is_within(self.loader.budget)
-            if micro_batch.whole is not None:
-                lost = self.leave_out(micro_batch.whole, micro_batch.failed, COLLATION)
-                self._left_out[COLLATION] += len(lost)
-                self.total["lost_weight"] += sum(lost)
+            lost = self.leave_out(micro_batch.failed, COLLATION)
+            self._left_out[COLLATION] += len(lost)
+            self.total["lost_weight"] += sum(lost)
         return item
 
     def _tick(self) -> None:
@@ -223,8 +222,7 @@ class StepAccounting:
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
         self._uncounted = step
-        weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units))
+        self.computing = Computing(micro_batch, measured, loss_of(micro_batch.weights, micro_batch.units))
         return self.computing
 
     def end(self) -> None:
@@ -242,7 +240,7 @@ class StepAccounting:
                 self._audit.add(audit_line(computed, self.loader.rank, step, self._waited, part, len(parts)))
                 self._waited = 0.0
         self.total.add(micro_batch.totals, self.loader.world_size)
-        self._emptied += micro_batch.idle and micro_batch.whole is not None and not micro_batch.whole.idle
+        self._emptied += micro_batch.idle and bool(micro_batch.failed)
         for plan in (plan for computed in parts for plan in computed.encoded):
             self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
         if micro_batch.ends_optimizer_step:
@@ -260,18 +258,17 @@ class StepAccounting:
         self._tick()
         return self.total.metrics(self.config.token_budget, self.loader.world_size)
 
-    def leave_out(self, micro_batch: MicroBatch, causes: Mapping[int, str], reason: str) -> list[float]:
-        """Log that late rows of a micro-batch are left out. causes: id -> why.
+    def leave_out(self, failed: Iterable[tuple[SampleInfo, str]], reason: str) -> list[float]:
+        """Log that late rows are left out, and why.
 
         Returns the share of each in the loss of its optimizer step, which is lost: the others keep their weights.
         """
-        weights, lost = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size), []
-        for sample, weight in zip(micro_batch.samples, weights):
-            if (cause := causes.get(sample.id)) is not None:
-                lost.append(share := weight * sample.units / self.loader.world_size)
-                description = self.loader.describe(sample.id)
-                message = f"{description}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
-                self.loader.left_out.leave_out(reason, message)
+        lost = []
+        for sample, cause in failed:
+            lost.append(share := sample.weight * sample.units / self.loader.world_size)
+            description = self.loader.describe(sample.id)
+            message = f"{description}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
+            self.loader.left_out.leave_out(reason, message)
         return lost
 
     def lose(self, shares: Sequence[float], reason: str) -> None:

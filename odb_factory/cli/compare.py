@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any
 
 from odb_factory.errors import ODBError, one_line, printable
 
-STATE_FILE, SUMMARY_FILE, PAGE_FILE = "trainer_state.json", "odb_summary.json", "odb_compare.html"
+STATE_FILE, SUMMARY_FILE, MODEL_CARD = "trainer_state.json", "odb_summary.json", "README.md"
 CURVES = ("loss", "loss difference", "eval_loss", "tokens/s", "memory, GiB", "grad_norm", "learning_rate")
 """What the page draws over the optimizer steps, if a run has logged it."""
 RENAMED = {"odb/tokens_per_second": "tokens/s", "throughput": "tokens/s", "vram_reserved": "memory, GiB"}
@@ -72,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
         print('no page: matplotlib is not installed; pip install "odb_factory[tools]"', file=sys.stderr)
         return 0
-    path = arguments.html or runs[0].folder / PAGE_FILE
+    name = "_".join(["odb_compare", *(run.folder.resolve().name for run in runs[1:])])
+    path = arguments.html or runs[0].folder / f"{name}.html"
     try:
         path.write_text(page_of(runs, labels, tables), encoding="utf-8")
     except OSError as error:
@@ -103,7 +105,7 @@ class Run:
 
     path: output_dir of the training, or its YAML, which names that folder. log: the entries of the Trainer's log, with
     those of LLaMA-Factory's. steps, max_steps: optimizer steps, taken and planned. settings: those of the state, of the
-    YAML or of YAML files in the folder, and the `odb:` block.
+    YAML or of YAML files in the folder, of the model card that LLaMA-Factory writes, and the `odb:` block.
     Raises `ODBError` if there is none, or if a file is not what its name says.
     """
 
@@ -131,9 +133,11 @@ class Run:
         of_files = {
             key: value for yaml_file in sorted(folder.glob("*.yaml")) for key, value in _read(yaml_file).items()
         }
+        card = (folder / MODEL_CARD).read_text("utf-8", "replace") if (folder / MODEL_CARD).is_file() else ""
+        of_card = dict(re.findall(r"^- (\w+): (.+)$", card.partition("### Training hyperparameters")[2], re.MULTILINE))
         summary = folder / SUMMARY_FILE
         block = {"odb": _read(summary).get("config")} if summary.is_file() else {}
-        self.settings = [_flat(of_state), _flat(yaml or of_files), _flat(block)]
+        self.settings = [_flat(of_state), _flat(yaml or of_files), of_card, _flat(block)]
 
     def curve(self, name: str) -> dict[int, float]:
         """An entry of the log by optimizer step."""

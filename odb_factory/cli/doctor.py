@@ -20,8 +20,8 @@ from odb_factory.version import __version__, installed_version
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RELEASES = {
     "python": (">=3.11", "3.11"),
-    "torch": (">=2.6", "2.14.1"),
-    "transformers": (">=4.57.1", "5.24.0"),
+    "torch": (">=2.8", "2.14.1"),
+    "transformers": (">=5", "5.24.0"),
     "accelerate": (">=0", "1.15.0"),
     "llamafactory": (SUPPORTED, NEWEST_TESTED),
 }
@@ -83,7 +83,7 @@ def _checks_of_imports() -> Iterator[Check]:
     """In the child process: import as `llamafactory-cli train` does, torch first."""
     import torch
 
-    from odb_factory.model.attention import Need
+    from odb_factory.model.attention import kernel_of
 
     switch = next((name for name in (DISABLE, AUTOLOAD) if name in os.environ), None)
     if activation.is_active():
@@ -107,7 +107,7 @@ def _checks_of_imports() -> Iterator[Check]:
             yield "ok", f"all {len(hooks.seams())} functions of LLaMA-Factory that odb_factory needs are hooked", ""
     for device in map(torch.device, range(torch.cuda.device_count()) if torch.cuda.is_available() else ["cpu"]):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        kernel = Need(device=device, dtype=torch.bfloat16).kernel
+        kernel = kernel_of(device, torch.bfloat16)
         yield "ok", f"attention of flat rows (models loaded with sdpa) on {name}: {kernel}", ""
 
 

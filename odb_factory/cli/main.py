@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -45,7 +46,7 @@ COMMANDS = {
         arguments=(
             ("a", {"metavar": "OUTPUT_DIR", "type": Path, "help": "output_dir of a training, or its YAML"}),
             ("b", {"metavar": "OTHER_DIR", "type": Path, "nargs": "?", "help": "output_dir of another one"}),
-            ("--html", {"metavar": "FILE", "type": Path, "help": "the page (default: OUTPUT_DIR/odb_compare.html)"}),
+            ("--html", {"metavar": "FILE", "type": Path, "help": "the page (default: in OUTPUT_DIR)"}),
             *JSON,
         ),
     ),
@@ -118,6 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result: int = (
             train(arguments) if name == "train" else importlib.import_module(f"{__package__}.{name}").run(arguments)
         )
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`, which reads no further; Python would write the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ODBError as error:
         print(f"odb-factory {name}: {error}", file=sys.stderr)
         return 1

@@ -108,14 +108,15 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
     """
     from omegaconf import OmegaConf
 
-    from odb_factory.llamafactory.block import is_enabled, rewritten, without_null
-    from odb_factory.llamafactory.launch import check_yaml
+    from odb_factory.llamafactory import launch
+    from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten, without_null
 
     # What is wrong with the YAML is reported before anything heavy is imported.
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         why = "not a YAML file" if path.exists() else "there is no such file"
         raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
-    check_yaml(path, overrides)
+    if is_given(given := launch.read(str(path), overrides=overrides)):
+        checked(given, logs=False)
     keys: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
     if not isinstance(keys, dict) or not keys.get("do_train"):
         raise ConfigError(f"{path}: do_train is not true, so it trains nothing; give the YAML that you train with.")

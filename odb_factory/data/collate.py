@@ -15,7 +15,7 @@ from torch import Tensor
 
 from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch, retried
-from odb_factory.data.samples import Measured, MicroBatch, Sample, Task, name_rows
+from odb_factory.data.samples import Measured, MicroBatch, Sample, name_rows
 from odb_factory.data.serialize import unpack
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
@@ -28,20 +28,8 @@ Collated = tuple[MicroBatch, Measured, Any]
 gives the shape."""
 
 
-class Outcome(NamedTuple):
-    """What a task has become.
-
-    micro_batch: as planned. failed: by its id why a sample cannot be collated. measured, batch: of the other samples;
-    None where none is left. problem: why the task failed whatever `on_error` says, or "".
-    """
-
-    micro_batch: MicroBatch
-    failed: Mapping[int, str]
-    measured: Measured | None = None
-    batch: Any = None
-    problem: str = ""
-
-
+Salvaged = tuple[dict[int, str], Measured | None, Any]
+"""Why samples cannot be collated, by id; the shape and the batch of the others, None if none is left."""
 MOST_NAMED = 16
 """Rows that a message names."""
 
@@ -56,7 +44,7 @@ class NotCollated(DataError):
 
 @dataclass(eq=False)
 class CollatedDataset:
-    """Collates tasks.
+    """Collates samples.
 
     budget: of micro-batches: as its layout says they are laid flat, or left as the collator returns them.
         with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
@@ -80,24 +68,16 @@ class CollatedDataset:
         """The same, with batches as the collator returns them."""
         return replace(self, budget=replace(self.budget, layout="padded"))
 
-    def outcome(self, task: Task) -> Outcome:
-        """Collate a task. Never raises for its rows."""
-        micro_batch, samples = task
-        try:
-            return Outcome(micro_batch, *self._salvage(samples))
-        except (ConfigError, NotCollated) as error:
-            return Outcome(micro_batch, {}, problem=str(error))
-
-    def collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
+    def collate(self, samples: Sequence[Sample]) -> tuple[Measured, Any]:
         """The batch of these samples, made in this process. Raises `NotCollated`, `ConfigError`."""
-        failed, measured, batch = self._salvage(samples)
+        failed, measured, batch = self.salvage(samples)
         for id, cause in failed.items():
             raise NotCollated([id], cause)
         assert measured is not None
         return measured, batch
 
-    def _salvage(self, samples: list[Sample]) -> tuple[dict[int, str], Measured | None, Any]:
-        """Why samples cannot be collated, by id, and the batch of the others, None where there is none left.
+    def salvage(self, samples: Sequence[Sample]) -> Salvaged:
+        """The batch of those samples that can be collated.
 
         Each collation that fails is tried again. Raises `NotCollated` for samples that can alone and not together.
         """
@@ -127,7 +107,7 @@ class CollatedDataset:
             )
             raise NotCollated(ids, cause) from error
 
-    def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
+    def _collate(self, samples: Sequence[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
         if self.budget.layout == "padded":
             return self._measured(batch, samples), batch
@@ -143,7 +123,7 @@ class CollatedDataset:
                 raise LayoutError(why) from None
             return replace(self._measured(batch, samples), why_padded=why), batch
 
-    def _lay_flat(self, batch: Mapping[str, Any], samples: list[Sample]) -> tuple[Measured, Any]:
+    def _lay_flat(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> tuple[Measured, Any]:
         """The batch of these samples as one flat row. Raises `LayoutError`."""
         budget, collation = self.budget, self.budget.collation
         costs = [sample.cost for sample in samples]
@@ -160,7 +140,7 @@ class CollatedDataset:
         flat, segments = lay_flat(batch, [cost.tokens for cost in costs], positions=self.positions)
         return self._measured(flat, samples, segments.lengths), flat
 
-    def _measured(self, batch: Any, samples: list[Sample], segments: tuple[int, ...] = ()) -> Measured:
+    def _measured(self, batch: Any, samples: Sequence[Sample], segments: tuple[int, ...] = ()) -> Measured:
         if self.counts_labels:
             return self.measure(batch, self.patch_size, segments)
         costs = [sample.cost for sample in samples]

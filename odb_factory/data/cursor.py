@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from odb_factory.data.samples import OptimizerStep
 from odb_factory.errors import DataError, quoted
 
-VERSION = 10
+if TYPE_CHECKING:
+    from odb_factory.data.samples import OptimizerStep
+
+VERSION = 11
 """Of a state; another one is refused."""
 RESTART = "set `ignore_data_skip: true` (in a loop: load no state) to restart the epoch"
 
@@ -131,8 +133,8 @@ class Cursor:
         if epoch != self.place.epoch or self._has_moved:
             self.open(epoch)
 
-    def consume(self, step: OptimizerStep, remaining: Remaining | None) -> None:
-        """Stand after `step`. remaining: with `fill`, after it."""
+    def consume(self, step: OptimizerStep) -> None:
+        """Stand after `step`."""
         if step.last:
             self.open(step.epoch + 1)
             return
@@ -143,7 +145,7 @@ class Cursor:
             planned=step.done - step.rejected.total(),  # of steps that were passed over, too
             rejected=dict(step.rejected),
             overlong=step.overlong,
-            remaining=remaining,
+            remaining=step.remaining,
         )
 
     def state(self, order: int) -> dict[str, Any]:

@@ -18,19 +18,13 @@ from torch import Tensor
 
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.agreement import block_settings, compare, releases
-from odb_factory.data.collate import Collated, CollatedDataset, Outcome
+from odb_factory.data.collate import Collated, CollatedDataset, Salvaged
 from odb_factory.data.cursor import RESTART, Cursor, TrainingData, epoch_of
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
-from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, Start, length_of
+from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, Start, checksum, length_of
 from odb_factory.data.pool import POLL_S, LoaderPool, Pending, ends_of, size
 from odb_factory.data.ranks import Ranks
-from odb_factory.data.samples import (
-    LeftOut,
-    MicroBatch,
-    OptimizerStep,
-    Sample,
-    Task,
-)
+from odb_factory.data.samples import LeftOut, MicroBatch, OptimizerStep, Sample
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.errors import CollectiveError, DataError, one_line
@@ -67,22 +61,21 @@ samples beyond these steps: `buffer_size`."""
 class Pass:
     """One pass over an epoch.
 
-    planner: iterated by a thread of its own where there are worker processes, else by who asks for a task.
-    tasks: planned, and not yet handed to the pool. in_flight: being collated, in order, each with its samples if they
-    are kept (`oom: split`, `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan.
+    planner: iterated by a thread of its own where there are worker processes, else by who asks for a micro-batch.
+    planned: micro-batches, not yet handed to the pool. in_flight: those being collated, in order. epoch_steps:
+    optimizer steps of the epoch according to its first plan.
     is_taken: an iterator over its micro-batches has been handed out. is_empty: nothing was left of a resumed epoch but
     rows that cannot be used.
     """
 
-    def __init__(self, planner: EpochPlanner, workers: LoaderPool, *, most_samples: int, keeps_samples: bool = False):
-        self.planner, self.workers = planner, workers
-        self._most_samples, self._keeps_samples = most_samples, keeps_samples
-        self.tasks: deque[Task] = deque()
-        self.in_flight: deque[tuple[Pending, list[Sample] | None]] = deque()
+    def __init__(self, planner: EpochPlanner, workers: LoaderPool, *, most_samples: int):
+        self.planner, self.workers, self._most_samples = planner, workers, most_samples
+        self.planned: deque[MicroBatch] = deque()
+        self.in_flight: deque[tuple[MicroBatch, Pending]] = deque()
         self.epoch_steps = 0
         self.is_taken = self.is_empty = False
         self._source = iter(planner)
-        self._planned: deque[list[Task]] = deque()
+        self._plans: deque[list[MicroBatch]] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._is_stopped = self._is_over = False
@@ -95,18 +88,18 @@ class Pass:
             self._thread.start()
 
     def plan(self, timeout_s: float) -> bool:
-        """Take planned tasks, if there are any within `timeout_s` seconds; False at the end of the epoch.
+        """Take a plan, if there is one within `timeout_s` seconds; False at the end of the epoch.
 
         Raises what the planner has raised.
         """
         if self._thread is None:
-            tasks = next(self._source, None)
-            self.tasks.extend(tasks or ())
-            return tasks is not None
+            plan = next(self._source, None)
+            self.planned.extend(plan or ())
+            return plan is not None
         with self._changed:
-            self._changed.wait_for(lambda: self._planned or self._is_over, timeout_s)
-            if self._planned:
-                self.tasks.extend(self._planned.popleft())
+            self._changed.wait_for(lambda: self._plans or self._is_over, timeout_s)
+            if self._plans:
+                self.planned.extend(self._plans.popleft())
                 self._changed.notify_all()
                 return True
             if not self._is_over:
@@ -119,22 +112,22 @@ class Pass:
             finally:
                 del error  # a frame that holds the error it raised would keep both alive, and the workers with them
 
-    def next(self, check: Callable[[], None]) -> tuple[Outcome, list[Sample] | None] | None:
+    def next(self, check: Callable[[], None]) -> tuple[MicroBatch, Salvaged] | None:
         """The next micro-batch, None at the end of the epoch. check: called while it waits; may raise."""
         has_more = not (self.is_empty or self._is_stopped)
         while has_more and len(self.in_flight) < max(self.workers.window, 1):
-            if self.tasks:
-                task = self.tasks.popleft()
-                self.in_flight.append((self.workers.collate(task), task[1] if self._keeps_samples else None))
+            if self.planned:
+                micro_batch = self.planned.popleft()
+                self.in_flight.append((micro_batch, self.workers.collate(micro_batch.light)))
             elif self.in_flight:
-                has_more = self.plan(0) and bool(self.tasks)
+                has_more = self.plan(0) and bool(self.planned)
             else:
                 has_more = self.plan(POLL_S)
                 check()
         if not self.in_flight:
             return None
-        outcome = self.in_flight[0][0].result(check)
-        return outcome, self.in_flight.popleft()[1]
+        salvaged = self.in_flight[0][1].result(check)
+        return self.in_flight.popleft()[0], salvaged
 
     def stop(self) -> None:
         """Let the thread end when it can."""
@@ -150,17 +143,17 @@ class Pass:
             self._source.close()
         else:
             self._thread.join(timeout_s)
-        for pending, _ in self.in_flight:
+        for _, pending in self.in_flight:
             pending.cancel()
         self.workers.end_epoch()
-        self.tasks.clear()
+        self.planned.clear()
         self.in_flight.clear()
 
     def _run(self) -> None:
         try:
-            for tasks in self._source:
+            for plan in self._source:
                 with self._changed:
-                    self._planned.append(tasks)
+                    self._plans.append(plan)
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._is_stopped or self._has_room())
                     if self._is_stopped:
@@ -175,14 +168,17 @@ class Pass:
 
     def _has_room(self) -> bool:
         """Whether to plan another time: what waits has room for it beside the step that is collated."""
-        steps = {micro_batch.step.index for tasks in self._planned for micro_batch, _ in tasks}
-        samples = [sample for tasks in self._planned for _, task_samples in tasks for sample in task_samples]
+        micro_batches = [micro_batch for plan in self._plans for micro_batch in plan]
+        steps = {micro_batch.step.index for micro_batch in micro_batches}
+        samples = [sample for micro_batch in micro_batches for sample in micro_batch.light]
         size = sum(len(sample.features) for sample in samples)
         return not steps or (size < BYTES_AHEAD and (len(steps) < STEPS_AHEAD or len(samples) < self._most_samples))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+ROWS_TO_TRY = 64
+"""Rows from which those of the check of a layout are chosen."""
 ABORT_S = 7.0
 """After a failure planning is given this long to end."""
 
@@ -197,8 +193,8 @@ class ODBLoader:
     flat layout. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
-    fingerprint: of the dataset, where a framework has taken columns away (default: its own). keeps_samples: for
-    `samples_of`. is_evaluated: of `ObservedDataset`.
+    fingerprint: of the dataset, where a framework has taken columns away (default: its own). keeps_samples: a
+    micro-batch keeps its light samples, to be collated again. is_evaluated: of `ObservedDataset`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out.
@@ -228,7 +224,7 @@ class ODBLoader:
         is_evaluated: bool = False,
     ):
         self.dataset, self.config, self.layout, self.rule = parts.dataset, config, layout, rule
-        self._keeps_samples = keeps_samples
+        self._keeps_samples, self._seed = keeps_samples, seed
         # The Trainer wraps its collator to remove columns from items.
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
         collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
@@ -257,17 +253,6 @@ class ODBLoader:
         self.num_samples: int | None = (
             None if is_split else length_of(parts.dataset if parts.sampler is None else parts.sampler)
         )
-        self._context = EpochContext(
-            budget=budget,
-            num_samples=self.num_samples,
-            balance=bool(config.balance),
-            seed=seed,
-            ranks=self._ranks,
-            stand_in=self._workers.stand_in,
-            leave_out=self.left_out.leave_out,
-            compare_orders=self._order.compare,
-            lowered=lambda: self.lowered,
-        )
         self._stock = stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
         self._is_split = is_split
         self._cursor = Cursor(
@@ -289,12 +274,11 @@ class ODBLoader:
             "number of samples": self.num_samples,
             **(agree_on or {}),
         }
-        if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
-            # A sampler that is already a rank's part would be split again; the first and the last row show it.
+        if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1 and not is_evaluated:
+            # A dataset that is already a rank's part would be split again; the first and the last row show it.
             self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
         self.epoch = 0
         self.under_way: Pass | None = None
-        self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
 
     @property
     def global_batch_size(self) -> int | None:
@@ -321,13 +305,8 @@ class ODBLoader:
 
     def consume(self, step: OptimizerStep) -> None:
         """This optimizer step, and all before it, have been trained on: the next state is that after it."""
-        while self._not_consumed and _place(self._not_consumed[0][0].step) <= _place(step):
-            self._not_consumed.popleft()
         if self.under_way is not None or step.last:  # or asked for what comes after the last
-            remaining = {} if self.under_way is None else self.under_way.planner.remaining
-            self._cursor.consume(step, remaining.get(step.index, self._cursor.place.remaining))
-            for index in [index for index in list(remaining) if index <= step.index]:
-                del remaining[index]
+            self._cursor.consume(step)
 
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
@@ -342,14 +321,6 @@ class ODBLoader:
         """Plans to come are made with budgets no higher than these, on all ranks."""
         self.lowered = limits.least(self.lowered)
 
-    def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
-        """The samples of a micro-batch whose optimizer step is not yet consumed (with `keeps_samples`)."""
-        wanted = _place(micro_batch.step), micro_batch.index
-        for candidate, samples in self._not_consumed:
-            if (_place(candidate.step), candidate.index) == wanted and samples is not None:
-                return samples
-        raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
-
     def stand_in(self, collated: Sequence[Sample] = ()) -> Sample:
         """The smallest of these samples and of `LoaderPool.stand_in`: for a micro-batch that weighs nothing."""
         return min([*collated, self._workers.stand_in()], key=size)
@@ -362,12 +333,12 @@ class ODBLoader:
         """Where a row comes from, for messages."""
         return self._rows.where(id)
 
-    def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
-        """Collate these samples in this process. Raises `DataError` if that fails."""
-        outcome = self.groups.outcome((micro_batch, samples))
-        if outcome.problem or outcome.failed or outcome.measured is None:
-            raise DataError(self._problem(outcome))
-        return micro_batch, outcome.measured, outcome.batch
+    def collate(self, micro_batch: MicroBatch) -> Collated:
+        """Collate it again, in this process. Raises `DataError` if that fails."""
+        failed, measured, batch = self.groups.salvage(micro_batch.light)
+        if measured is None or failed:
+            raise self._not_collated(failed)
+        return micro_batch, measured, batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training stands after the last optimizer step consumed: JSON types, the same on all ranks.
@@ -408,7 +379,7 @@ class ODBLoader:
     def first_samples(self) -> Iterator[Sample]:
         """The first samples of the epoch under way in the order of all ranks."""
         if self.has_rows:
-            rows = self._workers.read_rows(dict.fromkeys(self._order.first))
+            rows = self._workers.read_rows(dict.fromkeys(self._order.order[:ROWS_TO_TRY].tolist()))
             yield from (row for row in rows if isinstance(row, Sample))
 
     def begin(self) -> Pass:
@@ -423,9 +394,9 @@ class ODBLoader:
 
     @property
     def next_planned(self) -> OptimizerStep | None:
-        """The optimizer step of the next task of the pass that is not handed on yet."""
-        tasks = () if self.under_way is None else self.under_way.tasks
-        return tasks[0][0].step if tasks else None
+        """The optimizer step of the next micro-batch of the pass that is not handed on yet."""
+        planned = () if self.under_way is None else self.under_way.planned
+        return planned[0].step if planned else None
 
     def __iter__(self) -> Iterator[Collated]:
         """Begin the epoch, or continue one that `begin` has begun; ends an iterator that was handed out before."""
@@ -466,14 +437,22 @@ class ODBLoader:
     def _begin(self) -> Pass:
         workers, cursor, ranks = self._workers, self._cursor, self._ranks
         cursor.turn_to(self.epoch)
-        self._not_consumed.clear()
         place = cursor.place
         self._order.set_epoch(self.epoch)
         self._order.start = self._start
-        context = dataclasses.replace(
-            self._context,
-            order=functools.partial(self._checked_order, tuple(place.settings.values()), cursor.order),
+        context = EpochContext(
+            budget=self.budget,
+            num_samples=self.num_samples,
+            balance=bool(self.config.balance),
+            seed=self._seed,
+            ranks=ranks,
+            stand_in=workers.stand_in,
+            leave_out=self.left_out.leave_out,
+            order=functools.partial(self._checked_order, cursor.order if self.has_rows else None),
+            compare_orders=self._order.compare,
+            lowered=lambda: self.lowered,
             compute=workers.compute,
+            loss_scaling=self.config.loss_scaling,
         )
         observed, stock = workers.begin(self.epoch), self._stock  # starts processes, before there are threads
         planner: EpochPlanner
@@ -488,19 +467,16 @@ class ODBLoader:
                 accumulation=self.rule.accumulation,
                 join=self.config.join,
             )
-        self.under_way = current = Pass(
-            planner, workers, most_samples=self.config.buffer_size, keeps_samples=self._keeps_samples
-        )
+        self.under_way = current = Pass(planner, workers, most_samples=self.config.buffer_size)
         compare({**self._settings, **place.settings}, ranks.compare)
         current.start()
-        while not current.tasks:
+        while not current.planned:
             if not current.plan(POLL_S):
                 current.is_empty = True
                 cursor.turn_to(self.epoch + 1)
                 return current
             ranks.check()
-        first_step = current.tasks[0][0].step
-        current.epoch_steps = first_step.epoch_steps
+        current.epoch_steps = current.planned[0].step.epoch_steps
         return current
 
     @property
@@ -512,7 +488,7 @@ class ODBLoader:
             if self._is_split:
                 first = stock.first_number(self.rank, place.optimizer_steps)
             stop = stock.num_samples if stock.remainder else None
-            return Start(first=first, stop=stop, block=stock.global_batch_size)
+            return Start(first=first, stop=stop)
         assert place.remaining is not None
         if not self._is_split:
             return Start(first=place.remaining.first, held=place.remaining.held)
@@ -523,15 +499,7 @@ class ODBLoader:
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
             while (result := current.next(self._ranks.check)) is not None:
-                (outcome, samples), result = result, None
-                failed = outcome.failed
-                handed = [self._usable(outcome)]
-                del outcome
-                micro_batch = handed[0][0]
-                if samples is not None and failed:
-                    usable = [sample for sample in samples if sample.id not in failed]
-                    samples = usable or [self.stand_in()]
-                self._not_consumed.append((micro_batch, samples))
+                handed, result = [self._usable(*result)], None
                 # The receiver holds the only reference.
                 yield handed.pop()
         except GeneratorExit:
@@ -544,29 +512,32 @@ class ODBLoader:
         if self.under_way is current:
             self.leave()
 
-    def _usable(self, outcome: Outcome) -> Collated:
+    def _usable(self, micro_batch: MicroBatch, salvaged: Salvaged) -> Collated:
         """The micro-batch without the rows that cannot be collated: they weigh 0 (`on_error: skip`)."""
-        micro_batch, measured, batch = outcome.micro_batch, outcome.measured, outcome.batch
-        if outcome.problem or (outcome.failed and self.config.on_error == "raise"):
-            raise DataError(self._problem(outcome))
-        if outcome.failed and not micro_batch.idle:
-            causes = {id: f"cannot be collated: {cause}" for id, cause in outcome.failed.items()}
-            micro_batch = micro_batch.only([i for i, id in enumerate(micro_batch.ids) if id not in causes], causes)
+        failed, measured, batch = salvaged
+        if failed and self.config.on_error == "raise":
+            raise self._not_collated(failed)
+        if failed and not micro_batch.idle:
+            late = [(sample, failed[sample.id]) for sample in micro_batch.samples if sample.id in failed]
+            usable = [number for number, id in enumerate(micro_batch.ids) if id not in failed]
+            causes = tuple((sample, f"cannot be collated: {cause}") for sample, cause in late)
+            micro_batch = micro_batch.only(usable, causes)
         if measured is None:
+            micro_batch = dataclasses.replace(micro_batch, light=[self.stand_in()])
             try:
-                measured, batch = self.groups.collate([self.stand_in()])
+                measured, batch = self.groups.collate(micro_batch.light)
             except DataError:
-                raise DataError(self._problem(outcome)) from None
+                raise self._not_collated(failed) from None
+        if not self._keeps_samples:
+            micro_batch = dataclasses.replace(micro_batch, light=())
         return micro_batch, measured, batch
 
-    def _problem(self, outcome: Outcome) -> str:
+    def _not_collated(self, failed: Mapping[int, str]) -> DataError:
         """Why the micro-batch cannot be trained on."""
-        if outcome.problem:
-            return outcome.problem
-        id, cause = next(iter(outcome.failed.items()))
+        id, cause = next(iter(failed.items()))
         may_skip = self.config.on_error == "raise" and not self._rows.is_evaluated
         skips = " (`on_error: skip` leaves out media that cannot be decoded)" if may_skip else ""
-        return f"{self.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
+        return DataError(f"{self.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}.")
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""
@@ -576,25 +547,21 @@ class ODBLoader:
             self._ranks.abort(one_line(error))
         self.leave(ABORT_S)
 
-    def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:
-        """A checksum of order and place, which the ranks compare (planning thread).
-
-        optimizer_step: the index of the kept step that is planned.
-        """
+    def _checked_order(self, expected: int | None) -> int:
+        """The fingerprint of the order, which the ranks compare (planning thread). expected: of the state."""
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(
                 "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
                 f"one whose order depends on its seed and epoch alone, or {RESTART}"
             )
-        return self._order.common(place, optimizer_step)
+        return self._order.fingerprint
 
     def _fingerprint(self, epoch: int) -> int:
-        """That of the order of an epoch; a sampler can draw another order while a pass is under way."""
+        """That of the order of an epoch; a sampler can draw another order while a pass is under way. A stream is not
+        iterated to find out what it will yield: 0."""
+        if not self.has_rows:
+            return 0
         if self.under_way is not None and epoch == self.epoch:
             return self._order.fingerprint
         self._order.set_epoch(epoch)
-        return self._order.peek()
-
-
-def _place(step: OptimizerStep) -> tuple[int, int]:
-    return step.epoch, step.index
+        return checksum(self._order.peek())

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch
+from odb_factory.data.serialize import reduce_tensor
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every number."""
@@ -70,15 +70,4 @@ def _write(file: int, buffers: Sequence[memoryview]) -> None:
 
 class _Pickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or not obj.numel() or obj.requires_grad:
-            return NotImplemented
-        is_plain = obj.device.type == "cpu" and obj.layout is torch.strided and obj.is_contiguous()
-        if not is_plain or obj.is_quantized or obj.is_conj() or obj.is_neg():
-            return NotImplemented
-        content: Any = obj.flatten().view(torch.uint8).numpy()
-        data = pickle.PickleBuffer(content)
-        return _tensor, (data, obj.dtype, tuple(obj.shape))
-
-
-def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+        return reduce_tensor(obj)

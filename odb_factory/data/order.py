@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import sys
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -222,7 +221,6 @@ def _whole(sampler: Any, seed: int) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # The order of an epoch, and the shard of it that one rank draws.
 
-FINGERPRINTED = 64
 DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders (rank 0 and rank {}), so some would be lost and others trained "
     "on twice; give every rank the same whole sampler, seeded alike, not a share of it: each takes its own share."
@@ -234,14 +232,12 @@ class Start:
     """Where the ranks begin in the order of an epoch: what is left of it.
 
     first: position from which nothing is done; held: those before it that are not done either. stop: the position
-    before which it ends (None: its end). block: positions of an optimizer step, for `ShardSampler.common` (0: it
-    compares the first alone).
+    before which it ends (None: its end).
     """
 
     first: int = 0
     held: Sequence[int] = ()
     stop: int | None = None
-    block: int = 0
 
 
 def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
@@ -270,84 +266,54 @@ def length_of(source: Any) -> int | None:
         return None
 
 
+def checksum(order: np.ndarray) -> int:
+    """Of an order, to compare between ranks and runs."""
+    return zlib.crc32(order.tobytes())
+
+
 class ShardSampler(Sampler[int]):
     """The shard of a rank in `sampler`: no padding, no index twice (I2).
 
-    start: where the next iteration begins. fingerprint: a checksum of the first indices of the order drawn last, to
-    compare between ranks and runs. first: those indices, of all ranks.
+    start: where the next iteration begins. order: of all ranks, as drawn last; fingerprint: its checksum.
     """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
         self.start = Start()
+        self.order = np.zeros(0, np.int64)
         self.fingerprint = 0
-        self.first: list[int] = []
-        self._checksums: dict[int, int] = {}
         self._num_drawn = 0
 
-    def peek(self) -> int:
-        """The fingerprint of the order that comes next, which stays the next."""
-        with self._kept():
-            self._open()
-        return self.fingerprint
-
-    def whole(self) -> Iterator[int]:
-        """Indices of all ranks: the first of the order drawn last, then those of an order drawn for this."""
-        yield from self.first
-        with self._kept():
-            order = list(map(_index, self.sampler))
-        yield from order
+    def peek(self) -> np.ndarray:
+        """The order that comes next, which stays the next, as do all after it."""
+        state = SamplerState(self.sampler)
+        with kept_random_numbers():
+            order = self._draw()
+        state.restore()
+        return order
 
     def pass_over(self, epoch: int) -> None:
         """Draw the orders of the epochs before: without `set_epoch` a sampler goes by how many it has drawn."""
         with kept_random_numbers():
             while self._num_drawn < epoch and not hasattr(self.sampler, "set_epoch"):
-                deque(self.sampler, maxlen=0)
+                self._draw()
                 self._num_drawn += 1
 
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[None]:
-        """An order that is drawn within leaves the orders to come unchanged."""
-        state = SamplerState(self.sampler)
-        with kept_random_numbers():
-            yield
-        state.restore()
-
     def __iter__(self) -> Iterator[int]:
-        self._checksums = {}
         self._num_drawn += 1
-        order = self._open()
-        if self.start.block:
-            order = itertools.chain.from_iterable(self._blocks(order, self.start.block))
-        return (index for _, index in shard(order, self.rank, self.world_size, self.start))
+        self.order = self._draw()
+        self.fingerprint = checksum(self.order)
+        start, stop = self.start, min(len(self.order), sys.maxsize if self.start.stop is None else self.start.stop)
+        held = [position for position in start.held if position % self.world_size == self.rank and position < stop]
+        rest = np.arange(start.first + (self.rank - start.first) % self.world_size, stop, self.world_size)
+        return map(int, self.order[np.append(np.array(held, np.int64), rest)])
 
-    def _open(self) -> Iterator[int]:
-        order = map(_index, self.sampler)
-        self.first = list(itertools.islice(order, FINGERPRINTED))
-        self.fingerprint = zlib.crc32(repr((length_of(self.sampler), self.first)).encode())
-        return itertools.chain(self.first, order)
+    def _draw(self) -> np.ndarray:
+        return np.fromiter(map(_index, self.sampler), np.int64)
 
-    def _blocks(self, order: Iterator[int], size: int) -> Iterator[list[int]]:
-        checksum = self.fingerprint
-        for number in itertools.count():
-            block = list(itertools.islice(order, size))
-            if not block:
-                return
-            checksum = zlib.crc32(np.array(block, dtype="<i8").tobytes(), checksum)
-            self._checksums[number] = checksum
-            yield block
-
-    def common(self, place: tuple[int, ...], step: int) -> int:
-        """What `compare` compares: a number made of the place and of the order through this optimizer step, of which
-        every rank has drawn its own indices. No earlier step is asked for after it."""
-        for earlier in [number for number in self._checksums if number < step]:
-            del self._checksums[earlier]
-        through = self._checksums.get(step, self.fingerprint)
-        return zlib.crc32(repr((self.fingerprint, (*place, through))).encode())
-
-    def compare(self, numbers: Sequence[int]) -> str | None:
-        """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
-        rank = first_unlike(numbers)
+    def compare(self, fingerprints: Sequence[int]) -> str | None:
+        """Why the ranks, with these fingerprints, cannot go on; None if they can."""
+        rank = first_unlike(fingerprints)
         return None if rank is None else DIFFERENT_ORDERS.format(rank)
 
     def set_epoch(self, epoch: int) -> None:
@@ -380,14 +346,11 @@ class StreamReader:
     """The share of a rank of a dataset that is iterated: raw items.
 
     The id of an item is its position in the stream. All ranks iterate the same stream, unless it is split between
-    them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. It is iterated in
-    the training process, by the thread that plans. A resumed stream is read from its beginning, and what is done is
-    passed over: the stream's own state, if it has one, may lose what waits in it (that of `datasets` loses its shuffle
-    buffer).
+    them beforehand (`is_split`), and then each all of its own; the ranks compare the `fingerprint` of their first items
+    (0 before they are read). It is iterated in the training process, by the thread that plans. A resumed stream is read
+    from its beginning, and what is done is passed over: the stream's own state, if it has one, may lose what waits in
+    it (that of `datasets` loses its shuffle buffer).
     """
-
-    fingerprint = 0
-    """Of the order, for a state: a stream is not iterated to find out what it will yield."""
 
     def __init__(
         self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False, whole_batches_of: int | None = None
@@ -398,7 +361,7 @@ class StreamReader:
         self.is_split = is_split or is_split_by_node(dataset)
         self._block = (whole_batches_of or 0) * (1 if self.is_split else world_size)
         self.start = Start()
-        self._of_first = 0
+        self.fingerprint = 0
 
     def __iter__(self) -> Iterator[RawItem | Rejection]:
         first: list[Any] = []
@@ -408,7 +371,7 @@ class StreamReader:
             first.extend(itertools.islice(rest, ITEMS_COMPARED))
         except Exception as error:
             rest = _raising(error)
-        self._of_first = fingerprint(first) if first else 0
+        self.fingerprint = fingerprint(first) if first else 0
         share = (0, 1) if self.is_split else (self.rank, self.world_size)
         rows: Iterator[Any] = itertools.chain(first, rest)
         pairs = shard(_in_blocks(rows, self._block) if self._block else rows, *share, self.start)
@@ -427,20 +390,13 @@ class StreamReader:
                 return
             yield RawItem.of(position * self.world_size + self.rank if self.is_split else position, item)
 
-    def common(self, place: tuple[int, ...], step: int) -> int:
-        """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
-        return self._of_first if self.is_split else zlib.crc32(repr((self._of_first, place)).encode())
-
-    def compare(self, numbers: Sequence[int]) -> str | None:
-        """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
+    def compare(self, fingerprints: Sequence[int]) -> str | None:
+        """Why the ranks, with these fingerprints, cannot go on; None if they can."""
         if self.is_split:
-            begun = [number for number in numbers if number]
+            begun = [number for number in fingerprints if number]
             return SAME_STREAMS if len(set(begun)) < len(begun) else None
-        rank = first_unlike(numbers)
+        rank = first_unlike(fingerprints)
         return None if rank is None else DIFFERENT_STREAMS.format(rank)
-
-    def peek(self) -> int:
-        return self.fingerprint
 
     def pass_over(self, epoch: int) -> None:
         """Nothing: a stream is iterated when its items are wanted."""

@@ -40,11 +40,11 @@ import torch
 import torch.multiprocessing  # tensors travel in shared memory
 from torch.utils.data import _utils as torch_utils
 
-from odb_factory.data.collate import CollatedDataset, Outcome
+from odb_factory.data.collate import CollatedDataset, Salvaged
 from odb_factory.data.memory_file import Dumped, dump, load
 from odb_factory.data.observe import ItemError, ItemObserver, ObservedDataset, RawItem, UnitsFrom
 from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
-from odb_factory.data.samples import Rejection, Sample, Task, name_rows, no_usable_row
+from odb_factory.data.samples import Rejection, Sample, name_rows, no_usable_row
 from odb_factory.data.serialize import NOT_SENT, fingerprint
 from odb_factory.ending import why_no_space, why_worker_died
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -472,11 +472,11 @@ class Work:
     def observe(self, draws: Draws, rows: Sequence[Row]) -> list[Sample | Rejection]:
         return [self._observe(draws, row) for row in rows]
 
-    def collate(self, draws: Draws, task: Task) -> Outcome:
-        first = task[1][0].id
+    def collate(self, draws: Draws, samples: Sequence[Sample]) -> Salvaged:
+        first = samples[0].id
         at(first)
         seed_random_numbers(*draws, COLLATES, first)
-        return self.groups.outcome(task)
+        return self.groups.salvage(samples)
 
     def stand_in(self, draws: Draws, rows: Sequence[Row]) -> tuple[Sample | None, dict[int, str]]:
         """The smallest of these rows that can be collated; of the others before it, why not."""
@@ -545,9 +545,8 @@ class LoaderPool:
         self._epoch = epoch
         return self._observed(iter(self.order))
 
-    def collate(self, task: Task) -> Pending:
-        micro_batch, samples = task
-        return self._pool.submit("collate", self._draws, task, rows=micro_batch.ids or [samples[0].id])
+    def collate(self, samples: Sequence[Sample]) -> Pending:
+        return self._pool.submit("collate", self._draws, samples, rows=[sample.id for sample in samples])
 
     def compute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
@@ -613,7 +612,7 @@ class LoaderPool:
         """Rows in the order of all ranks. Of a stream first those that this rank has drawn: a second iterator may move
         the file of the one under way, or end it."""
         if self.has_rows:
-            yield self.order.whole()
+            yield (self.order.order if len(self.order.order) else self.order.peek()).tolist()
         else:
             yield list(self._first_seen)
             yield StreamReader(self._parts.dataset, 0, 1)

@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -254,9 +253,7 @@ class Ring:
         self.patience = min(timedelta(seconds=patience_of(parent)), YEAR)
         group: Any = parent or dist.group.WORLD
         generation = _generations[group] = _generations.get(group, 0) + 1
-        # A group of torch 2.6 has no method for its store.
-        own_store = getattr(group, "get_group_store", None) or partial(_get_process_group_store, group)
-        self._store = dist.PrefixStore(f"odb_factory {generation}", own_store())
+        self._store = dist.PrefixStore(f"odb_factory {generation}", _get_process_group_store(group))
         self.main = self.channel()
         loops = (self._listen, "odb-ring"), (self._beat, "odb-beat")
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in loops]
@@ -506,7 +503,7 @@ class RankMetadata:
     """What a rank sends to all others before each plan: the samples it holds, and counts since this pass began.
 
     rejected: rows left out when read, by reason. overlong: samples that break a budget alone and are trained on.
-    order: a checksum of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
+    order: the fingerprint of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
     plan: a checksum of the plan before. limits: to which it has lowered its budgets, if it has; the least of all ranks
     are taken. failure: why it cannot go on, in place of all else.
     """

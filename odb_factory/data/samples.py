@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from odb_factory.data.cursor import Remaining
 from odb_factory.log import get_logger
 from odb_factory.planner import Budget, Cost, Media, MicroStepTotals
 
@@ -49,6 +50,7 @@ class OptimizerStep(MicroStepTotals):
     epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
         step), else estimated; 0 where that is not known.
     last: no step follows in this epoch.
+    remaining: with `fill`, what is left of the order after it.
     """
 
     epoch: int
@@ -63,6 +65,7 @@ class OptimizerStep(MicroStepTotals):
     remainder: int
     epoch_steps: int
     last: bool
+    remaining: Remaining | None = None
 
 
 class SampleInfo(NamedTuple):
@@ -72,6 +75,7 @@ class SampleInfo(NamedTuple):
     stock_units: what stock divides by to take the mean that the sample is part of; stock_counted: its own share of
     these. stock_batch: the number of stock's micro-batch, counted rank by rank, then micro-step by micro-step. All 0
     with `fill`.
+    weight: of each of its units in the loss of its optimizer step (see `token_weights`).
     """
 
     id: int
@@ -80,6 +84,7 @@ class SampleInfo(NamedTuple):
     stock_units: int = 0
     stock_counted: int = 0
     stock_batch: int = 0
+    weight: float = 0.0
 
     @classmethod
     def of(cls, sample: Sample, *of_stock: int) -> SampleInfo:
@@ -93,25 +98,24 @@ class MicroBatch:
     step: the optimizer step that it is a part of. index: its number in it, from 0.
     samples: in batch order; empty on an idle micro-batch.
     totals: the micro-step over all ranks.
-    whole, numbers: of a part, the micro-batch that it was taken from, by which its samples are weighed, and their
-        places in it. A part remains where rows are late; `oom: split` cuts a micro-batch in two.
-    start: of a part that was cut, the number of its first sample in the micro-batch as collated before.
-    failed: of a part, the ids of late rows: samples of the whole that cannot be collated, and why.
+    light: what is collated for it: its samples; on an idle one the sample that is run with weight 0. Empty once it is
+        collated, unless it may be collated again.
+    failed: late rows, which it was planned with, and why they are not in it.
+    start: of a part that was cut (`oom: split`), the number of its first sample in the micro-batch as collated before.
     """
 
     step: OptimizerStep
     index: int
     samples: tuple[SampleInfo, ...]
     totals: MicroStepTotals
-    whole: MicroBatch | None = None
-    numbers: tuple[int, ...] = ()
+    light: Sequence[Sample] = field(default=(), repr=False, compare=False)
+    failed: tuple[tuple[SampleInfo, str], ...] = ()
     start: int = 0
-    failed: Mapping[int, str] = field(default_factory=dict)
 
-    def only(self, numbers: Sequence[int], failed: Mapping[int, str] | None = None) -> MicroBatch:
-        """The part with these of its samples: they weigh as in the whole, and its totals stay."""
-        samples = tuple(self.samples[i] for i in numbers)
-        return replace(self, samples=samples, whole=self, numbers=tuple(numbers), failed=failed or {})
+    def only(self, numbers: Sequence[int], failed: tuple[tuple[SampleInfo, str], ...] = ()) -> MicroBatch:
+        """With these of its samples, which weigh as before; its totals stay."""
+        samples, light = tuple(self.samples[i] for i in numbers), [self.light[i] for i in numbers]
+        return replace(self, samples=samples, light=light, failed=failed)
 
     def cut(self, at: int) -> tuple[MicroBatch, MicroBatch]:
         """Two parts, the second from sample number `at` on."""
@@ -130,6 +134,10 @@ class MicroBatch:
     @property
     def units(self) -> tuple[int, ...]:
         return tuple(sample.units for sample in self.samples)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(sample.weight for sample in self.samples)
 
     @property
     def idle(self) -> bool:
@@ -152,8 +160,37 @@ class MicroBatch:
         return self.index == self.step.num_micro_batches - 1
 
 
-Task = tuple[MicroBatch, list[Sample]]
-"""A micro-batch and the samples to collate for it; on an idle one the sample that is run with weight 0."""
+# ----------------------------------------------------------------------------------------------------------------------
+# The weight of every unit within its optimizer step (I8, I9).
+# With `loss_scaling` one of these, a unit of sample s with n units weighs
+#     stock     1 / (num_stock_means x stock_units of s)     as in stock training
+#     exact     1 / (units of the step)                       the mean over the units of the step
+#     approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
+#     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
+# All sums are known from the plan, so no communication is needed.
+
+
+def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
+    """For each sample of a planned micro-batch the weight of each of its units, times `world_size`; () if idle.
+
+    world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
+    """
+    samples, step = micro_batch.samples, micro_batch.step
+    if not samples:
+        return ()
+    match loss_scaling:
+        case "stock":
+            return tuple(world_size / (step.num_stock_means * sample.stock_units or 1) for sample in samples)
+        case "exact":
+            divisor: float = step.units
+        case "approx":
+            divisor = step.tokens * micro_batch.num_units / micro_batch.tokens
+        case _:
+            divisor = step.active_ranks * micro_batch.num_units
+    return (world_size / (divisor or 1),) * len(samples)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,19 +35,22 @@ def pack(features: Any) -> bytes:
 
 
 class _FeaturesPickler(pickle.Pickler):
-    """A tensor is its numbers: not the tensor that it is a view of, nor torch's file format, which is slower."""
-
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout is not torch.strided:
-            return NotImplemented
-        if obj.is_quantized or obj.requires_grad or not obj.numel():
-            return NotImplemented
-        plain = obj.resolve_conj().resolve_neg().contiguous()
-        return _tensor, (plain.flatten().view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
+        return reduce_tensor(obj)
 
 
-def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+def reduce_tensor(obj: Any) -> Any:
+    """To pickle a tensor as its numbers: not what it is a view of, nor in the format of torch, which is slower."""
+    if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout is not torch.strided:
+        return NotImplemented
+    if obj.is_quantized or obj.requires_grad or not obj.numel():
+        return NotImplemented
+    plain: Any = obj.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+    return _tensor, (pickle.PickleBuffer(plain), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
 def unpack(packed: bytes) -> Any:

@@ -13,7 +13,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +22,20 @@ from odb_factory.data.agreement import first_unlike
 from odb_factory.data.cursor import Place, Remaining
 from odb_factory.data.order import StockSteps, split_by_weight
 from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task, no_usable_row
+from odb_factory.data.samples import (
+    MicroBatch,
+    OptimizerStep,
+    Rejection,
+    Sample,
+    SampleInfo,
+    no_usable_row,
+    token_weights,
+)
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planner import (
     MAX_REDISTRIBUTED_BYTES,
     Budget,
-    BufferMetadata,
     Limits,
     MicroStepTotals,
     Plan,
@@ -59,8 +66,8 @@ class EpochContext:
     """What every epoch of a loader is planned with.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream). seed: of the order of filled micro-steps.
-    order: a checksum of the order drawn so far, given the index of the plan. compare_orders: with the checksums of all
-        ranks, why they cannot go on (None: they can).
+    order: the fingerprint of the order. compare_orders: with those of all ranks, why they cannot go on (None: they
+        can).
     lowered: the limits to which this rank has lowered its budgets (None: not lowered);
         `budget` stays as configured.
     compute: what runs planners, which are pure functions.
@@ -75,10 +82,11 @@ class EpochContext:
     ranks: Ranks
     stand_in: Callable[[], Sample]
     leave_out: Callable[..., None]
-    order: Callable[[int], int] = int
+    order: Callable[[], int] = int
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
     lowered: Callable[[], Limits | None] = lambda: None
     compute: Callable[..., Any] = lambda function, *args, **options: function(*args, **options)
+    loss_scaling: str = "exact"
 
 
 @dataclass(slots=True)
@@ -104,14 +112,13 @@ class Planned(NamedTuple):
 
 
 class EpochPlanner(ABC):
-    """Iterates over lists of tasks, each of whole optimizer steps; deterministic for its arguments (I6).
+    """Iterates over lists of micro-batches, each of whole optimizer steps; deterministic for its arguments (I6).
 
     observed: what this rank draws of the epoch from `place` on.
     first_index: of the first plan. is_left: nobody takes what is planned from now on, and workers may have ended.
     final: the last plan of the epoch has been made.
     num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
     `place`.
-    remaining: with `fill`, what is left of the order after an optimizer step, by the index of the step.
     """
 
     first_index = 0
@@ -120,6 +127,8 @@ class EpochPlanner(ABC):
     """The row that is drawn ahead, None at the end."""
     _task = ""
     """What this rank does between a gather and the end of the exchange, where no metadata reach the others."""
+    _table: tuple[np.ndarray, list[int], np.ndarray]
+    """As `pool` returns it: what all ranks hold."""
 
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
@@ -128,18 +137,17 @@ class EpochPlanner(ABC):
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
-        self.remaining: dict[int, Remaining] = {}
         self._idle_sample: Sample | None = None
         self._has_warned = False
         self._checksum = 0
 
-    def step(self, index: int) -> list[Task]:
+    def step(self, index: int) -> list[MicroBatch]:
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
         held = self.collect(index)  # observed samples of this rank
         packed = self.pack(held)  # for the ranks that may compute them
-        ranks = self.gather(held, packed, index)  # what every rank holds: integers
+        ranks = self.gather(held, packed)  # what every rank holds: integers
         plan = self.plan(ranks, index)  # pure, the same on all ranks
-        by_row = self.exchange(plan, ranks, held, packed)  # samples travel to the rank that computes them
+        by_row = self.exchange(plan, held, packed)  # samples travel to the rank that computes them
         return self.micro_batches(plan, by_row, ranks, index)  # with the loss weights of the whole step
 
     @abstractmethod
@@ -155,7 +163,7 @@ class EpochPlanner(ABC):
             return [b""] * len(held)
         return [pickle.dumps(entry.sample, 5) for entry in held]
 
-    def gather(self, held: Sequence[Held], packed: Sequence[bytes], index: int) -> list[RankMetadata]:
+    def gather(self, held: Sequence[Held], packed: Sequence[bytes]) -> list[RankMetadata]:
         """What every rank holds. Collective. Raises `CollectiveError` if the ranks do not fit together."""
         context = self.context
         buffer = make_metadata(
@@ -166,10 +174,11 @@ class EpochPlanner(ABC):
             positions=[entry.position for entry in held],
         )
         metadata = RankMetadata(
-            buffer, Counter(self.rejected), self.overlong, context.order(index), self._checksum, context.lowered()
+            buffer, Counter(self.rejected), self.overlong, context.order(), self._checksum, context.lowered()
         )
         ranks = context.ranks.gather(metadata)
         self._task = "planning"
+        self._table = pool([rank.buffer for rank in ranks])
         if (problem := context.compare_orders([rank.order for rank in ranks])) is not None:
             raise CollectiveError(problem)
         self._compare_plans(ranks)
@@ -185,9 +194,7 @@ class EpochPlanner(ABC):
             logger.warning(TOO_HEAVY)
         return plan
 
-    def exchange(
-        self, plan: Plan, ranks: Sequence[RankMetadata], held: Sequence[Held], packed: Sequence[bytes]
-    ) -> dict[int, Sample]:
+    def exchange(self, plan: Plan, held: Sequence[Held], packed: Sequence[bytes]) -> dict[int, Sample]:
         """The samples that this rank computes, by their number in the plan, and those it holds. Collective if any
         moves.
 
@@ -199,7 +206,7 @@ class EpochPlanner(ABC):
         self._task = "redistributing samples" if plan.moves else ""
         if not plan.moves:
             return by_row
-        table, _, owner = pool([rank.buffer for rank in ranks])
+        table, _, owner = self._table
         size_of, owner_of = table["bytes"].tolist(), owner.tolist()
         outgoing: dict[int, list[int]] = {}
         incoming: dict[int, list[int]] = {}
@@ -222,7 +229,9 @@ class EpochPlanner(ABC):
         return by_row
 
     @abstractmethod
-    def micro_batches(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
+    def micro_batches(
+        self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
+    ) -> list[MicroBatch]:
         """Those of this rank."""
 
     @abstractmethod
@@ -233,17 +242,17 @@ class EpochPlanner(ABC):
     def _draw(self) -> None:
         """Draw the next row; one is drawn ahead, so that the end of the epoch is known."""
 
-    def __iter__(self) -> Generator[list[Task], None, None]:
+    def __iter__(self) -> Generator[list[MicroBatch], None, None]:
         """Raises `CollectiveError` on all ranks; after the last plan, when no rank listens any more, `DataError`."""
         ranks, has_ended = self.context.ranks, False
         try:
             self._draw()
             for index in itertools.count(self.first_index):
-                tasks = self.step(index)
+                micro_batches = self.step(index)
                 if self.final:  # nothing follows that would show another plan of it
                     self._compare_plans(ranks.gather(RankMetadata(plan=self._checksum)))
                     has_ended = True
-                yield tasks
+                yield micro_batches
                 if self.final:
                     return
         except GeneratorExit:
@@ -274,8 +283,8 @@ class EpochPlanner(ABC):
 
     def _optimizer_step(
         self, planned: Sequence[Planned], ranks: Sequence[RankMetadata], index: int, **figures: Any
-    ) -> list[Task]:
-        """The tasks of an optimizer step. figures: fields of `OptimizerStep`."""
+    ) -> list[MicroBatch]:
+        """The micro-batches of an optimizer step. figures: fields of `OptimizerStep`."""
         step = OptimizerStep(
             **asdict(sum_totals([batch.totals for batch in planned])),
             epoch=self.epoch,
@@ -285,14 +294,16 @@ class EpochPlanner(ABC):
             overlong=self.place.overlong + sum(rank.overlong for rank in ranks),
             **figures,
         )
-        tasks = []
-        for number, batch in enumerate(planned):
-            samples = batch.samples
-            if not samples:  # idle: the shortest sample of the last buffer, or any usable row
-                self._idle_sample = self._idle_sample or self.context.stand_in()
-                samples = [self._idle_sample]
-            tasks.append((MicroBatch(step=step, index=number, samples=batch.infos, totals=batch.totals), samples))
-        return tasks
+        micro_batches, context = [], self.context
+        for number, (light, infos, totals, _) in enumerate(planned):
+            if not light:  # idle: the shortest sample of the last buffer, or any usable row
+                self._idle_sample = self._idle_sample or context.stand_in()
+                light = [self._idle_sample]
+            micro_batch = MicroBatch(step=step, index=number, samples=infos, totals=totals, light=light)
+            weights = token_weights(micro_batch, context.loss_scaling, context.ranks.world_size)
+            weighed = tuple(info._replace(weight=weight) for info, weight in zip(infos, weights))
+            micro_batches.append(replace(micro_batch, samples=weighed))
+        return micro_batches
 
     def _leave_out(self, row: Rejection) -> None:
         if row.fatal:
@@ -342,9 +353,11 @@ class KeepEpoch(EpochPlanner):
             self._draw()
         return held
 
-    def micro_batches(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
+    def micro_batches(
+        self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
+    ) -> list[MicroBatch]:
         stock, rejected = self.stock, self._all_rejected(ranks)
-        rows, _, _ = pool([rank.buffer for rank in ranks])
+        rows, _, _ = self._table
         self.num_planned += sum(micro_step.samples for micro_step in plan.totals)
         if self.final and self.num_planned == 0:
             raise self._nothing_left(rejected, stock.remainder, "dropped by drop_last")
@@ -439,16 +452,17 @@ class FillEpoch(EpochPlanner):
             self._draw()
         return self.held
 
-    def micro_batches(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int) -> list[Task]:
-        buffers = [rank.buffer for rank in ranks]
+    def micro_batches(
+        self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
+    ) -> list[MicroBatch]:
         rejected = self._all_rejected(ranks)
-        epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
+        epoch_steps = self._epoch_steps(plan, rejected.total())
         self._carry_out(plan, by_row, ranks)
         num_samples = self.context.num_samples
         if self.final and self.place.planned + self._emitted == 0:
             remainder = max((num_samples or 0) - rejected.total(), 0)
             raise self._nothing_left(rejected, remainder, "that remain because a rank ran short")
-        tasks: list[Task] = []
+        micro_batches: list[MicroBatch] = []
         # Without join, the end may turn out to have been the step before: one is kept until the next plan.
         num_kept = 0 if self.final or self.join else self.accumulation
         while len(self._planned) >= self.accumulation + num_kept or (self.final and self._planned):
@@ -456,8 +470,7 @@ class FillEpoch(EpochPlanner):
             self.num_planned += sum(micro_batch.totals.samples for micro_batch in planned)
             processed, last = self.num_planned + rejected.total(), self.final and not self._planned
             done = num_samples if last and num_samples is not None else processed
-            self.remaining[self._next_step] = self._remaining_now()
-            tasks += self._optimizer_step(
+            micro_batches += self._optimizer_step(
                 planned,
                 ranks,
                 self._next_step,
@@ -468,9 +481,10 @@ class FillEpoch(EpochPlanner):
                 remainder=done - processed,
                 epoch_steps=epoch_steps,
                 last=last,
+                remaining=self._remaining_now(),
             )
             self._next_step += 1
-        return tasks
+        return micro_batches
 
     def _draw(self) -> None:
         """Draw the next usable sample of the share; None when it is exhausted."""
@@ -499,7 +513,7 @@ class FillEpoch(EpochPlanner):
 
     def _carry_out(self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata]) -> None:
         """Take this rank's micro-batches out of a plan; what was not planned stays in the buffer, one round older."""
-        rows, starts, owners = pool([rank.buffer for rank in ranks])
+        rows, starts, owners = self._table
         self._num_drawn = self._num_sent + np.diff(starts) + [rank.rejected.total() for rank in ranks]
         is_left = np.ones(len(rows), dtype=bool)
         for of_rank, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
@@ -521,7 +535,7 @@ class FillEpoch(EpochPlanner):
         pending = [position for micro_batch in self._planned for position in micro_batch.positions]
         return self._left_before.after(self._num_drawn, np.append(self._waiting, pending))
 
-    def _epoch_steps(self, buffers: Sequence[BufferMetadata], plan: Plan, rejected: int) -> int:
+    def _epoch_steps(self, plan: Plan, rejected: int) -> int:
         """Optimizer steps of the whole epoch; estimated, unless this is its last plan.
 
         As if the samples to come are as long, and the micro-steps to come as full, as until now.
@@ -530,9 +544,10 @@ class FillEpoch(EpochPlanner):
         if not plan.final:
             if self.context.num_samples is None:
                 return 0
-            seen = self._emitted + sum(len(buffer.rows) for buffer in buffers)
-            tokens_seen = self._tokens_emitted + sum(
-                int(buffer.rows["tokens"].sum(dtype=np.int64)) for buffer in buffers
+            rows, _, _ = self._table
+            seen, tokens_seen = (
+                self._emitted + len(rows),
+                self._tokens_emitted + int(rows["tokens"].sum(dtype=np.int64)),
             )
             emitted = self._tokens_emitted + sum(totals.tokens for totals in plan.totals)
             left = self.context.num_samples - self.place.planned - rejected

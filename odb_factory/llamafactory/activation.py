@@ -18,21 +18,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-SUPPORTED = ">=0.9.4,<1"
+SUPPORTED = ">=0.9.5,<1"
 """Releases of LLaMA-Factory, as in pyproject.toml."""
 NEWEST_TESTED = "0.9.6.dev0"
 """LLaMA-Factory's main branch of 2026-08-18."""
 DISABLE = "ODB_FACTORY_DISABLE"
-LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
-"""Names a file in a run that the hooked launcher has given to torchrun: see `uncaught`."""
+LAUNCHED = "ODB_FACTORY_LAUNCHED"
+"""Set in a run that the hooked launcher has given to torchrun: see `uncaught`."""
 
 
 class Hook(NamedTuple):
     """A function of LLaMA-Factory that is wrapped once its module has been executed.
 
     wrapper: of `hooks.py`, or of the module named with it. without: what a release loses that lacks the
-    function; "": a training with a block is refused. These have the same names and meanings in LLaMA-Factory 0.9.4,
-    0.9.5 and the main branch (0.9.6.dev0).
+    function; "": a training with a block is refused. These have the same names and meanings in LLaMA-Factory 0.9.5
+    and the main branch (0.9.6.dev0).
     """
 
     module: str
@@ -52,8 +52,7 @@ HOOKS = (
     Hook("llamafactory.train.dpo.trainer", "CustomDPOTrainer.train", "attach_first"),
     Hook("llamafactory.train.kto.trainer", "CustomKTOTrainer.train", "attach_first"),
     Hook("llamafactory.launcher", "launch", "launch.launch", "mistakes are found after processes have started"),
-    Hook("llamafactory.train.callbacks", "LogCallback.on_init_end", "keep_log", "a refused training deletes a log"),
-    Hook("llamafactory.v1.launcher", "launch", "launch.launch_v1", _V1),
+    Hook("llamafactory.v1.launcher", "launch", "launch.launch", _V1),
     Hook("llamafactory.v1.config.arg_parser", "get_args", "read_v1_block", _V1),
     Hook("llamafactory.v1.core.base_trainer", "BaseTrainer._create_batch_generator", "make_v1_batches", _V1),
     Hook("llamafactory.hparams.parser", "get_ray_args", "read_ray", _RAY),
@@ -76,7 +75,7 @@ def activate() -> None:
         for name in MODULES:
             if name in sys.modules:
                 _hook(sys.modules[name])
-        if LAUNCH_RECORD in os.environ:
+        if LAUNCHED in os.environ:
             importlib.import_module("odb_factory.llamafactory.uncaught").quiet_torchrun()
     except Exception as error:  # a failing entry point would make `import torch` fail
         warnings.warn(f"odb_factory could not be activated: {error!r}; run `odb-factory doctor`.", stacklevel=2)

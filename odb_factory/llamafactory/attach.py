@@ -5,10 +5,9 @@ Called by the plugin's hooks and by patched forks (`patches/` in the repository)
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from llamafactory.data.mm_plugin import BasePlugin
@@ -21,7 +20,6 @@ from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
     INVALID_ROW,
-    OnlineDataset,
     OnlineStream,
     OpenMedia,
     RowObserver,
@@ -33,7 +31,6 @@ from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
-from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.trainer import enable_odb
 
 logger = get_logger(__name__)
@@ -43,30 +40,17 @@ logger = get_logger(__name__)
 
 
 class HostCallback(TrainerCallback):
-    """Keeps what LLaMA-Factory shows of a training up to date; comes before its log callback.
+    """Keeps what LLaMA-Factory shows of a training up to date; comes before its log callback."""
 
-    begin_log: deletes the log of the run before. It is called when the first optimizer step is done or the first entry
-    is written: by then nothing of this training is refused any more.
-    """
-
-    def __init__(self, trainer: Any, stage: Stage, *, keeps: bool, begin_log: Callable[[], None] | None):
-        self.trainer, self._watches_dropped, self._begin_log = trainer, keeps, begin_log
+    def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
+        self.trainer, self._watches_dropped = trainer, keeps
         # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
         arguments = trainer.finetuning_args
         self._counts_tokens = stage.name in ("sft", "dpo") and arguments.include_effective_tokens_per_second
         if self._counts_tokens:
             arguments.include_effective_tokens_per_second = False
 
-    def _clear_log(self) -> None:
-        if self._begin_log is not None:
-            begin_log, self._begin_log = self._begin_log, None
-            begin_log()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clear_log()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clear_log()
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, LogCallback):  # it reads the number of steps once
                 callback.max_steps = state.max_steps
@@ -83,7 +67,6 @@ class HostCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """effective_tokens_per_sec: tokens trained on, without padding, a second and rank."""
-        self._clear_log()
         training, logs = self.trainer.odb.training, kwargs["logs"]
         if self._counts_tokens and training is not None and "train_runtime" in logs:
             run = training.run
@@ -95,16 +78,6 @@ class HostCallback(TrainerCallback):
 # In place of LLaMA-Factory's `train`.
 
 PADS_TILES = "MllamaPlugin"
-
-
-def check_max_patches(online: OnlineDataset | OnlineStream, config: ODBConfig) -> None:
-    """Refuse a cap that no micro-batch without media keeps, or that is not kept, before the model is loaded."""
-    _check_tiles(config, online.media)
-    made_of = online.processor
-    template = copy.copy(made_of.template)
-    template.mm_plugin = online.media.original
-    collator = online.stage.make_collator(template, made_of.tokenizer, made_of.processor)
-    check_dummy_media(config, online.stage.collation(collator, online.media.patch_size))
 
 
 def _check_tiles(config: ODBConfig, media: MediaObserver) -> None:
@@ -121,11 +94,8 @@ def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
     logger.info("online dynamic batching is on; called by the patched workflow of this LLaMA-Factory")
 
 
-def attach(trainer: Any, config: ODBConfig, begin_log: Callable[[], None] | None = None) -> None:
-    """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset.
-
-    begin_log: of `HostCallback`.
-    """
+def attach(trainer: Any, config: ODBConfig) -> None:
+    """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset."""
     collator = trainer.data_collator
     tokenizer = getattr(collator, "tokenizer", trainer.processing_class)
     stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, tokenizer)
@@ -170,8 +140,7 @@ def attach(trainer: Any, config: ODBConfig, begin_log: Callable[[], None] | None
         not_flat=why_not_flat(trainer),
     )
     trainer.odb.parts = stage.parts(trainer)
-    callback = HostCallback(trainer, stage, keeps=config.keeps, begin_log=begin_log)
-    trainer.callback_handler.callbacks.insert(0, callback)
+    trainer.callback_handler.callbacks.insert(0, HostCallback(trainer, stage, keeps=config.keeps))
     if not config.keeps and config.lr_scale == "none" and trainer.args.per_device_train_batch_size > 1:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"

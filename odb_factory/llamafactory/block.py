@@ -1,6 +1,6 @@
 """The rules of the host: what does not go with an `odb:` block in LLaMA-Factory, checked before a model is loaded.
 
-`check_block` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and where possible before
+`checked` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and where possible before
 processes are started; `check_combination` sees what LLaMA-Factory has made of them. Both are called by the plugin's
 hooks and by patched forks (`patches/` in the repository). Nothing heavy is imported for the first of them. The rules of
 the block itself are in `odb_factory.config`, those of every Trainer in `odb_factory.training.checks`.
@@ -8,6 +8,7 @@ the block itself are in `odb_factory.config`, those of every Trainer in `odb_fac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -59,6 +60,11 @@ def is_meant_for_block(key: Any, value: Any) -> bool:
     return isinstance(value, Mapping) and "token_budget" in value
 
 
+def is_given(args: Mapping[Any, Any]) -> bool:
+    """Whether arguments have a block, or something in its place."""
+    return any(is_meant_for_block(key, value) for key, value in args.items())
+
+
 def without_null(args: dict[str, Any], overrides: Sequence[str] | None = None) -> dict[str, Any]:
     """Arguments without the block that the override `odb=null` has emptied. overrides: None are this process's."""
     if WITHOUT in (sys.argv if overrides is None else overrides) and args.get("odb", WITHOUT) is None:
@@ -98,11 +104,51 @@ BY_INDEX = ("file", "cloud_file")
 """Kinds of data sets that LLaMA-Factory loads whole, whether it makes a stream of them or not."""
 
 
-def checked(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check arguments with an `odb:` block and return them as LLaMA-Factory gets them; raises as `check_block` does."""
-    args = rewritten(args)
-    check_block(args)
-    return _with_local_files_by_index(args)
+def checked(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
+    """Check arguments that have an `odb:` block, or something in its place, before LLaMA-Factory reads them; returns
+    them as LLaMA-Factory gets them.
+
+    logs: log what has been changed; else nothing that needs LLaMA-Factory is looked at. Raises a one-line
+    `ConfigError`; from now on such errors, if uncaught, end the process in that line.
+    """
+    uncaught.install()
+    check_keys(args)
+    args = rewritten(args, logs=logs)
+    config = ODBConfig.from_block(args["odb"])
+    check_backend()
+    rows = (*_wrong_types(args), *YAML, *(OPTIONS if args.get("do_train") else ()))
+    refuse(rows, {"odb": config}, args, DEFAULTS)
+    return _by_index(args) if logs else args
+
+
+def _by_index(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without `streaming` where all rows can be read by index.
+
+    LLaMA-Factory loads a local file whole and makes a stream of it, to do without the preprocessing pass; with a block
+    there is no such pass. Its parser then asks for none of what a stream needs (`max_steps`), and refuses none of what
+    a stream cannot have (`max_samples`, a share as `val_size`).
+    """
+    if args.get("streaming") is not True or not args.get("do_train"):
+        return dict(args)
+    from llamafactory.data.parser import get_dataset_list
+
+    names = [args[key] for key in ("dataset", "eval_dataset") if args.get(key)]
+    names = [name.strip() for of_key in names for name in (of_key.split(",") if isinstance(of_key, str) else of_key)]
+    with contextlib.suppress(Exception):  # LLaMA-Factory reports it
+        attrs = get_dataset_list(names, args.get("dataset_dir") or "data")
+        if _are_tokenized(args) or (attrs and all(attr.load_from in BY_INDEX for attr in attrs)):
+            logger.info(
+                "streaming: true is taken as false, because all data sets are local: rows are read by index and "
+                "preprocessed when they are needed; samples, order and optimizer steps are those of `streaming: false` "
+                "(stock's stream shuffles within its buffer), and max_steps is not needed"
+            )
+            return {**args, "streaming": False}
+    return dict(args)
+
+
+def _are_tokenized(args: Mapping[str, Any]) -> bool:
+    """Whether the rows are those of `tokenized_path`, as they are there."""
+    return os.path.isdir(str(args.get("tokenized_path")))
 
 
 def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
@@ -138,59 +184,8 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     return args
 
 
-def _with_local_files_by_index(args: dict[str, Any]) -> dict[str, Any]:
-    """Arguments without `streaming` where all rows can be read by index.
-
-    LLaMA-Factory loads a local file whole and makes a stream of it, to do without the preprocessing pass; with a block
-    there is no such pass. Its parser then asks for none of what a stream needs (`max_steps`), and refuses none of what
-    a stream cannot have (`max_samples`, a share as `val_size`).
-    """
-    if not args.get("do_train") or args.get("streaming") is not True or not _all_rows_have_an_index(args):
-        return args
-    logger.info(
-        "streaming: true is taken as false, because all data sets are local: rows are read by index and preprocessed "
-        "when they are needed; samples, order and optimizer steps are those of `streaming: false` (stock's stream "
-        "shuffles within its buffer), and max_steps is not needed"
-    )
-    return args | {"streaming": False}
-
-
-def _are_tokenized(args: Mapping[str, Any]) -> bool:
-    """Whether the rows are those of `tokenized_path`, as they are there."""
-    return args.get("tokenized_path") is not None and os.path.isdir(str(args["tokenized_path"]))
-
-
-def _all_rows_have_an_index(args: Mapping[str, Any]) -> bool:
-    if _are_tokenized(args):
-        return True
-    from llamafactory.data.parser import get_dataset_list
-
-    names: list[str] = []
-    for named in (args.get("dataset"), args.get("eval_dataset")):
-        names += [name.strip() for name in named.split(",")] if isinstance(named, str) else named or ()
-    try:
-        attrs = get_dataset_list(names, args.get("dataset_dir") or "data")
-    except Exception:  # LLaMA-Factory reports it
-        return False
-    return bool(attrs) and all(attr.load_from in BY_INDEX for attr in attrs)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The YAML, before LLaMA-Factory reads it.
-
-
-def check_block(args: Mapping[str, Any]) -> ODBConfig:
-    """Check arguments that hold an `odb:` block before LLaMA-Factory reads them; returns what the block says.
-
-    Raises a one-line `ConfigError`; from now on such errors, if uncaught, end the process in that line.
-    """
-    uncaught.install()
-    config = ODBConfig.from_block(args["odb"])
-    check_keys(args)
-    check_backend()
-    rows = (*_wrong_types(args), *YAML, *(OPTIONS if args.get("do_train") else ()))
-    refuse(rows, {"odb": config}, args, DEFAULTS)
-    return config
 
 
 def is_enabled(name: str, environment: Mapping[str, str] | None = None) -> bool:
@@ -355,20 +350,11 @@ def check_combination(
 # LLaMA-Factory's next trainer (`USE_V1=1`).
 
 V1_COMMANDS = ("sft", "dpo", "rm")
-V1_EVALUATES, V1_STEPS = "v1 does not evaluate", "the optimizer steps of v1's trainer do not take that"
-V1_MEANINGLESS = {
-    "eval_token_budget": V1_EVALUATES,
-    "memory_fraction": "it goes with a budget of auto",
-    "oom": f"{V1_STEPS}; lower token_budget if memory is short",
-    "recompute": V1_STEPS,
-    "balance_encoder": V1_STEPS,
-    "lr_scale": "optimizer steps have the samples of v1's",
-    "join": "all ranks take all optimizer steps of v1",
-    "global_batch_size": "v1 has a key of that name, which stands beside the block",
-    "loss_scaling": "v1's trainer weighs the losses",
-    "row_multiple": "not supported there",
-}
-"""Keys of the block without a meaning under v1, and why."""
+V1_MEANINGLESS = (
+    "eval_token_budget", "memory_fraction", "oom", "recompute", "balance_encoder", "lr_scale", "join",
+    "global_batch_size", "loss_scaling", "row_multiple",
+)  # fmt: skip
+"""Keys of the block that change what v1's trainer does by itself, or does not do: optimizer steps, losses, memory."""
 V1_DEFAULT = ODBConfig(token_budget=1)
 V1_NAMES = {
     "model_name_or_path": "model",
@@ -383,11 +369,11 @@ V1_NAMES = {
 """What keys of the trainer that v1 is to replace are called there."""
 
 
-def _meaningless(key: str, why: str) -> Refusal:
+def _meaningless(key: str) -> Refusal:
     return Refusal(
         f"odb.{key}",
         lambda s: key in s.block and getattr(s.odb, key) != getattr(V1_DEFAULT, key),
-        f"has no meaning under USE_V1: {why}",
+        "has no meaning under USE_V1",
         "leave it out",
     )
 
@@ -398,8 +384,8 @@ def _context_parallel(key: str) -> Refusal:
 
 
 V1 = (
-    *(_meaningless(key, why) for key, why in V1_MEANINGLESS.items()),
-    *refusals_of_auto(lambda _: True, f"has no meaning under USE_V1: {V1_STEPS}", "set a number"),
+    *map(_meaningless, V1_MEANINGLESS),
+    *refusals_of_auto(lambda _: True, "has no meaning under USE_V1", "set a number"),
     Refusal("batching_strategy", lambda s: s.batching_strategy not in (None, "normal"),
         "cuts optimizer steps, as odb does", "remove the key, or the odb: block"),
     Refusal("dist_config", lambda s: not isinstance(s.dist_config, Mapping) and s.dist_config not in (None, "fsdp2"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
+import operator
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +14,14 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from llamafactory.data.converter import align_dataset, get_dataset_converter
-from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
+from llamafactory.data.loader import _get_dataset_processor
 from llamafactory.data.mm_plugin import get_mm_plugin
 from torch.utils.data import Dataset, IterableDataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import ConfigError, DataError, one_line, quoted
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
-from odb_factory.llamafactory.row_faults import wrong_column
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
@@ -40,6 +38,10 @@ logger = get_logger(__name__)
 
 SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
 """Columns of an index: the number of the source, in the order loaded, and the row there."""
+TAGS = (
+    "role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag",
+)  # fmt: skip
+"""Of messages, in dataset_info.json."""
 _DECODED_IN_TIME = (datasets.Audio, getattr(datasets, "Video", datasets.Audio))
 
 
@@ -92,15 +94,19 @@ class Source:
             return self._stored[row]
         return self.converter(_Columns(self._stored[row], self))
 
-    def wrong_column(self, row: int, stage: Stage) -> str | None:
-        """What in a row its converter does not take; None if that cannot be known."""
-        return None if self.converter is None else wrong_column(self.attr, self._stored[row], stage.name)
-
-    def aligned(self, row: int, data_args: Any, training_args: Any) -> datasets.Dataset:
-        """A row alone, by LLaMA-Factory's pass; in memory, so that no file is written for it."""
-        table = self.rows.with_format("arrow")[row : row + 1]
-        rows = datasets.Dataset(table, info=datasets.DatasetInfo(features=self.rows.features))
-        return rows if self.converter is None else align_dataset(rows, self.attr, data_args, training_args)
+    def contents(self, row: int, stage: Stage) -> str:
+        """What a row holds in the columns that its description names, and by which tags its messages are read."""
+        if self.converter is None:
+            return ""
+        is_alpaca, cells, held = self.attr.formatting == "alpaca", self._stored[row], []
+        for key in (*(("prompt", "query", "response") if is_alpaca else ("messages",)), *stage.columns):
+            if (column := getattr(self.attr, key)) in cells:
+                cell = cells[column]
+                held.append(f"column {column!r} (columns.{key}) holds {quoted(cell)} ({type(cell).__name__})")
+            elif key in stage.columns:
+                held.append(f"columns.{key}, which stage {stage.name} needs, is not given")
+        tags = {} if is_alpaca else {key: getattr(self.attr, key) for key in TAGS}
+        return "; ".join([*held, *(f"tags.{key} is {tag!r}" for key, tag in tags.items() if tag)])
 
 
 class _Columns(dict):
@@ -182,17 +188,12 @@ def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
     parts, places = [], []
     for number in np.unique(source_of):
         source, lines = _sources[number], np.flatnonzero(source_of == number)
-        rows, row_numbers = source.rows, row_of[lines]
-        if not np.array_equal(row_numbers, np.arange(len(rows))):
-            rows = rows.select(row_numbers)
+        rows = source.rows.select(row_of[lines])
         if source.converter is not None:
             rows = align_dataset(rows, source.attr, data_args, training_args)
         parts.append(rows)
         places.append(lines)
-    if len(parts) == 1:
-        return parts[0]
-    merged, place = datasets.concatenate_datasets(parts), np.concatenate(places)
-    return merged if np.array_equal(place, np.arange(len(place))) else merged.select(np.argsort(place))
+    return datasets.concatenate_datasets(parts).select(np.argsort(np.concatenate(places)))
 
 
 def _columns(index: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
@@ -223,10 +224,14 @@ def _holds(feature: Any, kind: tuple[type, ...]) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 # LLaMA-Factory's training data one row at a time: no preprocessing pass before training.
 
-MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
+MEDIA_OF_ROW = ("_images", "_videos", "_audios")
+"""Columns of a converted row."""
+MEDIA_COLUMNS = (*MEDIA_OF_ROW, "images", "videos", "audios")
 MAX_FILES_NAMED = 3
 SIZES = "odb_image_sizes"
 """The key under which a light sample has the sizes of its image files, as they were observed."""
+UNLIMITED = 2**31
+"""A `cutoff_len` that cuts nothing."""
 INVALID_ROW = "invalid"
 """What rows are counted under that LLaMA-Factory drops."""
 
@@ -261,20 +266,31 @@ class OnlineDataset(Dataset):
     def features_of(self, rows: Sequence[dict[str, Any]], index: int | None = None) -> dict[str, Any]:
         """Of the last of these converted rows, preprocessed together. index: of that row, if it has one."""
         self.media.begin_row()
+        self.media.check_text(rows[-1])
         encoded = self.stage.preprocess(self.processor, rows)
-        if not encoded.get(self.stage.column):
-            why = None
+        if not encoded.get(f"{self.stage.answers[0]}input_ids"):
+            turns, answers, contents = len(rows[-1]["_prompt"]), len(rows[-1]["_response"]), ""
             if index is not None and isinstance(self.rows, IndexedRows):
                 source, row = self.rows.find(index)
-                why = source.wrong_column(row, self.stage)
-            turns, answers = len(rows[-1]["_prompt"]), len(rows[-1]["_response"])
-            why = why or f"its conversion gives {answers} answers to a prompt of {turns} turns"
+                contents = f": {source.contents(row, self.stage)}"
+            why = f"its conversion gives {answers} answers to a prompt of {turns} turns{contents}"
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {why}.")
         features = {key: values[0] for key, values in encoded.items()}
-        if self.media.placeholders_cut(self.stage.answers(features)):
-            cutoff_len = self.processor.data_args.cutoff_len
-            raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")
+        if any(rows[-1][key] for key in MEDIA_OF_ROW):
+            self._check_cut(rows, features)
         return features
+
+    def _check_cut(self, rows: Sequence[dict[str, Any]], features: Mapping[str, Any]) -> None:
+        """Raise `MediaCut` if truncation has left fewer placeholders than the row has without it."""
+        answers, cutoff_len = self.stage.ids_of(features), self.processor.data_args.cutoff_len
+        if max(map(len, answers), default=0) < cutoff_len:
+            return
+        uncut = copy.copy(self.processor)
+        uncut.data_args = copy.copy(self.processor.data_args)
+        uncut.data_args.cutoff_len = UNLIMITED
+        whole = self.stage.ids_of({key: values[0] for key, values in self.stage.preprocess(uncut, rows).items()})
+        if any(map(operator.lt, map(self.media.num_placeholders, answers), map(self.media.num_placeholders, whole))):
+            raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")
 
 
 class TokenizedDataset(Dataset):
@@ -294,7 +310,7 @@ class TokenizedDataset(Dataset):
         self.media.begin_row()
         features = self.rows[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
-        answers = self.stage.answers(features)
+        answers = self.stage.ids_of(features)
         if any(self.media.tokenized_placeholders_cut(images, videos, audios, ids) for ids in answers):
             raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
         return features
@@ -406,7 +422,7 @@ class OnlineStream(IterableDataset):
 
     def __init__(self, rows: Any, head: OnlineDataset, *, already_split: bool, is_reshuffled: bool):
         self.rows, self.head, self.already_split, self.is_reshuffled = rows, head, already_split, is_reshuffled
-        self.media, self.stage, self.processor = head.media, head.stage, head.processor
+        self.media, self.stage = head.media, head.stage
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)
@@ -455,68 +471,35 @@ MOST_TRIED = 1000
 """Rows of a source; if none of them can be used, its description is at fault."""
 
 
-def check_rows(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mapping[str, Any]]) -> None:
-    """Compare a row of each source with LLaMA-Factory's passes: a release that means something else by a name would
-    give wrong data in silence. Other assumptions are tried by the tests marked `versions`.
-
-    by_pass: makes the last of these rows by the passes; the first row is printed, as LLaMA-Factory does. Raises
-    `ConfigError` where a row differs, and `DataError` for a source of which none of the first rows can be used, because
-    its description in dataset_info.json is wrong. A row after which others can be used is for `on_error`, and so is one
-    whose text or media cannot be read.
-    """
-    rows, is_printed = dataset.rows, False
+def check_sources(dataset: OnlineDataset, *, prints: bool) -> None:
+    """prints: the first row, as LLaMA-Factory does. Raises `DataError` for a source of which none of the first rows can
+    be used, because its description in dataset_info.json is wrong; a row beside others that can is for `on_error`."""
+    rows = dataset.rows
     for lines in rows.lines_by_source() if isinstance(rows, IndexedRows) else [np.arange(len(rows))]:
-        lines = lines[:MOST_TRIED]
-        error: Exception | None = None
-        for line in map(int, lines):
-            together = dataset.stage.together(line)
+        errors: list[Exception] = []
+        for line in map(int, lines[:MOST_TRIED]):
             try:
-                converted_rows = [rows[number] for number in together]
+                features = dataset[line]
             except DataError:
                 raise
-            except Exception as failed:
-                error = error or failed
+            except Exception as error:
+                errors.append(error)
                 continue
-            try:
-                features = dataset.features_of(converted_rows, line)
-                with _without_progress_bars(), contextlib.redirect_stdout(None if is_printed else sys.stdout):
-                    stock, is_printed = by_pass(together), True
-            except RowDropped as dropped:
-                error = error or dropped
-                continue
-            except Exception:
-                break
-            for name in dict.fromkeys((*features, *stock)):
-                value, expected = features.get(name), stock.get(name)
-                if name in MEDIA_COLUMNS:
-                    value, expected = len(value or []), len(expected or [])
-                if value != expected:
-                    raise ConfigError(
-                        f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
-                        f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
-                        "(`odb-factory doctor` names them)."
-                    )
+            if prints:
+                print("training example:")
+                dataset.processor.print_data_example(features)
+                prints = False
             break
         else:
             if isinstance(rows, IndexedRows):
-                assert error is not None, "a source in an index has rows"
                 source, number = rows.find(int(lines[0]))
-                why = source.wrong_column(number, dataset.stage) or one_line(error)
+                why = str(errors[0])
+                if not isinstance(errors[0], RowDropped):
+                    why = f"{one_line(errors[0])}: {source.contents(number, dataset.stage)}"
                 raise DataError(
-                    f"dataset_info.json: none of the first {len(lines)} rows of {source.name} can be used; row "
-                    f"{number}: {why}; correct `formatting`, `columns` or `tags` there, or the rows."
-                ) from error
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    are_shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if are_shown:
-            datasets.enable_progress_bars()
+                    f"dataset_info.json: none of the first {len(errors)} rows of {source.name} can be used; row "
+                    f"{number}: {why.rstrip('.')}; correct `formatting`, `columns` or `tags` there, or the rows."
+                ) from errors[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -577,20 +560,7 @@ def online_dataset(
     of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, of_rows)
-    one_by_one = copy.copy(data_args)
-    one_by_one.preprocessing_num_workers, one_by_one.overwrite_cache = None, True
-
-    def by_pass(numbers: Sequence[int]) -> Any:
-        if isinstance(rows, IndexedRows):
-            source_rows = map(rows.find, numbers)
-            aligned = [source.aligned(row, one_by_one, training_args) for source, row in source_rows]
-            alone = datasets.concatenate_datasets(aligned)
-        else:
-            alone = datasets.Dataset.from_list([rows[number] for number in numbers])
-        arguments = alone, one_by_one, training_args, stage, template, tokenizer, processor
-        return _get_preprocessed_dataset(*arguments, is_eval=False)[-1]
-
-    check_rows(online, by_pass)
+    check_sources(online, prints=training_args.should_log)
     if is_stream(dataset):
         config = config or ODBConfig.from_block(data_args.odb)
         return online_stream(dataset, online, config, data_args, training_args)

@@ -20,15 +20,10 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
-from odb_factory.llamafactory.activation import HOOKS, NEWEST_TESTED
+from odb_factory.llamafactory.activation import HOOKS
 from odb_factory.log import get_logger
-from odb_factory.version import installed_version
 
 logger = get_logger(__name__)
-
-HOMES_OF_READ_ARGS = ("llamafactory.hparams.parser", "llamafactory.hparams", "llamafactory.extras.arguments")
-"""Where releases have the function that reads a command line and its YAML: the parser has defined or imported it so
-far, and the main branch is about to move it."""
 
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
@@ -38,8 +33,6 @@ _missing: list[str] = []
 """Seams that a hooked module turned out not to have."""
 _num_ray_workers = 0
 """Of the training with a block whose Ray workers this process starts; 0: none."""
-_begin_log: Callable[[], None] | None = None
-"""Deletes the log of the run before, as LLaMA-Factory's log callback would have done where its trainer was made."""
 
 
 def hook(module: ModuleType) -> None:
@@ -76,8 +69,8 @@ def _wrap(module: ModuleType, path: str, wrapper: str) -> bool:
 
 def unhook() -> None:
     """Put every original back and forget the block."""
-    global _active, _begin_log
-    _active = _begin_log = None
+    global _active
+    _active = None
     for (owner, name), original in _replaced.items():
         if original is None:
             delattr(owner, name)
@@ -95,21 +88,16 @@ def seams() -> list[str]:
 
 def read_block(original: Callable, args: Any = None) -> Any:
     """hparams.parser.get_train_args: the block is taken out of the arguments, checked and kept."""
-    global _active, _begin_log
-    _active = _begin_log = None
+    global _active
+    _active = None
     from odb_factory.llamafactory import block
 
-    if (read_args := find_read_args()) is not None:
+    if (read_args := getattr(sys.modules[original.__module__], "read_args", None)) is not None:
         args = read_args(args)
-    is_read = isinstance(args, dict)
-    if not is_read or not any(block.is_meant_for_block(key, value) for key, value in block.without_null(args).items()):
+    if not isinstance(args, dict) or not block.is_given(block.without_null(args)):
         return original(args)
-    uncaught.install()
-    block.check_keys(args)
-
-    _check_seams()
-    log_if_newer()
     args = block.checked(args)
+    _check_seams()
     config = ODBConfig.from_block(args["odb"])
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     model_args, data_args, training_args, finetuning_args, _ = parsed
@@ -131,47 +119,19 @@ def _check_seams() -> None:
         )
 
 
-@functools.cache
-def log_if_newer() -> None:
-    """Log once, on rank 0, that nobody has tried this release; what it lacks is named where it is missing."""
-    from packaging.version import Version
-
-    version = installed_version("llamafactory")  # None for a source tree on the path
-    if version and Version(version) > Version(NEWEST_TESTED) and int(os.environ.get("RANK") or 0) == 0:
-        logger.warning(
-            "LLaMA-Factory %s is newer than what odb_factory was tested with (%s); it has all that odb_factory needs, "
-            "so the training continues",
-            version,
-            NEWEST_TESTED,
-        )
-
-
-def find_read_args() -> Callable[[Any], Any] | None:
-    """LLaMA-Factory's `read_args`, wherever this release has it; None if nowhere."""
-    for home in HOMES_OF_READ_ARGS:
-        try:
-            read_args = getattr(importlib.import_module(home), "read_args", None)
-        except ImportError:
-            continue
-        if read_args is not None:
-            return read_args
-    return None
-
-
 def read_v1_block(original: Callable, args: Any = None) -> Any:
     """v1.config.arg_parser.get_args: the block is taken out of the arguments, checked and kept."""
     global _active
     _active = None
     from odb_factory.llamafactory import block, launch
 
-    arguments = launch.v1_arguments(args)
-    if not any(block.is_meant_for_block(key, value) for key, value in arguments.items()):
-        return original(arguments if block.WITHOUT in sys.argv else args)
+    args = launch.read(*sys.argv[1:2], overrides=sys.argv[2:]) or None if args is None else args
+    if not isinstance(args, dict) or not block.is_given(block.without_null(args)):
+        return original(args)
     uncaught.install()
-    log_if_newer()
-    config = block.check_v1(arguments)
-    block.check_v1_keys(arguments)
-    parsed = original({key: value for key, value in arguments.items() if key != "odb"})
+    config = block.check_v1(args)
+    block.check_v1_keys(args)
+    parsed = original({key: value for key, value in args.items() if key != "odb"})
     trainer = importlib.import_module("llamafactory.v1.core.base_trainer").BaseTrainer
     if (trainer, "_create_batch_generator") not in _replaced:
         raise ConfigError(
@@ -196,8 +156,6 @@ def make_v1_batches(original: Callable, trainer: Any) -> None:
 
 RAY = "ray[default,train]>=2.50"
 """As in pyproject.toml."""
-RAY_LINE_AFTER_S = 60.0
-"""Workers for which Ray has had no room for so long are logged."""
 
 
 def read_ray(original: Callable, args: Any = None) -> Any:
@@ -214,7 +172,7 @@ def read_ray(original: Callable, args: Any = None) -> Any:
                 raise ConfigError(f'USE_RAY: Ray is not installed; pip install "{RAY}", or unset USE_RAY.')
             if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
                 raise ConfigError("TORCH_DEVICE_BACKEND_AUTOLOAD: '0' keeps odb out of Ray's workers; unset it.")
-            block.check_block(block.rewritten(args, logs=False))
+            block.checked(args, logs=False)
             _num_ray_workers = parsed.ray_num_workers
     return parsed
 
@@ -222,27 +180,7 @@ def read_ray(original: Callable, args: Any = None) -> Any:
 def reserve_in_ray(original: Callable, num_devices: int) -> Any:
     """train.tuner.get_placement_group: room for the workers. LLaMA-Factory asks for 10 CPUs for each device of the
     cluster and, without an accelerator, for each CPU, which no cluster has."""
-    if not _num_ray_workers:
-        return original(num_devices)
-    import ray
-
-    group, bundle = original(min(num_devices, _num_ray_workers))
-    if not group.wait(RAY_LINE_AFTER_S):
-        count = len(group.bundle_specs)
-        logger.warning(
-            "ray_num_workers: for %.0f s Ray has had no room for %d x %s (in all: %s, free: %s), and is waited for; "
-            "end other jobs, or add nodes, or, on one machine, tell Ray of more CPUs, which are only numbers to it: "
-            "`ray_init_kwargs: {num_cpus: %d}`",
-            RAY_LINE_AFTER_S,
-            count,
-            bundle,
-            *(
-                {name: of.get(name, 0) for name in bundle}
-                for of in (ray.cluster_resources(), ray.available_resources())
-            ),
-            count * bundle["CPU"],
-        )
-    return group, bundle
+    return original(min(num_devices, _num_ray_workers) if _num_ray_workers else num_devices)
 
 
 def name_ray_worker(original: Callable, **kwargs: Any) -> Any:
@@ -271,7 +209,7 @@ def drive_ray(original: Callable, *args: Any, **kwargs: Any) -> Any:
                 "look for its own last message, or for that of an out-of-memory killer: the system's (dmesg) or Ray's "
                 "(raylet.out)"
             )
-        uncaught.say_last(line)
+        uncaught.print_last(line)
         raise
     finally:
         ray.shutdown()
@@ -302,25 +240,12 @@ def preprocess_online(
 ) -> Any:
     """data.loader._get_preprocessed_dataset: training rows are preprocessed one at a time; others stay stock's."""
     if _active is not None:
-        from odb_factory.llamafactory.attach import check_max_patches
         from odb_factory.llamafactory.dataset import converted, is_online, online_dataset
 
         if is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            online = online_dataset(dataset, data_args, training_args, *args, config=_active, **kwargs)
-            check_max_patches(online, _active)
-            return online
+            return online_dataset(dataset, data_args, training_args, *args, config=_active, **kwargs)
         dataset = converted(dataset, data_args, training_args)
     return original(dataset, data_args, training_args, *args, **kwargs)
-
-
-def keep_log(original: Callable, callback: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-    """train.callbacks.LogCallback.on_init_end deletes the log of the run before, which a refused training must not."""
-    global _begin_log
-    begin = functools.partial(original, callback, args, *rest, **kwargs)
-    if _active is None or not args.do_train:
-        begin()
-    else:
-        _begin_log = begin
 
 
 def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +255,7 @@ def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) ->
     from odb_factory.llamafactory import attach
     from odb_factory.llamafactory.stages import STAGES
 
-    attach.attach(trainer, _active, _begin_log)
+    attach.attach(trainer, _active)
     stage = STAGES[trainer.finetuning_args.stage]
     logger.info("online dynamic batching is on; stage %s, unit: %s", stage.name, stage.unit)
     return trainer.train(*args, **kwargs)

@@ -185,14 +185,8 @@ class ExampleMetrics(PreferenceMetrics):
         if computing.micro_batch.begins_optimizer_step:
             self.counts.update(self.step_kl.num_examples)
             self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
-        known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}
-        if unknown := metrics.keys() - known - {"kl"}:
-            raise ConfigError(
-                f"odb: the trainer for KTO makes the figures {', '.join(sorted(unknown))}, which are not known here; "
-                "install a supported release of LLaMA-Factory (`odb-factory doctor` names them)."
-            )
         if not computing.micro_batch.idle:
-            for key in metrics.keys() & known:
+            for key in metrics.keys() - {"kl"}:
                 self.sums[key] += metrics[key]
 
     def figures(self) -> dict[str, float]:

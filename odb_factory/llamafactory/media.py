@@ -12,14 +12,14 @@ import contextlib
 import copy
 import math
 import os
-import wave
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from fractions import Fraction
 from io import BytesIO
 from typing import Any
 
+import av
 import datasets
 import numpy as np
 import torch
@@ -283,7 +283,6 @@ def _is_same(first: Any, second: Any) -> bool:
 
 CHECK_LENGTHS = (1600, 161, 40_001, 480_161)
 """Samples of a clip (at the sampling rate of the model); the last is longer than the 30 s that most models take."""
-FLAC_INFO_BYTES = 26
 
 
 class ClipsByLength:
@@ -338,59 +337,23 @@ def _length_of(clip: Any, rate: int) -> int | None:
         return len(clip)  # LLaMA-Factory takes arrays as they are
     if not isinstance(clip, str | os.PathLike) or not os.path.isfile(clip):
         return None
-    header = _of_wav(clip) or _of_flac(clip)
-    if header is None:
+    try:
+        with av.open(os.fspath(clip)) as file:
+            stream = file.streams.audio[0]
+            samples, own_rate, codec = stream.duration, stream.rate, stream.codec_context.codec.name
+    except (OSError, ValueError, IndexError):  # av's errors are these as well
         return None
-    samples, own_rate = header
+    if not samples or stream.time_base != Fraction(1, own_rate) or not codec.startswith(("pcm_", "flac")):
+        return None  # codecs with a delay or padding have more samples than their header says
     divisor = math.gcd(rate, own_rate)  # as torchaudio does it, in single precision
     return int(torch.ceil(torch.as_tensor(rate // divisor * samples / (own_rate // divisor))))
-
-
-def _of_wav(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """(samples, rate) of a file of plain WAV; None for any other, and for a truncated one."""
-    try:
-        with open(path, "rb") as file, wave.open(file) as clip:
-            num_bytes = clip.getnframes() * clip.getnchannels() * clip.getsampwidth()
-            is_whole = clip.getnframes() > 0 and num_bytes <= os.path.getsize(path)
-            return (clip.getnframes(), clip.getframerate()) if is_whole else None
-    except (wave.Error, EOFError):
-        return None
-
-
-def _of_flac(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """(samples, rate) of a FLAC file whose header has them."""
-    with open(path, "rb") as file:
-        head = file.read(FLAC_INFO_BYTES)
-    if len(head) < FLAC_INFO_BYTES or head[:4] != b"fLaC" or head[4] & 0x7F:
-        return None
-    packed = int.from_bytes(head[18:26], "big")  # rate: 20 bits, channels - 1: 3, bits of a sample - 1: 5, samples: 36
-    rate, samples = packed >> 44, packed & ((1 << 36) - 1)
-    return (samples, rate) if samples and rate else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One row at a time: placeholders and patches.
 
 WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
-_WRITTEN_OUT = (
-    "{found} {name} tokens where its media take {expected}: the text itself contains the placeholder, which the model "
-    "would read as a medium"
-)
-
-
-@dataclass
-class _Row:
-    """What the stand-in of the plugin has learnt about one row.
-
-    answers: of the real processor. expected, inserted: placeholders by name, of each call. written: placeholders that
-    its text has written out. sizes: of image files.
-    """
-
-    answers: dict[Any, dict[str, Any]] = field(default_factory=dict)
-    expected: list[Counter[str]] = field(default_factory=list)
-    inserted: list[Counter[str]] = field(default_factory=list)
-    written: set[str] = field(default_factory=set)
-    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+WRITTEN_OUT = "its text contains the placeholder {}, which the model would read as a medium"
 
 
 class MediaObserver:
@@ -406,50 +369,42 @@ class MediaObserver:
         self._images = images_by_size(plugin, processor)
         self._clips = clips_by_length(plugin, processor)
         self._by_formula = self._images is not None and self._images.by_formula
-        self._row = _Row()
+        self._answers: dict[Any, dict[str, Any]] = {}
+        """Of the real processor for media of the row."""
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Of image files of the row."""
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
-        self.plugin.process_messages = self._process_messages
-        self.plugin.process_token_ids = self._process_token_ids
 
     def begin_row(self) -> None:
-        self._row = _Row()
+        self._answers, self._sizes = {}, {}
+
+    def check_text(self, row: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if a converted row has a placeholder written out. Where that is what people write for a
+        medium, LLaMA-Factory counts those of messages itself."""
+        messages = [message["content"] or "" for message in (*row["_prompt"], *row["_response"])]
+        for name in self._token_ids:
+            texts = (row["_system"], row["_tools"], *([] if name in WRITTEN_FOR_MEDIA else messages))
+            if any(name in text for text in texts if text):
+                raise ValueError(WRITTEN_OUT.format(name))
+
+    def num_placeholders(self, input_ids: Sequence[int]) -> int:
+        return sum(input_ids.count(token_id) for token_id in self._token_ids.values())
 
     def sizes_of(self, images: Sequence[Any] | None) -> list[tuple[int, int] | None]:
         """(width, height) of the image files of the row that have been looked at; None for others."""
-        return [self._row.sizes.get(image) if isinstance(image, str) else None for image in images or []]
+        return [self._sizes.get(image) if isinstance(image, str) else None for image in images or []]
 
     def _size_of(self, image: Any) -> tuple[int, int]:
         size = _size_of(image)
         if isinstance(image, str):
-            self._row.sizes[image] = size
+            self._sizes[image] = size
         return size
 
-    def placeholders_cut(self, answers: Sequence[list[int]]) -> bool:
-        """Whether any of the `answers` holds fewer placeholders than the row's media take in its messages.
-
-        answers: the token ids that the last calls of `process_messages` have led to, one each.
-        Raises `ValueError` where one holds more: a text, a system prompt or a tool has a placeholder written out.
-        """
-        not_asked = [Counter[str]()] * len(answers)
-        expected = [*not_asked, *self._row.expected][-len(answers) :] if answers else []
-        inserted = sum(self._row.inserted[-1:], Counter[str]())
-        are_cut = [self._is_cut(ids, counts + inserted) for ids, counts in zip(answers, expected, strict=True)]
-        return any(are_cut)  # only once all have been looked at
-
-    def _is_cut(self, input_ids: Sequence[int], of_media: Counter[str]) -> bool:
-        is_cut = False
-        for name, token_id in self._token_ids.items():
-            count, expected = input_ids.count(token_id), of_media[name]
-            # As many as expected, some of them written out, is what a cut may leave as well.
-            if count > expected or (count == expected > 0 and name in self._row.written):
-                raise ValueError(_WRITTEN_OUT.format(name=name, found=count, expected=expected))
-            is_cut |= count < expected
-        return is_cut
-
     def tokenized_placeholders_cut(self, images: Any, videos: Any, audios: Any, input_ids: Sequence[int]) -> bool:
-        """The same for a row of which only the media are known, if their sizes give the number of placeholders."""
-        count = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
+        """Whether a row that was tokenized before holds fewer placeholders than its media take, if their sizes give the
+        number. Raises `ValueError` where it holds more."""
+        count = self.num_placeholders(input_ids)
         if not (images or videos or audios):
             expected = 0
         elif self._by_formula and not audios:
@@ -459,7 +414,7 @@ class MediaObserver:
         else:
             return False
         if count > expected:
-            raise ValueError(_WRITTEN_OUT.format(name=" or ".join(self._token_ids), found=count, expected=expected))
+            raise ValueError(WRITTEN_OUT.format(" or ".join(self._token_ids)))
         return count < expected
 
     def check_decodable(self, images: Any, videos: Any, audios: Any) -> None:
@@ -527,33 +482,11 @@ class MediaObserver:
     def _asked(self, media: tuple[Any, Any, Any], processor: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The answer of the real processor for images, videos and audio of this row; it is asked once."""
         key = tuple(tuple(id(item) for item in kind) for kind in media), repr((args, kwargs))
-        if key not in self._row.answers:
+        if key not in self._answers:
             images, videos, audios = media
             answer = self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
-            self._row.answers[key] = dict(answer)
-        return self._row.answers[key]
-
-    def _process_messages(self, messages: Any, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
-        written = [message["content"] for message in messages]
-        messages = type(self.plugin).process_messages(self.plugin, messages, *args, **kwargs)
-        expected = Counter[str]()
-        for name in self._token_ids:
-            # Where a placeholder is what people write for a medium, LLaMA-Factory counts them itself.
-            literal = 0 if name in WRITTEN_FOR_MEDIA else sum(text.count(name) for text in written)
-            expected[name] = sum(message["content"].count(name) for message in messages) - literal
-            if literal:
-                self._row.written.add(name)
-        self._row.expected.append(expected)
-        return messages
-
-    def _process_token_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int] | None]:
-        before = {name: input_ids.count(token_id) for name, token_id in self._token_ids.items()}
-        answer = type(self.plugin).process_token_ids(self.plugin, input_ids, *args, **kwargs)
-        inserted = Counter[str]()
-        for name, token_id in self._token_ids.items():
-            inserted[name] = answer[0].count(token_id) - before[name]
-        self._row.inserted.append(inserted)
-        return answer
+            self._answers[key] = dict(answer)
+        return self._answers[key]
 
 
 def _placeholder_ids(plugin: Any, tokenizer: Any) -> dict[str, int]:

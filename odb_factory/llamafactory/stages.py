@@ -11,11 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from odb_factory.data.observe import IGNORE_INDEX, count_media, count_supervised, has_leading_label, measure_batch
 from odb_factory.data.samples import Measured
-from odb_factory.data.serialize import fingerprint
 from odb_factory.planner import Collation, Cost
 
 if TYPE_CHECKING:
@@ -28,20 +25,22 @@ PROBE_TOKENS = 8
 class Stage(ABC):
     """One object a stage; it holds no state of a run, and is sent to worker processes.
 
-    collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
-    name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
+    name: as in the YAML. unit: what stock's loss is a mean over, for messages. answers: what the columns of each answer
+    of a processed row begin with.
+    columns: that dataset_info.json must give, beside those of every stage.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
     evaluates_by_budget: `eval_token_budget` gives stock's figures.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
     rows: that its collator makes of a sample. batches: of `Collation`.
     settings: what ranks must have in common for their rows to be the same, beside the arguments that they compare.
+    flags: what the collator takes of a sample beside its answers and media.
     """
 
     name: str
     unit: str
-    collator: str
-    column: str = "input_ids"
+    answers: tuple[str, ...] = ("",)
+    columns: tuple[str, ...] = ()
     takes_media: bool = True
     equal_weights: bool = False
     evaluates_by_budget: bool = True
@@ -49,6 +48,7 @@ class Stage(ABC):
     rows: int = 1
     batches: tuple[str, ...] = ()
     settings: Mapping[str, object] = {}
+    flags: tuple[str, ...] = ()
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
         """The stage with the arguments of a training that `cost` and `measure` need."""
@@ -72,9 +72,9 @@ class Stage(ABC):
         )
         return encoded
 
-    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
-        """The token ids of all that media placeholders were put into, in the order of preprocessing."""
-        return (features[self.column],)
+    def ids_of(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        """The token ids of each answer of a processed row, with its prompt."""
+        return [features[f"{answer}input_ids"] for answer in self.answers]
 
     @abstractmethod
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
@@ -84,35 +84,17 @@ class Stage(ABC):
         """Of a collated micro-batch. patch_size, segments: of `measure_batch`."""
         return measure_batch(batch, patch_size, segments)
 
-    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
-        """As its workflow makes it, for a look before there is a model."""
-        from llamafactory.data import collator  # heavy, and not needed to check a YAML
-
-        make = getattr(collator, self.collator)
-        return make(
-            template=template,
-            tokenizer=tokenizer,
-            processor=processor,
-            pad_to_multiple_of=8,
-            label_pad_token_id=IGNORE_INDEX,
-        )
-
-    def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
-        """A sample of nothing but this answer, as the collator takes it."""
-        return dict(answer)
-
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """What this collator adds to a micro-batch; learnt by collating one short sample without media."""
         multiple = getattr(collator, "pad_to_multiple_of", None) or 1
         if not self.takes_media:
             return Collation(pad_to_multiple_of=multiple)
         tokenizer = getattr(collator, "tokenizer", None)  # a collator without one is not asked to collate
-        answer = {
-            "input_ids": [0 if tokenizer is None else tokenizer.pad_token_id] * PROBE_TOKENS,
-            "attention_mask": [1] * PROBE_TOKENS,
-            "labels": [IGNORE_INDEX] * PROBE_TOKENS,
-        }
-        image, audio = _dummies(collator, self.probe(answer), patch_size)
+        token_id = 0 if tokenizer is None else tokenizer.pad_token_id
+        values = {"input_ids": token_id, "attention_mask": 1, "labels": IGNORE_INDEX}
+        probe: dict[str, Any] = dict.fromkeys(MEDIA) | dict.fromkeys(self.flags, True)
+        probe |= {f"{answer}{name}": [values[name]] * PROBE_TOKENS for answer in self.answers for name in values}
+        image, audio = _dummies(collator, probe, patch_size)
         return Collation(
             pad_to_multiple_of=multiple,
             dummy_media_tokens=image[0],
@@ -182,7 +164,6 @@ class Sft(Stage):
 
     name = "sft"
     unit = "supervised token"
-    collator = "SFTDataCollatorWith4DAttentionMask"
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         ids, labels = features["input_ids"], features["labels"]
@@ -208,9 +189,6 @@ class Pt(Stage):
         stage.pad_token_id = tokenizer.pad_token_id
         return stage
 
-    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
-        return ()
-
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         ids = features["input_ids"]
         return Cost(
@@ -219,11 +197,6 @@ class Pt(Stage):
             leading_label=ids[0] != self.pad_token_id,
             has_media=True,  # it brings none, and the collator adds none beside it
         )
-
-    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
-        from transformers import DataCollatorForLanguageModeling
-
-        return DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,18 +213,15 @@ class Pairs(Stage):
     """needs_labels: the answers that must have a token left: the loss would divide by their number."""
 
     unit = "pair"
-    column = "chosen_input_ids"
-    collator = "PairwiseDataCollatorWithPadding"
+    answers = ("chosen_", "rejected_")
+    columns = SIDES
     equal_weights = True
     rows = len(SIDES)
     batches = ("",)
     needs_labels: tuple[str, ...] = ()
 
-    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
-        return [features[f"{side}_input_ids"] for side in SIDES]
-
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
-        lengths = [len(ids) for ids in self.answers(features)]
+        lengths = [len(ids) for ids in self.ids_of(features)]
         return Cost(
             tokens=sum(lengths),
             row_tokens=self.rows * max(lengths),
@@ -264,10 +234,6 @@ class Pairs(Stage):
         measured = measure_batch(batch, patch_size)
         rows, length = (1, sum(segments)) if segments else (measured.rows, measured.length)
         return Measured(rows, length, measured.media, measured.rows // self.rows, segments)
-
-    def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
-        pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
-        return pair | dict.fromkeys(MEDIA)
 
 
 class Rm(Pairs):
@@ -312,35 +278,38 @@ class Kto(Stage):
     name = "kto"
     evaluates_by_budget = False  # its figures are sums over the batches of a rank
     unit = "example"
-    collator = "KTODataCollatorWithPadding"
     equal_weights = True
     prepares_steps = True
-    batches = ("", "kl_")
-    partners = np.arange(0)
+    answers = batches = ("", "kl_")
+    flags = ("kto_tags",)
+    columns = ("kto_tag",)
+    num_rows = batch_size = num_shards = 1
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
-        """LLaMA-Factory gives a prompt the answer of the row before it in its batch, the first prompt the last answer.
-
-        Loading, mixing and splitting come before that pass and shuffling after it, and a row that the pass drops has
-        lent its answer first: so the number of a row says which row its partner is. `datasets` cuts the numbers into
-        batches and shards as it does the rows.
-        """
-        import datasets
-
         stage = copy.copy(self)
-        partners = datasets.Dataset.from_dict({"row": range(num_rows)}).map(
-            lambda batch: {"row": np.roll(batch["row"], 1)},
-            batched=True,
-            batch_size=data_args.preprocessing_batch_size,
-            num_proc=data_args.preprocessing_num_workers,
-            desc="Pairing rows",
-        )
-        stage.partners = partners.data.column("row").to_numpy()
-        stage.settings = {"pairs of rows (preprocessing_num_workers)": fingerprint(stage.partners)}
+        processes = data_args.preprocessing_num_workers
+        stage.num_rows, stage.batch_size = num_rows, data_args.preprocessing_batch_size
+        stage.num_shards = max(min(processes or 1, num_rows), 1)
+        stage.settings = {"preprocessing_num_workers": processes}
         return stage
 
     def together(self, index: int) -> Sequence[int]:
-        partner = int(self.partners[index])
+        """LLaMA-Factory gives a prompt the answer of the row before it in its batch, the first prompt the last answer.
+
+        Loading, mixing and splitting come before that pass and shuffling after it, and a row that the pass drops has
+        lent its answer first: so the number of a row says which row its partner is. `datasets` cuts the rows into a
+        shard for each process, the first ones a row longer, and each shard into batches.
+        """
+        size, num_longer = divmod(self.num_rows, self.num_shards)
+        longer = num_longer * (size + 1)
+        if index < longer:
+            size += 1
+            begin = index // size * size
+        else:
+            begin = longer + (index - longer) // size * size
+        end = begin + size
+        begin += (index - begin) // self.batch_size * self.batch_size
+        partner = index - 1 if index > begin else min(begin + self.batch_size, end) - 1
         return (index,) if partner == index else (partner, index)
 
     def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
@@ -363,15 +332,12 @@ class Kto(Stage):
             logger.removeFilter(_is_about_rows)
         return encoded
 
-    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
-        return [features[f"{answer}input_ids"] for answer in self.batches]
-
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         for name in NOT_HANDED_ON:
             if features.get(name):
                 raise ValueError(f"it has {name}, which LLaMA-Factory's trainer for KTO does not hand to the model")
-        answers = self.answers(features)
-        return Cost(tokens=max(map(len, answers)), units=1, **media_cost(features, media, answers[0]))
+        ids, kl_ids = self.ids_of(features)
+        return Cost(tokens=max(len(ids), len(kl_ids)), units=1, **media_cost(features, media, ids))
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         """Flat, the longer rows of all examples follow each other, as the plan counts them."""
@@ -379,13 +345,9 @@ class Kto(Stage):
         if not segments:
             longer = max(measured.length, batch["kl_input_ids"].shape[1])
             return Measured(measured.rows, longer, measured.media, measured.rows)
-        lengths, kl_lengths = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
+        lengths, kl_lengths = (batch[f"{answer}attention_mask"].sum(1) for answer in self.answers)
         length = sum(segments) + int((kl_lengths - lengths).clamp(min=0).sum())
         return Measured(1, length, measured.media, measured.rows, segments)
-
-    def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
-        example = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}
-        return example | dict.fromkeys(MEDIA) | {"kto_tags": True}
 
     def parts(self, trainer: Any) -> Sequence[Any]:
         from odb_factory.llamafactory.kto import ExampleMetrics, StepKL, check_trainer

@@ -1,9 +1,8 @@
 """An error whose cause is known and that nobody catches ends its process in one line instead of a traceback.
 
-Under torchrun each rank prints that line, and torchrun and the launcher that called it print nothing more about it.
-Such an end is recorded in a file that the launcher makes (`launch.py`) and the environment names: every rank that ends
-so adds a byte to it. What else may end a rank is reported as without odb_factory. Standard library only: torchrun
-imports torch, and with it this module.
+Under torchrun each rank prints that line and exits with `KNOWN_END`, and torchrun, in runs that the hooked launcher has
+started, prints nothing more about it. What else may end a rank is reported as without odb_factory. Standard library
+only: torchrun imports torch, and with it this module.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from odb_factory.errors import CollectiveError, ODBError, one_line
-from odb_factory.llamafactory.activation import LAUNCH_RECORD
+from odb_factory.llamafactory.activation import LAUNCHED
 
 TRACEBACK = "ODB_FACTORY_TRACEBACK"
+KNOWN_END = 75
+"""The exit code by which torchrun knows a rank that has ended in its one line."""
 TORCHRUN_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 _before: Any = None
@@ -57,28 +57,32 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
         shown = lost_rank(error) or error
         end_all(None if isinstance(shown, CollectiveError) else one_line(shown))
-    if shows_tracebacks() or not isinstance(shown, ODBError):
+    is_known, prefix = isinstance(shown, ODBError | KeyboardInterrupt), ""
+    if is_launched := LAUNCHED in os.environ and is_known:
+        # torch's own hook, which stands in front of this one, would lose what is printed before an exit.
+        sys.stderr, prefix = sys.__stderr__, f"[rank{os.environ.get('RANK', 0)}]: "
+    if shows_tracebacks() or not is_known:
         _before(kind, error, traceback)
-    if isinstance(shown, ODBError):
-        say_last(str(shown))
+    if is_known:
+        print_last(one_line(shown), prefix)
+    if is_launched:
+        sys.exit(KNOWN_END)
 
 
-def say_last(line: str) -> None:
-    """The last line of this process, which torchrun need not explain."""
-    print(f"[odb] {' '.join(line.split())}", file=sys.stderr, flush=True)
-    _count_end()
+def print_last(line: str, prefix: str = "") -> None:
+    print(f"{prefix}[odb] {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
 def end_process(failure: str) -> None:
     """End this process at once, whatever its main thread is doing."""
-    say_last(failure)
+    print_last(failure)
     sys.stdout.flush()
     shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # no exit handler does it
-    os._exit(1)
+    os._exit(KNOWN_END if LAUNCHED in os.environ else 1)
 
 
 def quiet_torchrun() -> None:
-    """In torchrun's own process: report nothing of ranks that have ended in their one line."""
+    """In torchrun's own process: report nothing of ranks that have ended in their one line, or of a signal."""
     if "LOCAL_RANK" in os.environ or shows_tracebacks():
         return
     for name in TORCHRUN_LOGGERS:
@@ -86,37 +90,18 @@ def quiet_torchrun() -> None:
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not _is_known(error):
+        if kind.__name__ == "SignalException":
+            is_of_keyboard = getattr(error, "sigval", None) == signal.SIGINT
+            print_last(one_line(KeyboardInterrupt()) if is_of_keyboard else str(error))
+            return
+        codes = {getattr(failure, "exitcode", None) for failure in getattr(error, "failures", {}).values()}
+        if not KNOWN_END in codes <= {KNOWN_END, -signal.SIGTERM}:
             before(kind, error, traceback)
 
     sys.excepthook = excepthook
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    exit_code = record.args[0] if isinstance(record.args, tuple) and "exitcode" in str(record.msg) else 1
-    return exit_code != 1 or not _num_ended()
-
-
-def _is_known(error: BaseException) -> bool:
-    """Whether it reports only that ranks ended in their one line, and that the others were ended because of it."""
-    failures = getattr(error, "failures", None)
-    if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
-        return False
-    codes = [getattr(failure, "exitcode", None) for failure in failures.values()]
-    return set(codes) <= {1, -signal.SIGTERM} and 0 < codes.count(1) <= _num_ended()
-
-
-def _num_ended() -> int:
-    try:
-        return Path(os.environ[LAUNCH_RECORD]).stat().st_size
-    except (KeyError, OSError):
-        return 0
-
-
-def _count_end() -> None:
-    try:
-        record = os.open(os.environ[LAUNCH_RECORD], os.O_WRONLY | os.O_APPEND)
-    except (KeyError, OSError):  # no launcher waits for it
-        return
-    os.write(record, b".")
-    os.close(record)
+    """Not that torchrun ends ranks, nor how a rank ended that has printed its line."""
+    ends_ranks = any(words in str(record.msg) for words in ("closing signal", "death signal"))
+    return not ends_ranks and tuple(record.args or ())[:1] != (KNOWN_END,)

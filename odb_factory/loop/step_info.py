@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from odb_factory.accounting.losses import TokenLoss, in_float32, token_weights, weighted_token_loss
+from odb_factory.accounting.losses import TokenLoss, in_float32, weighted_token_loss
 from odb_factory.accounting.statistics import Computing
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import LOSS_SCALINGS
@@ -90,7 +90,7 @@ class ODBStepInfo:
             progress = 1.0 if step.last else min(step.done / max(loader.num_samples, 1), 1.0)
         return cls(
             loss_scaling=scaling,
-            token_weight=next(iter(token_weights(micro_batch, scaling, loader.world_size)), 0.0),  # all are the same
+            token_weight=next(iter(micro_batch.weights), 0.0),  # all are the same
             is_idle=micro_batch.idle,
             ids=micro_batch.ids,
             segments=measured.segments,

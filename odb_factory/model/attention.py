@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,11 +64,10 @@ def attend(
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     longest = _longest(row)
     window = _window(longest, kwargs)
-    need = Need.of(query, value, kwargs)
-    if need.kernel == FLASH:
+    if serves_flash(query, value, kwargs.get("dropout")):
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        return flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
+        return flash(row.ends(query.device), longest, window, (query, key, value), kwargs.get("scaling"), causal), None
     return _sdpa_by_runs(row, window, module, (query, key, value), kwargs), None
 
 
@@ -130,63 +128,32 @@ def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
 # The choice of a kernel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """What one call of attention needs of a kernel.
+def serves_flash(query: Tensor, value: Tensor, dropout: float | None) -> bool:
+    """Whether torch's flash kernel serves this call of an attention function."""
+    size = max(query.shape[-1], value.shape[-1])
+    return why_no_flash(query.device, _dtype_of_sdpa(query), size, dropout or 0.0) is None
 
-    dtype: the one sdpa would compute in. size: values of a head of query and key. scale: None for size ** -0.5.
+
+def kernel_of(device: torch.device, dtype: torch.dtype, size: int = 128, dropout: float = 0.0) -> str:
+    """Name and reason of the kernel that serves sdpa. dtype: the one it would compute in; size: values of a head.
+
+    kernel_of(torch.device("cuda", 0), torch.bfloat16)  # "torch's aten::_flash_attention_forward"
     """
+    why = why_no_flash(device, dtype, size, dropout)
+    return FLASH if why is None else f"{RUNS}, because {why}"
 
-    device: torch.device
-    dtype: torch.dtype
-    size: int = 128
-    value_size: int = 128
-    scale: float | None = None
-    dropout: float = 0.0
 
-    @classmethod
-    def of(cls, query: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> Need:
-        """Of a call of an attention function."""
-        return cls(
-            device=query.device,
-            dtype=_dtype_of_sdpa(query),
-            size=query.shape[-1],
-            value_size=value.shape[-1],
-            scale=kwargs.get("scaling"),
-            dropout=kwargs.get("dropout") or 0.0,
-        )
-
-    @property
-    def kernel_size(self) -> int:
-        """Values of a head as torch's flash kernel gets them, filled up with zeros."""
-        return -(-max(self.size, self.value_size) // HEAD_MULTIPLE) * HEAD_MULTIPLE
-
-    @property
-    def kernel_scale(self) -> float | None:
-        """The factor of the scores where it is not the one that follows from `kernel_size`."""
-        scale = self.size**-0.5 if self.scale is None else self.scale
-        return None if scale == self.kernel_size**-0.5 else scale
-
-    @property
-    def kernel(self) -> str:
-        """Name and reason of the kernel that serves this call.
-
-        Need(device=torch.device("cuda", 0), dtype=torch.bfloat16).kernel  # "torch's aten::_flash_attention_forward"
-        """
-        why = self.why_no_flash()
-        return FLASH if why is None else f"{RUNS}, because {why}"
-
-    def why_no_flash(self) -> str | None:
-        """What keeps torch's flash kernel from this call; None: nothing."""
-        if (why := device_lacks(self.device)) is not None:
-            return why
-        if self.dtype not in (torch.bfloat16, torch.float16):
-            return f"the model computes in {str(self.dtype).removeprefix('torch.')}, not in bf16 or fp16"
-        if self.kernel_size > LARGEST_HEAD:
-            return f"heads have {self.size} values, more than {LARGEST_HEAD}"
-        if self.dropout:
-            return f"attention has dropout ({self.dropout:g})"
-        return None if FLASH_FORWARD else "aten::_flash_attention_forward of this torch has an unknown schema"
+def why_no_flash(device: torch.device, dtype: torch.dtype, size: int, dropout: float) -> str | None:
+    """What keeps torch's flash kernel from a call; None: nothing."""
+    if (why := device_lacks(device)) is not None:
+        return why
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the model computes in {str(dtype).removeprefix('torch.')}, not in bf16 or fp16"
+    if size > LARGEST_HEAD:
+        return f"heads have {size} values, more than {LARGEST_HEAD}"
+    if dropout:
+        return f"attention has dropout ({dropout:g})"
+    return None if FLASH_FORWARD else "aten::_flash_attention_forward of this torch has an unknown schema"
 
 
 def device_lacks(device: torch.device) -> str | None:
@@ -230,11 +197,18 @@ FLASH_FORWARD = find_flash_forward()
 """Found once, outside of what torch.compile traces."""
 
 
-def flash(ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], need: Need, causal: bool) -> Tensor:
-    """ends: of the samples, none of which is longer than `longest`. states: query, key, value as of `attend`."""
+def flash(
+    ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], scale: float | None, causal: bool
+) -> Tensor:
+    """ends: of the samples, none of which is longer than `longest`. states: query, key, value as of `attend`. scale: of
+    the scores; None: size of a head ** -0.5."""
     assert FLASH_FORWARD is not None, "`why_no_flash` has asked"
-    packed = (  # [tokens, heads, kernel_size]
-        functional.pad(heads[0].to(need.dtype), (0, need.kernel_size - heads.shape[-1])).transpose(0, 1).contiguous()
+    query, _, value = states
+    size, value_size, dtype = query.shape[-1], value.shape[-1], _dtype_of_sdpa(query)
+    filled = -(-max(size, value_size) // HEAD_MULTIPLE) * HEAD_MULTIPLE  # up with zeros
+    scale = size**-0.5 if scale is None else scale
+    packed = (  # [tokens, heads, filled]
+        functional.pad(heads[0].to(dtype), (0, filled - heads.shape[-1])).transpose(0, 1).contiguous()
         for heads in states
     )
     attended: Tensor = FLASH_FORWARD(
@@ -243,11 +217,11 @@ def flash(ends: Tensor, longest: int, window: int | None, states: Sequence[Tenso
         0.0,  # dropout
         causal and window is None,
         False,  # debug mask
-        scale=need.kernel_scale,
+        scale=None if scale == filled**-0.5 else scale,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]
-    return attended[None, ..., : need.value_size]
+    return attended[None, ..., :value_size]
 
 
 # sdpa or eager, run by run: outside of compiled graphs, which would be those of one row
@@ -313,7 +287,7 @@ def why_unusable(model: Any) -> str | None:
         return "its attention function cannot be chosen for its language model alone"
     if not getattr(type(model), "_can_set_attn_implementation", lambda: False)():
         return "it does not take attention functions of others"
-    if getattr(model.config, "model_type", "") in OVERLAYS:  # transformers 4 does not let `make_mask` see them
+    if getattr(model.config, "model_type", "") in OVERLAYS:
         return "the tokens of an image see each other, which takes a mask"
     return None
 
@@ -342,7 +316,7 @@ def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
         return EAGER_RUNS
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dropout = getattr(config, "attention_dropout", None) or 0.0
-    return Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout).kernel
+    return kernel_of(device, dtype, size, dropout)
 
 
 def text_config(model: Any) -> Any:

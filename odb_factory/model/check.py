@@ -81,8 +81,6 @@ def why_refused(model: Any, args: Any) -> str | None:
     name = type(model).__name__
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return f"{name} is no model of transformers, and nothing is known of its attention"
-    if (why := mixers.why_unusable(model)) is not None:
-        return why
     if model.config.model_type in CROSS_ATTENTION:
         return f"{model.config.model_type} attends from every token of a row to all images of that row"
     if getattr(args, "packing", False):  # of TRL's arguments

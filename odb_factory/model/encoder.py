@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from odb_factory.errors import DataError
 from odb_factory.model.flat_row import call_all, copy_to, replace_forward
@@ -182,7 +183,7 @@ class EncoderDoor:
         grid = {"grid_thw": torch.zeros((0, 3), dtype=torch.long, device=output.device)} if self._by_grid else {}
         tower = getattr(self._module, self._name)  # what wraps it by now (FSDP)
         features = tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
-        nothing: Any = sum(feature.sum() for feature in _returned(features, self._layers()).values())
+        nothing: Any = sum(part.sum() for part in tree_leaves(features) if isinstance(part, Tensor))
         projector = dict(self._module.named_children()).get(PROJECTOR)
         if projector is not None:  # else a part of the tower
             nothing = nothing + projector(output.new_zeros((1, 0, _width(projector)))).sum()
@@ -225,10 +226,9 @@ class EncoderDoor:
             shapes = torch.from_numpy(move.smallest if move.is_idle else move.arrived).to(grid.dtype)
             shapes = nn.functional.pad(shapes, (1, 0), value=1)
             kwargs["grid_thw"] = Known(shapes, grid.device) if self._knows else copy_to(shapes, grid.device)
-        output = own(pixels, **kwargs)
-        tensors = _returned(output, self._layers())
-        returned = dict(zip(tensors, move.back(list(tensors.values()), len(pixels))))
-        return _replaced(output, returned)
+        parts, structure = tree_flatten(_read(own(pixels, **kwargs), self._layers()))
+        returned = iter(move.back([part for part in parts if isinstance(part, Tensor)], len(pixels)))
+        return tree_unflatten([next(returned) if isinstance(part, Tensor) else part for part in parts], structure)
 
     def _images_of(self, pixels: Tensor, grid: Tensor | None) -> _Images:
         if grid is None:
@@ -341,38 +341,18 @@ def _width(projector: nn.Module) -> int:
     raise DataError(f"balance_encoder: the input of {type(projector).__name__} is not known; set it to false.")
 
 
-def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
-    """The tensors of a tower's output that a model reads, by where they stand. layers: of the hidden states, a number
-    or several, where the model takes those; LAST: it takes `last_hidden_state`."""
-    if isinstance(output, Tensor):
-        return {(): output}
-    if not isinstance(output, Mapping):  # transformers 4: the features, and those for deeper layers
-        output = {"pooler_output": output[0], "deepstack_features": output[1]}
+def _read(output: Any, layers: Any) -> Any:
+    """A tower's output with what a model reads of it: the rest would be of other images. layers: of the hidden states,
+    a number or several, where the model takes those; LAST: it takes `last_hidden_state`."""
+    if not isinstance(output, Mapping):  # the features alone
+        return output
+    kind: Any = type(output)
     if output.get("hidden_states") is not None and layers not in (None, LAST):
         states = output["hidden_states"]
-        numbers = [layers] if isinstance(layers, int) else layers
-        return {("hidden_states", number % len(states)): states[number] for number in numbers}
+        numbers = {number % len(states) for number in ([layers] if isinstance(layers, int) else layers)}
+        return kind(hidden_states=tuple(s if n in numbers else None for n, s in enumerate(states)))
     if layers is not None:  # the last, of which a model reads no pooled ones
-        return {("last_hidden_state",): output["last_hidden_state"]}
-    deepstack = {("deepstack_features", n): feature for n, feature in enumerate(output.get("deepstack_features") or ())}
+        return kind(last_hidden_state=output["last_hidden_state"])
     key = "pooler_output" if output.get("pooler_output") is not None else "last_hidden_state"
-    return {(key,): output[key], **deepstack}
-
-
-def _replaced(output: Any, returned: Mapping[Any, Tensor]) -> Any:
-    """The output with these tensors, and None for all that is not read: it would be of other images."""
-    if isinstance(output, Tensor):
-        return returned[()]
-    fields: dict[str, Any] = {}
-    for (name, *number), tensor in returned.items():
-        if not number:
-            fields[name] = tensor
-        else:
-            fields.setdefault(name, {})[number[0]] = tensor
-    if not isinstance(output, Mapping):
-        return fields["pooler_output"], list(fields.get("deepstack_features", {}).values())
-    if "hidden_states" in fields:
-        fields["hidden_states"] = tuple(map(fields["hidden_states"].get, range(len(output["hidden_states"]))))
-    if "deepstack_features" in fields:
-        fields["deepstack_features"] = list(fields["deepstack_features"].values())
-    return type(output)(**fields)
+    deepstack = output.get("deepstack_features") or ()
+    return kind(**{key: output[key]}, **({"deepstack_features": list(deepstack)} if deepstack else {}))

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -245,8 +244,6 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
             return "the forward of its output embedding has been replaced"
         if not linear.weight.is_floating_point():
             return f"its output embedding has weights of {linear.weight.dtype}"
-    if _labels_reach_the_decoder(model):
-        return "this release of transformers makes its attention mask from labels"
     if has_routers(model) and not _router_coefficients(model):
         return "it adds a loss for its routers by a coefficient that is not known"
     return None
@@ -274,16 +271,6 @@ def _linears(head: nn.Module) -> list[nn.Linear]:
 def _is_plain(part: nn.Module) -> bool:
     kind = type(part)  # FSDP2 gives each module that it shards a class of its own
     return kind is nn.Linear or (kind.__name__ == "FSDPLinear" and nn.Linear in kind.__bases__)
-
-
-def _labels_reach_the_decoder(model: Any) -> bool:
-    """Whether labels are more than a loss's: transformers 4 makes masks from them in models with a prefix."""
-    import transformers
-
-    inner = getattr(model, "model", None)
-    if int(transformers.__version__.split(".")[0]) >= 5 or inner is None:
-        return False
-    return "labels" in signature(type(inner).forward).parameters
 
 
 def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:

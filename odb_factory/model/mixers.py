@@ -4,7 +4,8 @@ A mixer that is given a flat row lets one sample run into the next. `install` re
 `KNOWN` in a model: inside `flat_row` the hidden states [1, tokens, width] are laid out as right-padded rows
 [samples, longest, width], mixed with neither cache nor mask (the mixers are causal, so what stands to the right of a
 sample does not reach it), and packed again. Everything else in the model stays flat. Where no flat row is in progress
-(evaluation, generation) the mixer is called as before.
+(evaluation, generation) the mixer is called as before. What `KNOWN` lacks mixes samples, which the checks of the layout
+(`model/check.py`) show.
 
 Samples of similar length form a group, and the mixer runs once per group. A group computes at most `WASTE` of its
 tokens or `SMALL` positions in addition to its tokens, so a mixer holds at most 1.25 x tokens + 256 x groups positions
@@ -22,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from odb_factory.errors import LayoutError
-from odb_factory.model import attention
 from odb_factory.model.flat_row import FlatRow, call_all, copy_to, replace_forward, row_in_progress
 
 KNOWN = (
@@ -40,8 +40,6 @@ KNOWN = (
 )  # fmt: skip
 """Endings of the class names of mixers that `install` covers; the name of the model family stands before them. The
 blocks of RWKV and xLSTM carry state in all of their parts."""
-RECURRENT_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent")
-"""Kinds of layers (`layer_types` of a config) that have a mixer."""
 WASTE, SMALL = 0.25, 256
 """Padding that a group may have: a part of its tokens, or this number of positions, which cost less than a call."""
 EQUAL_GROUPS = 4
@@ -181,56 +179,7 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
     return groups.pack(mixed)
 
 
-# What it does not cover
-
-
-def why_unusable(model: Any) -> str | None:
-    """What in this model (a `PreTrainedModel`) carries one sample of a flat row into the next; None: nothing.
-
-    Looks at the decoder alone: towers of images and sound see each medium by itself.
-    """
-    config = attention.text_config(model)
-    decoder = _decoder(model)
-    mixers = find(decoder)
-    kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
-    recurrent = [kind for kind in kinds if kind in RECURRENT_KINDS]
-    if len(mixers) < len(recurrent):
-        return (
-            f"{config.model_type} has {len(recurrent)} {' and '.join(sorted(set(recurrent)))} layers, which carry one "
-            f"sample into the next, and {len(mixers)} mixers that odb knows"
-        )
-    covered = _parts(mixers)
-    for name, part in decoder.named_modules():
-        if part not in covered and (operation := _carries(part)):
-            return (
-                f"{type(part).__name__} at {name} of {config.model_type} is {operation}, which carries one sample into "
-                "the next, and no mixer that odb knows"
-            )
-    return None
-
-
-def _parts(mixers: Sequence[nn.Module]) -> set[nn.Module]:
-    return {part for mixer in mixers for part in mixer.modules()}
-
-
-def _decoder(model: Any) -> nn.Module:
-    """The module of the language model: the one that owns the input embedding."""
-    embedding = model.get_input_embeddings()
-    owners: Iterator[nn.Module] = (
-        part for part in model.modules() if any(child is embedding for child in part.children())
-    )
-    return next(owners, model)
-
-
-def _carries(part: nn.Module) -> str | None:
-    if isinstance(part, nn.Conv1d):
-        return "a convolution along the row"
-    if isinstance(part, nn.RNNBase):
-        return "a recurrent layer"
-    return "a state space" if "A_log" in part._parameters else None
-
-
 def has_attention(model: Any) -> bool:
     """Whether tokens of the language model attend to each other; in Mamba only its mixers move them."""
-    mixed = _parts(find(model))
+    mixed = {part for mixer in find(model) for part in mixer.modules()}
     return not mixed or any("Attention" in type(part).__name__ for part in model.modules() if part not in mixed)

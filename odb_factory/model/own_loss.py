@@ -1,6 +1,6 @@
 """What a model does to its logits, and the loss that it computes from them, found out by running that code alone.
 
-In the trial the output embedding returns known logits and every other part of the model zeros (`without_layers`), so it
+In the trial the output embedding returns known logits and no other part of the model computes (`without_layers`), so it
 takes milliseconds.
 """
 
@@ -101,15 +101,16 @@ def _after_head(logits: Tensor, changed: Tensor) -> AfterHead | None:
 
 @contextlib.contextmanager
 def without_layers(model: Any, logits: Tensor) -> Iterator[None]:
-    """Meanwhile the output embedding of `model` returns `logits` [rows, length, V], and its other parts zeros.
+    """Meanwhile the output embedding of `model` returns `logits` [rows, length, V], and its other parts random numbers.
 
     The parts are replaced, so no hook of theirs is called and no weight read: it may be sharded, or on another device.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    hidden = logits.new_zeros(*logits.shape[:2], model.config.get_text_config().hidden_size)
+    size = (*logits.shape[:2], model.config.get_text_config().hidden_size)
+    hidden = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(logits)
     hold_head = {part for part in model.modules() if part is not head and head in part.modules()}
 
-    def zeros(*args: Any, **_: Any) -> Any:
+    def body(*args: Any, **_: Any) -> Any:
         is_layer = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
         return args[0] if is_layer else _HiddenStates(hidden)  # a layer between body and head, or a body
 
@@ -118,7 +119,7 @@ def without_layers(model: Any, logits: Tensor) -> Iterator[None]:
             return part.forward
         if part is head:
             return lambda *_, **__: logits.clone()
-        return zeros if part is not embedding else lambda *_, **__: hidden
+        return body if part is not embedding else lambda *_, **__: hidden
 
     places = [
         (parent, name, part)

@@ -33,10 +33,11 @@ from transformers import AttentionInterface
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
-from odb_factory.model.attention import FLASH, Need, flash, sdpa
+from odb_factory.model.attention import flash, sdpa, serves_flash
 from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import replace_forward
 from odb_factory.model.known import Known, ordinary
+from odb_factory.model.own_loss import StandIn
 
 FAMILIES: tuple[str, ...] = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
@@ -46,7 +47,6 @@ FAMILIES: tuple[str, ...] = (
 refuses a batch with both, or gives the features to the wrong rows."""
 if int(transformers.__version__.partition(".")[0]) > 4:  # before, its forward fails on a batch with both
     FAMILIES += ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
-METHODS = ("get_image_features", "get_video_features")
 PIXELS = ("pixel_values", "pixel_values_videos")
 TWICE = (
     "{} has both images and videos, for which this model ({}) runs its vision tower twice, and under ZeRO-3 and FSDP, "
@@ -91,101 +91,55 @@ def one_pass(*models: Any) -> Iterator[None]:
         for model in models:
             for module in model.modules() if isinstance(model, nn.Module) else ():
                 if _has_tower(module):
-                    stack.callback(_Together(module).undo)
+                    stack.callback(replace_forward(module, functools.partial(_once, module)))
         yield
 
 
 def _has_tower(module: nn.Module) -> bool:
-    """Whether its forward calls the tower; what wraps it has the methods, too, and hands them on."""
+    """Whether its forward calls the tower."""
     family = getattr(getattr(module, "config", None), "model_type", None)
     return family in FAMILIES and "visual" in dict(module.named_children())
 
 
+@torch.compiler.disable(recursive=False)
+def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that calls its tower for images, then for videos. own: before."""
+    if not has_both(kwargs):
+        return own(*args, **kwargs)
+    tower = module.visual
+    module.visual = StandIn(tower, _Together(tower, kwargs).forward)
+    try:
+        return own(*args, **kwargs)
+    finally:
+        module.visual = tower
+
+
 class _Together:
-    """Of one module: the features of images and videos are computed when those of images are asked for."""
+    """The forward of a tower in one batch: the first call, for the images, computes the videos too."""
 
-    def __init__(self, module: Any):
-        self._module = module
-        self._images, self._videos = (getattr(module, name) for name in METHODS)
-        self._batch: Mapping[str, Any] | None = None
-        self._of_videos: Any = None
-        self._hook = module.register_forward_pre_hook(self._begin, with_kwargs=True)
-        module.get_image_features, module.get_video_features = self.image_features, self.video_features
+    def __init__(self, tower: nn.Module, batch: Mapping[str, Any]):
+        self._tower, self._batch, self._of_videos = tower, batch, None
 
-    def undo(self) -> None:
-        self._hook.remove()
-        for name in METHODS:
-            delattr(self._module, name)
-
-    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._batch, self._of_videos = (kwargs if has_both(kwargs) else None), None
-
-    def image_features(self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
-        batch, self._batch = self._batch, None
-        if batch is None:
-            return self._images(pixel_values, image_grid_thw, **kwargs)
-        assert image_grid_thw is not None
-        videos = batch["pixel_values_videos"].to(pixel_values.dtype)
-        frames = _frames(batch["video_grid_thw"])
-        both = self._images(torch.cat([pixel_values, videos]), torch.cat([image_grid_thw, frames]), **kwargs)
-        merged = self._module.visual.spatial_merge_size**2
-        parts = _Parts(image_grid_thw.prod(-1).tolist(), batch["video_grid_thw"].prod(-1).tolist(), merged)
-        of_images, self._of_videos = parts.of(both)
-        return of_images
-
-    def video_features(self, pixel_values_videos: Tensor, video_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
-        features, self._of_videos = self._of_videos, None
-        return self._videos(pixel_values_videos, video_grid_thw, **kwargs) if features is None else features
-
-
-def _frames(grid: Tensor) -> Tensor:
-    """Videos as images: a row (1, height, width) for each of their frames; the tower looks at each by itself."""
-    frames = grid.repeat_interleave(grid[:, 0], dim=0)
-    frames[:, 0] = 1
-    return frames
-
-
-class _Parts:
-    """Cuts what the tower says of all into what it would have said of images and of videos.
-
-    images, videos: patches of each. merged: patches that make one embedding.
-    """
-
-    def __init__(self, images: list[int], videos: list[int], merged: int):
-        self._sizes = tuple([patches // merged for patches in part] for part in (images, videos))
-        self._embeddings = tuple(map(sum, self._sizes))
-        self._patches = sum(images), sum(videos)
-
-    def of(self, features: Any) -> tuple[Any, Any]:
-        """features: nested as it is, of tensors of all patches or embeddings, and lists of one tensor an image."""
-        parts, structure = tree_flatten(features, is_leaf=self._is_one_each)
-        of_images, of_videos = zip(*map(self._halves, parts))
-        return tree_unflatten(of_images, structure), tree_unflatten(of_videos, structure)
-
-    def _halves(self, features: Any) -> tuple[Any, Any]:
-        if features is None:
-            return None, None
-        if self._is_one_each(features):
-            images, videos = self._halves(torch.cat(list(features)))
-            return type(features)(images.split(self._sizes[0])), type(features)(videos.split(self._sizes[1]))
-        for lengths in (self._embeddings, self._patches):
-            if isinstance(features, Tensor) and len(features) == sum(lengths):
-                return features[: lengths[0]], features[lengths[0] :]
-        shape = getattr(features, "shape", type(features))
-        raise DataError(
-            f"the vision tower's features of images and videos together are {shape}, where {sum(self._embeddings)} "
-            "embeddings were expected: this release of transformers computes them in another way; take one that "
-            "docs/engines.md names, or leave rows with videos out."
+    def forward(self, pixels: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        if self._of_videos is not None:
+            return self._of_videos
+        videos, grid_of_videos = (self._batch[key] for key in (PIXELS[1], "video_grid_thw"))
+        output = self._tower(
+            torch.cat([pixels, videos.to(pixels.dtype)]), grid_thw=torch.cat([grid_thw, grid_of_videos]), **kwargs
         )
+        total = len(pixels) + len(videos)
 
-    def _is_one_each(self, features: Any) -> bool:
-        """Whether these are the embeddings of each image and frame, and not of each of some layers those of all."""
-        return (
-            isinstance(features, list | tuple)
-            and len(features) > 1
-            and all(isinstance(part, Tensor) for part in features)
-            and sum(map(len, features)) == sum(self._embeddings)
-        )
+        def parts(features: Any) -> tuple[Any, Any]:
+            """Of images and of videos. features: of all patches, or one embedding for a number of them."""
+            if not isinstance(features, Tensor):
+                return features, features
+            of_images = len(pixels) * len(features) // total
+            return features[:of_images], features[of_images:]
+
+        leaves, structure = tree_flatten(output)
+        of_images, of_videos = zip(*map(parts, leaves))
+        self._of_videos = tree_unflatten(of_videos, structure)
+        return tree_unflatten(of_images, structure)
 
 
 IMAGES = "odb_flash_images"
@@ -205,10 +159,9 @@ def attend_images(
     if ends is None:
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     states = query, key, value
-    need = Need.of(query, value, kwargs)
-    if need.kernel == FLASH:
+    if serves_flash(query, value, kwargs.get("dropout")):
         most = longest if isinstance(longest, int) else max(_lengths(ends))  # newer releases have read it
-        return flash(ordinary(ends).to(torch.int32), most, None, states, need, causal=False), None
+        return flash(ordinary(ends).to(torch.int32), most, None, states, kwargs.get("scaling"), causal=False), None
     images = zip(*(heads.split(_lengths(ends), dim=2) for heads in states))
     return torch.cat([sdpa(module, *image, attention_mask, **kwargs)[0] for image in images], dim=1), None
 

@@ -5,7 +5,6 @@ from odb_factory.planner.cost import VIDEO as VIDEO
 from odb_factory.planner.cost import Budget as Budget
 from odb_factory.planner.cost import Collation as Collation
 from odb_factory.planner.cost import Cost as Cost
-from odb_factory.planner.cost import CostModel as CostModel
 from odb_factory.planner.cost import Limits as Limits
 from odb_factory.planner.cost import Media as Media
 from odb_factory.planner.encoder import EncoderCost as EncoderCost

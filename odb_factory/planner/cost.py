@@ -25,12 +25,14 @@ def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np
     return result
 
 
+STEP_COST = 500
+"""What a micro-step costs beside its tokens, in tokens as collated."""
 FRAMES_PER_PATCH = 2
 """Spectrogram frames that count as one patch in a sum: what audio encoders make a position of, or fewer."""
 
 
 class Media(NamedTuple):
-    """What a sample or a micro-batch gives to encoders, by modality. These names are those of the columns of `ROW`.
+    """What a sample or a micro-batch gives to encoders, by modality.
 
     image_patches, video_patches: input patches of the vision tower. audio_frames: of spectrograms (10 ms each); an even
     number for each clip.
@@ -95,25 +97,6 @@ class Cost:
     def padded(self) -> int:
         """Tokens of the row that the sample is planned as where micro-batches are padded."""
         return self.row_tokens or self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """What a group costs: fixed + token x padded tokens + patch x patches + square x rows x padded row length squared.
-
-    Integers, so that all ranks compute the same. Unit: the cost of one padded token. A micro-step costs 500 tokens in
-    addition.
-    """
-
-    fixed: int = 500
-    token: int = 1
-    patch: int = 0
-    square: int = 0
-
-    def of(self, padded: Amount, patches: Amount, squares: Amount) -> Amount:
-        """The cost of one group, or of each of an array of groups."""
-        total: Amount = self.fixed + self.token * padded + self.patch * patches + self.square * squares
-        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,30 +196,24 @@ class Budget:
         *,
         count: Amount,
         tokens: Amount,
-        squares: Amount,
         patches: Amount,
         media: Amount,
         audio: Amount,
         longest: Amount,
         first: Amount,
-    ) -> tuple[Amount, Amount, Amount, Amount]:
-        """(rows, row length in tokens, patches, attention) of a group as collated, or of an array of groups.
+    ) -> tuple[Amount, Amount, Amount]:
+        """(rows, row length in tokens, patches) of a group as collated, or of an array of groups.
 
-        count: samples. tokens, squares (of their lengths), patches: summed over them. media, audio: how many have it.
-        longest, first: tokens of the longest row and of the first one. Padded rows depend on neither tokens nor
-        squares, flat ones not on count, longest and first.
-        Attention is rows x length squared; flat: the sum of squared lengths of all segments, those of dummy media (one)
-        and of the filler included.
+        count: samples. tokens, patches: summed over them. media, audio: how many have it. longest, first: tokens of the
+        longest row and of the first one. Padded rows do not depend on tokens, flat ones not on count, longest and
+        first.
         """
         dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
         if self.layout == "flat":
             multiple = self.pad_to_multiple_of
-            length = -(-(tokens + dummy_tokens) // multiple) * multiple
-            filler = length - tokens - dummy_tokens
             one_row: Amount = 0 * tokens + 1
-            return one_row, length, patches + dummy_patches, squares + dummy_tokens**2 + filler**2
-        length = self.collation.length(longest, first, dummy_tokens)
-        return count, length, patches + dummy_patches, count * length * length
+            return one_row, -(-(tokens + dummy_tokens) // multiple) * multiple, patches + dummy_patches
+        return count, self.collation.length(longest, first, dummy_tokens), patches + dummy_patches
 
     def excess(self, padded: Amount, patches: Amount) -> Amount:
         """Tokens and patches by which collated groups break the budgets; 0: within both. padded: rows x length."""
@@ -247,17 +224,15 @@ class Budget:
 
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
-        rows, length, patches, _ = self.collated(
+        return self.collated(
             count=len(group),
             tokens=sum(cost.tokens for cost in group),
-            squares=sum(cost.tokens**2 for cost in group),
             patches=sum(cost.patches for cost in group),
             media=sum(cost.has_media for cost in group),
             audio=sum(cost.has_audio for cost in group),
             longest=max(cost.padded for cost in group),
             first=group[0].padded,
         )
-        return rows, length, patches
 
     def fits(self, group: Sequence[Cost]) -> bool:
         rows, length, patches = self.shape(group)

@@ -13,16 +13,16 @@ So the oldest sample of every pool goes in every round. When all data have ended
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, CostModel
-from odb_factory.planner.flat import Samples, bins_needed
-from odb_factory.planner.keep import assign_pools, cut, cut_into
-from odb_factory.planner.padded import Pools, groups_needed, place
-from odb_factory.planner.plan import BufferMetadata, Plan, Steps, pool, to_plan
+from odb_factory.planner.cost import Budget
+from odb_factory.planner.flat import FlatSamples, bins_needed
+from odb_factory.planner.keep import cut, cut_into
+from odb_factory.planner.padded import Pools, groups_needed
+from odb_factory.planner.plan import BufferMetadata, Plan, Samples, Steps, to_plan, to_ranks
 
 SLACK = 2048
 """Flat bins are planned to be full but for 1/SLACK: exchanges between bins get that close to their targets."""
@@ -38,7 +38,6 @@ def plan_buffers(
     accumulation: int = 1,
     join: bool = True,
     balance: bool = False,
-    model: CostModel = CostModel(),
 ) -> Plan:
     """Choose the micro-steps of one round for all ranks.
 
@@ -47,49 +46,46 @@ def plan_buffers(
     Without join the round is whole optimizer steps of `accumulation` micro-steps, and the epoch ends when an exhausted
     rank cannot fill another; no rank idles (I3).
     balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
-    model: what makes ranks wait, by which groups that go out in one step are chosen.
     Emits at least one sample on every rank that holds one, but for the end without join; with balance, one on every
     rank if there are so many (I5).
     """
-    table, starts, owner_rank = pool(buffers)
-    pool_of, slots = assign_pools(buffers, owner_rank, balance=balance)
+    samples = Samples.held_by(buffers, budget, balance=balance)
+    slots, num_ranks = samples.slots, len(buffers)
     exhausted = np.array([buffer.exhausted for buffer in buffers])
     if slots > 1:
         exhausted = np.array([exhausted.all()])
-    count, final = np.bincount(pool_of, minlength=len(exhausted)), bool(join and exhausted.all())
+    count, final = np.bincount(samples.pool, minlength=len(exhausted)), bool(join and exhausted.all())
     # By pool, the oldest first; equally old samples of all ranks take turns.
-    turn = np.arange(len(table)) - np.array(starts)[owner_rank]
-    order = np.lexsort((owner_rank, turn, -table["age"].astype(np.int64), pool_of))
-    pools, oldest = np.unique(pool_of[order], return_index=True)
+    turn = np.arange(len(samples.table)) - np.array(samples.starts)[samples.owner]
+    samples = samples.of(np.lexsort((samples.owner, turn, -samples.table["age"].astype(np.int64), samples.pool)))
+    pools, oldest = np.unique(samples.pool, return_index=True)
     if final:
-        groups = cut(table, order, pool_of[order], slots, budget, model)
+        groups = cut(samples)
     else:
         modality_of = np.zeros(len(exhausted), dtype=np.int64)
-        modality_of[pools] = table["modality"][order[oldest]]
-        usable = order[table["modality"][order] == modality_of[pool_of[order]]]
-        num_usable = np.bincount(pool_of[usable], minlength=len(exhausted))
-        needed = _needed(table, pool_of, len(exhausted), slots, budget, model)
+        modality_of[pools] = samples.rows["modality"][oldest]
+        usable = samples.of(samples.rows["modality"] == modality_of[samples.pool])
+        num_usable = np.bincount(usable.pool, minlength=len(exhausted))
         required = ~exhausted if join else np.ones_like(exhausted)
         multiple = 1 if join else accumulation
-        num_steps = _fillable(needed(usable), num_usable, required, slots, multiple)
-        chosen = usable[_oldest(needed, usable, table["row_tokens"], pool_of, num_usable, num_steps * slots)]
-        groups = cut_into(num_steps, table, chosen, pool_of[chosen], slots, budget, model)
+        num_steps = _fillable(_needed(usable, len(exhausted)), num_usable, required, slots, multiple)
+        groups = cut_into(num_steps, usable.of(_oldest(usable, num_usable, num_steps * slots)))
         fewest = slots * multiple
         if (num_usable[required] < fewest).any() and (count[required] >= fewest).all():
             # No rank may idle, and the modality of the oldest has too few samples: others go with it, each alone.
-            alone = order[oldest[:, None] + np.arange(fewest)].reshape(len(pools), multiple, slots, 1)
+            alone = samples.index[oldest[:, None] + np.arange(fewest)].reshape(len(pools), multiple, slots, 1)
             groups = [[(n, idx) for n, row in zip(pools.tolist(), alone[:, k]) for idx in row] for k in range(multiple)]
     if not join:
         emitted = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
-        num_left = count - np.bincount(pool_of[emitted], minlength=len(exhausted))
+        num_left = count - np.bincount(samples.owner[emitted], minlength=len(exhausted))
         final = bool((exhausted & (num_left < accumulation)).any())
-    steps = [place(step, owner_rank, len(buffers), slots) for step in groups]
+    steps = to_ranks(groups, samples)
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
-    plan = to_plan(steps, table, starts, owner_rank, budget, final)
-    idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)
+    plan = to_plan(steps, samples, final)
+    idles = any(step.active_ranks < num_ranks for step in plan.totals)  # behind its last sample (I7)
     if final or not join or idles or budget.layout == "flat":
         return plan
-    return _fuller_half(plan, order[oldest].tolist())
+    return _fuller_half(plan, samples.index[oldest].tolist())
 
 
 def _fuller_half(plan: Plan, oldest: Sequence[int]) -> Plan:
@@ -105,25 +101,17 @@ def _fuller_half(plan: Plan, oldest: Sequence[int]) -> Plan:
     return replace(plan, groups=groups, totals=list(itertools.compress(plan.totals, stays)))
 
 
-def _needed(
-    table: np.ndarray, pool_of: np.ndarray, num_pools: int, slots: int, budget: Budget, model: CostModel
-) -> Callable[[np.ndarray], np.ndarray]:
-    """The fewest micro-batches that samples (positions in the table) need in each pool [pools]."""
-
-    def padded(chosen: np.ndarray) -> np.ndarray:
-        return groups_needed(Pools(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
-
+def _needed(samples: Samples, num_pools: int) -> np.ndarray:
+    """The fewest micro-batches that samples need in each pool [pools]."""
+    budget = samples.budget
+    if budget.layout == "padded":
+        return groups_needed(Pools(samples), num_pools)
     tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of
     limits = [
         None if limit is None else max(limit - dummy - limit // SLACK, 1)
         for limit, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))
     ]
-
-    def flat(chosen: np.ndarray) -> np.ndarray:
-        samples = Samples(table, chosen, pool_of[chosen], slots, budget)
-        return bins_needed(samples, limits, num_pools)
-
-    return flat if budget.layout == "flat" else padded
+    return bins_needed(FlatSamples(**vars(samples)), limits, num_pools)
 
 
 def _fillable(needed: np.ndarray, count: np.ndarray, required: np.ndarray, slots: int, multiple: int) -> int:
@@ -137,27 +125,21 @@ def _fillable(needed: np.ndarray, count: np.ndarray, required: np.ndarray, slots
     return min(max(full // multiple, 1) * multiple, max_steps)
 
 
-def _oldest(
-    needed: Callable[[np.ndarray], np.ndarray],
-    order: np.ndarray,
-    tokens: np.ndarray,
-    pool_of: np.ndarray,
-    count: np.ndarray,
-    slots: int,
-) -> np.ndarray:
-    """Which of the samples in `order` (pool by pool, the oldest first) go [n]: of each pool as many as `slots` hold.
+def _oldest(samples: Samples, count: np.ndarray, slots: int) -> np.ndarray:
+    """Which samples (pool by pool, the oldest first) go [n]: of each pool as many as `slots` hold.
 
     Bisection, to one sample in 1,024; the first guess is the part of the tokens that would fill `slots`.
     """
-    pools, before = pool_of[order], np.concatenate([[0], np.cumsum(tokens[order], dtype=np.int64)])
+    pools, before = samples.pool, np.concatenate([[0], np.cumsum(samples.rows["row_tokens"], dtype=np.int64)])
     starts, ends = (np.searchsorted(pools, np.arange(len(count)), side=side) for side in ("left", "right"))
-    place_in_pool = np.arange(len(order)) - starts[pools]
+    place_in_pool = np.arange(len(pools)) - starts[pools]
     low, high = np.minimum(count, slots), count.copy()
-    token_limits = before[starts] + (before[ends] - before[starts]) * slots // np.maximum(needed(order), 1)
-    guess = np.searchsorted(before, token_limits, side="right") - 1 - starts
+    needed = np.maximum(_needed(samples, len(count)), 1)
+    guess = np.searchsorted(before, before[starts] + (before[ends] - before[starts]) * slots // needed, "right")
+    guess -= 1 + starts
     while (high - low > count // 1024).any():
         tried = np.clip(guess, np.minimum(low + 1, high), high)
-        fits = needed(order[place_in_pool < tried[pools]]) <= slots
+        fits = _needed(samples.of(place_in_pool < tried[pools]), len(count)) <= slots
         low, high = np.where(fits, tried, low), np.where(fits, high, np.maximum(tried - 1, low))
         width = count // 256 + 1
         guess = np.where(fits, low + width, high - width)

@@ -3,53 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, CostModel, by_number
+from odb_factory.planner.cost import STEP_COST, by_number
+from odb_factory.planner.plan import Samples
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of a plan of flat micro-batches: what each adds to a bin, and what a bin costs.
-# A flat micro-batch is a bin: its tokens, its patches and its squared lengths are sums over its samples.
+# A flat micro-batch is a bin: its tokens and its patches are sums over its samples.
 
 PATCHES_PER_TOKEN = 4
-"""Patches that cost as much as a token where the model gives patches no cost: vision towers merge 2 x 2."""
-LEAST_TOKEN_SHARE = 16
-"""Tokens count at least 1/LEAST_TOKEN_SHARE of the rest, because the budget is in tokens."""
+"""Patches that cost as much as a token: vision towers merge 2 x 2."""
 
 
-class Samples:
+class FlatSamples(Samples):
     """Samples of one modality to put into bins.
 
-    table: array of `ROW`. index: the samples to take, as positions in `table` [n]. pool: of each of them the ranks it
-    may go to: one pool for all ranks that share their samples, or one for each rank [n].
-    slots: ranks that share a pool.
-
-    tokens, age follow `index` [n]. overlong: the sample breaks a budget alone, so it goes alone [n].
-    measures: tokens, patches, squared length, whether it has media and audio [n, 5].
+    overlong: the sample breaks a budget alone, so it goes alone [n]. measures: tokens, patches, whether it has media,
+    and audio [n, 4]. prices: of a token and of a patch (0: no sample has any) [2]; step_price: of a micro-step.
     """
-
-    def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
-        rows = table[index]
-        self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
-        self.num_pools = int(pool.max(initial=0)) + 1
-        self.tokens, self.age = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
-        columns = [self.tokens, rows["patches"], self.tokens**2, rows["has_media"], rows["has_audio"]]
-        self.measures = np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
-        self.overlong = self.excess(self.measures) > 0
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def of(self, chosen: np.ndarray) -> Samples:
-        """Some of them, as positions in these."""
-        return Samples(self.table, self.index[chosen], self.pool[chosen], self.slots, self.budget)
+    @cached_property
+    def num_pools(self) -> int:
+        return int(self.pool.max(initial=0)) + 1
+
+    @cached_property
+    def measures(self) -> np.ndarray:
+        rows = self.rows
+        columns = [rows[name] for name in ("tokens", "patches", "has_media", "has_audio")]
+        return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
+
+    @cached_property
+    def prices(self) -> np.ndarray:
+        return np.array([PATCHES_PER_TOKEN, 1] if self.measures[:, 1].any() else [1, 0])
+
+    @property
+    def step_price(self) -> int:
+        return STEP_COST * int(self.prices[0])
+
+    @cached_property
+    def overlong(self) -> np.ndarray:
+        alone: np.ndarray = self.excess(self.measures) > 0
+        return alone
 
     def shapes(self, sums: np.ndarray) -> np.ndarray:
-        """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
-        tokens, patches, squares, media, audio = np.moveaxis(sums, -1, 0)
-        sums_of_rows = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
+        """Tokens and patches of bins with these sums of `measures`, as collated [..., 2]."""
+        tokens, patches, media, audio = np.moveaxis(sums, -1, 0)
+        sums_of_rows = {"tokens": tokens, "patches": patches, "media": media, "audio": audio}
         _, *shapes = self.budget.collated(**sums_of_rows, count=tokens, longest=tokens, first=tokens)
         return np.stack(shapes, axis=-1)
 
@@ -59,18 +65,8 @@ class Samples:
         return self.budget.excess(shapes[..., 0], shapes[..., 1])
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
-        """`measures` of each bin [bins, 5]."""
+        """`measures` of each bin [bins, 4]."""
         return by_number(bin_of, self.measures, num_bins)
-
-    def weigh(self, model: CostModel) -> CostModel:
-        """The model that bins are balanced by: `model`, with something for tokens and patches where it has nothing."""
-        tokens, patches, squares = (int(total) for total in self.measures[:, :3].sum(axis=0))
-        other_cost = model.patch * patches + model.square * squares
-        token = max(model.token, -(-other_cost // (LEAST_TOKEN_SHARE * max(tokens, 1))), 1)
-        if model.patch or not patches:
-            return replace(model, token=token)
-        scale = PATCHES_PER_TOKEN
-        return CostModel(scale * model.fixed, scale * token, token, scale * model.square)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -95,7 +91,7 @@ class Bins:
     targets: what each bin shall hold of it [bins, dimensions].
     """
 
-    samples: Samples
+    samples: FlatSamples
     pool: np.ndarray
     step: np.ndarray
     frozen: np.ndarray
@@ -106,7 +102,7 @@ class Bins:
         return len(self.step)
 
 
-def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools: int) -> np.ndarray:
+def bins_needed(samples: FlatSamples, most_of_a_bin: Sequence[int | None], num_pools: int) -> np.ndarray:
     """No fewer bins hold the samples of each pool [pools]. most_of_a_bin: tokens and patches; None: not limited.
 
     The bins have room for the sum of the samples; two samples of more than half a bin cannot share one.
@@ -122,7 +118,7 @@ def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools
     return with_overlong
 
 
-def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
+def make_bins(samples: FlatSamples, num_steps: int) -> Bins:
     """Empty bins for this number of micro-steps: as many as there are slots, or samples if these are fewer.
 
     Overlong samples get bins of their own in the first micro-steps, the longest first.
@@ -133,35 +129,32 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
     pool = np.repeat(np.arange(samples.num_pools), num_bins)
     place = np.arange(len(pool)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
     step, frozen = place // samples.slots, place < num_overlong[pool]
-    amounts, most_of_a_bin = _amounts(samples, len(pool), model)
+    amounts, most_of_a_bin = _amounts(samples, len(pool))
     targets = [_targets(samples, amount, limit, pool, step, frozen) for amount, limit in zip(amounts.T, most_of_a_bin)]
     return Bins(samples, pool, step, frozen, amounts, np.stack(targets, axis=1))
 
 
-def _amounts(samples: Samples, num_bins: int, model: CostModel) -> tuple[np.ndarray, list[int]]:
+def _amounts(samples: FlatSamples, num_bins: int) -> tuple[np.ndarray, list[int]]:
     """What each sample adds to its bin [n, dimensions], and the most that a bin may hold of each dimension.
 
-    The dimensions are tokens, patches and squared lengths, without those that cost nothing. All are in one unit of
-    cost, so that tokens that a bin has too many can be weighed against patches that it has too few. The unit is so
-    large that an average bin holds at most `AMOUNT_OF_A_BIN`: the product of two amounts is an integer of 64 bits.
+    The dimensions are tokens and, where samples have some, patches. Both are in one unit of cost, so that tokens that a
+    bin has too many can be weighed against patches that it has too few. The unit is so large that an average bin holds
+    at most `AMOUNT_OF_A_BIN`: the product of two amounts is an integer of 64 bits.
 
     Example: a token costs 4, a patch 1, and the unit is 1. Samples of 800 tokens with 3,200 patches and of 200 tokens
     add (3200, 3200) and (800, 0). Under `token_budget` 1,000 and `max_patches` 4,096 a bin may hold (4000, 4096).
     """
-    budget, measures = samples.budget, samples.measures[:, :3]
-    total_tokens, total_patches, total_squares = (int(total) for total in measures.sum(axis=0))
-    prices = [model.token, model.patch, model.square]
-    costs = [model.token * total_tokens, model.patch * total_patches, model.square * total_squares]
-    most_patches = total_patches if budget.max_patches is None else budget.max_patches
-    limits = [budget.token_budget, most_patches, budget.token_budget * int(samples.tokens.max())]
-    unit = max(sum(costs) // (num_bins * AMOUNT_OF_A_BIN), 1)
-    dimensions = [0, *(d for d in (1, 2) if costs[d])]
-    amounts = [np.minimum(prices[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in dimensions]
-    return np.stack(amounts, axis=1), [min(prices[d] * limits[d] // unit, LARGEST_AMOUNT) for d in dimensions]
+    budget, costs = samples.budget, samples.measures[:, :2] * samples.prices
+    most_patches = int(samples.measures[:, 1].sum()) if budget.max_patches is None else budget.max_patches
+    limits = np.array([budget.token_budget, most_patches]) * samples.prices
+    unit = max(int(costs.sum()) // (num_bins * AMOUNT_OF_A_BIN), 1)
+    dimensions = np.flatnonzero(samples.prices)
+    amounts = np.minimum(costs // unit, LARGEST_AMOUNT)[:, dimensions]
+    return amounts, np.minimum(limits // unit, LARGEST_AMOUNT)[dimensions].tolist()
 
 
 def _targets(
-    samples: Samples, amount: np.ndarray, limit: int, pool: np.ndarray, step: np.ndarray, frozen: np.ndarray
+    samples: FlatSamples, amount: np.ndarray, limit: int, pool: np.ndarray, step: np.ndarray, frozen: np.ndarray
 ) -> np.ndarray:
     """How much of one dimension each bin shall hold [bins].
 

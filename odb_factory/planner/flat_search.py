@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, CostModel, by_number
-from odb_factory.planner.flat import LARGEST_AMOUNT, Bins, Samples
+from odb_factory.planner.cost import Budget, by_number
+from odb_factory.planner.flat import LARGEST_AMOUNT, Bins, FlatSamples
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The exact cost of bins in micro-steps, and exchanges that lower it.
@@ -28,14 +28,13 @@ FAR_OVER = 1 << 40
 
 @dataclass(eq=False)
 class Filled:
-    """Samples in bins in micro-steps. Ranks wait for the most tokens, the most patches and the most squares of each.
+    """Samples in bins in micro-steps. Ranks wait for the most tokens and the most patches of each.
 
     bin_of: of each sample [n]. pool, step: of each bin [bins].
-    frozen: it holds an overlong sample [bins]. sums: of `Samples.measures` [bins, 5].
+    frozen: it holds an overlong sample [bins]. sums: of `FlatSamples.measures` [bins, 4].
     """
 
-    samples: Samples
-    model: CostModel
+    samples: FlatSamples
     bin_of: np.ndarray
     pool: np.ndarray
     step: np.ndarray
@@ -43,21 +42,16 @@ class Filled:
     def __post_init__(self) -> None:
         self.frozen = np.bincount(self.bin_of, self.samples.overlong, minlength=len(self.step)) > 0
         self.num_steps = int(self.step.max(initial=-1)) + 1
-        self.weights = np.array([self.model.token, self.model.patch, self.model.square], dtype=np.int64)
         self.sums = self.samples.sums(self.bin_of, len(self.step))
 
     def maxima(self) -> np.ndarray:
-        """Of each micro-step [micro-steps, 3]."""
+        """Of each micro-step [micro-steps, 2]."""
         return by_number(self.step, self.samples.shapes(self.sums), self.num_steps, np.maximum)
-
-    def step_costs(self) -> np.ndarray:
-        """What ranks wait for in each micro-step [micro-steps]."""
-        costs: np.ndarray = self.model.fixed + self.maxima() @ self.weights
-        return costs
 
     @property
     def cost(self) -> int:
-        return int(self.step_costs().sum())
+        """What ranks wait for in all micro-steps."""
+        return int((self.samples.step_price + self.maxima() @ self.samples.prices).sum())
 
     @property
     def within(self) -> bool:
@@ -92,7 +86,7 @@ def _critical(filled: Filled) -> list[int]:
     if over.any():
         critical = np.argsort(-over, kind="stable")[: np.count_nonzero(over)]
     else:
-        at_most = (filled.samples.shapes(filled.sums) == filled.maxima()[filled.step]) & (filled.weights > 0)
+        at_most = (filled.samples.shapes(filled.sums) == filled.maxima()[filled.step]) & (filled.samples.prices > 0)
         critical = np.flatnonzero(at_most.any(axis=1) & ~filled.frozen)
     return [int(i) for i in critical]
 
@@ -103,7 +97,7 @@ def _exchanges(filled: Filled, critical: int) -> tuple[np.ndarray, np.ndarray, n
     partners = np.flatnonzero((filled.pool == filled.pool[critical]) & ~filled.frozen)
     partners = partners[partners != critical]
     if len(partners) > MOST_PARTNERS:
-        costs = filled.samples.shapes(filled.sums[partners]) @ filled.weights
+        costs = filled.samples.shapes(filled.sums[partners]) @ filled.samples.prices
         partners = np.sort(partners[np.argsort(costs, kind="stable")[:MOST_PARTNERS]])
     partner_samples, nobody = np.flatnonzero(np.isin(filled.bin_of, partners)), len(filled.samples)
     to_give = np.append(np.flatnonzero(filled.bin_of == critical), nobody)
@@ -153,7 +147,7 @@ def _change(
     partner_maxima = np.maximum(without_partner, after_partner)
     critical_maxima = np.maximum(np.where(shared, partner_maxima, without[step[critical]]), after)
     changed = critical_maxima - maxima[step[critical]] + np.where(shared, 0, partner_maxima - maxima[step[partner]])
-    change: np.ndarray = changed @ filled.weights
+    change: np.ndarray = changed @ filled.samples.prices
     return change
 
 
@@ -165,7 +159,7 @@ MAX_LOOKS = 64
 """Number of bins tried for a sample."""
 
 
-def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int = 0) -> Filled:
+def best_fit_decreasing(samples: FlatSamples, least_steps: int = 0) -> Filled:
     """Bins in no particular micro-steps; in `least_steps` at least, and no slot is empty as far as there are samples.
 
     So the last samples of a pool, the smallest, go alone where it has no more of them than slots to fill (I7).
@@ -188,7 +182,7 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int = 0
         num_left[pool] -= 1
         for place in range(first, min(first + MAX_LOOKS, len(rooms))):
             new_sums = list(map(operator.add, sums[rooms[place][1]], measure))
-            if all(map(operator.le, new_sums[:2], limit[new_sums[3] > 0, new_sums[4] > 0])):
+            if all(map(operator.le, new_sums[:2], limit[new_sums[2] > 0, new_sums[3] > 0])):
                 _, number = rooms.pop(place)
                 sums[number] = new_sums
                 break
@@ -202,11 +196,11 @@ def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int = 0
             insort(rooms, (capacity - sums[number][column], number))
     num_steps = max(-(-count // samples.slots) for count in num_bins)
     if (np.array(num_bins) < np.minimum(num_steps * samples.slots, np.bincount(samples.pool))).any():
-        return best_fit_decreasing(samples, model, num_steps)
+        return best_fit_decreasing(samples, num_steps)
     order = np.argsort(pool_of_bin, kind="stable")
     place_of = np.empty_like(order)
     place_of[order] = np.arange(len(order))
-    return Filled(samples, model, place_of[bin_of], np.array(pool_of_bin)[order], np.zeros_like(order))
+    return Filled(samples, place_of[bin_of], np.array(pool_of_bin)[order], np.zeros_like(order))
 
 
 def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, CostModel, by_number
+from odb_factory.planner.cost import Budget, by_number
 from odb_factory.planner.keep import plan_optimizer_step
 from odb_factory.planner.plan import ROW, BufferMetadata
 
@@ -30,7 +30,6 @@ def plan_micro_batches(
     owners: Integers | None = None,
     layout: Literal["flat", "padded"] = "flat",
     overlong: Literal["error", "singleton"] = "error",
-    cost: CostModel = CostModel(),
 ) -> list[list[list[int]]]:
     """Cut the samples of one optimizer step into micro-batches under a token budget, balanced over ranks.
 
@@ -48,7 +47,6 @@ def plan_micro_batches(
     owners (integers [n]): the rank that each sample must stay on, where samples cannot travel. Not with `groups`.
     layout: `flat` (samples one after the other in a row, no padding) or `padded`.
     overlong: a sample that breaks a budget alone: `error`, or `singleton`, a micro-batch of its own.
-    cost: what a micro-batch costs, for balance: `CostModel(fixed, token, patch, square)`, in units of a token.
 
     Returns micro_batches[rank][micro_step], a list of sample indices. All ranks have the same number of micro-steps.
     An empty list is a rank that idles, in the last micro-steps only and only where there are too few samples: it runs a
@@ -83,7 +81,7 @@ def plan_micro_batches(
     if groups is not None:
         if owners is not None:
             raise ValueError("owners already places the samples: leave groups out")
-        owners = _ranks_of_groups(_numbered(groups, len(tokens)), table, ranks, cost)
+        owners = _ranks_of_groups(_numbered(groups, len(tokens)), tokens, ranks)
     if owners is None:
         owner = np.arange(len(tokens)) * ranks // len(tokens)
     elif (owner := _integers("owners", owners, len(tokens))).max() >= ranks:
@@ -91,17 +89,16 @@ def plan_micro_batches(
     held_by_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
     buffers = [BufferMetadata(table[samples], exhausted=False) for samples in held_by_rank]
     budget = Budget(token_budget, max_patches, layout=layout)
-    plan = plan_optimizer_step(buffers, budget, balance=owners is None, model=cost)
+    plan = plan_optimizer_step(buffers, budget, balance=owners is None)
     index = np.concatenate(held_by_rank)
     return [[index[group].tolist() for group in of_rank] for of_rank in plan.groups]
 
 
-def _ranks_of_groups(group: np.ndarray, table: np.ndarray, ranks: int, cost: CostModel) -> np.ndarray:
-    """The rank of each sample [n], such that groups stay whole and ranks have equal loads: groups are dealt to ranks as
-    samples of one micro-step without a budget."""
-    tokens, patches = table["tokens"].astype(np.int64), table["patches"].astype(np.int64)
-    loads = by_number(group, cost.of(tokens, patches, tokens * tokens) - cost.fixed, int(group.max()) + 1)
-    lengths = np.maximum((loads.astype(object) << LOAD_BITS) // max(int(loads.sum()), 1), 1).astype(np.int64)
+def _ranks_of_groups(group: np.ndarray, tokens: np.ndarray, ranks: int) -> np.ndarray:
+    """The rank of each sample [n], such that groups stay whole and ranks have equal tokens: groups are dealt as samples
+    of one micro-step without a budget."""
+    loads = by_number(group, tokens, int(group.max()) + 1)
+    lengths = np.maximum((loads.astype(object) << LOAD_BITS) // int(loads.sum()), 1).astype(np.int64)
     rank = np.zeros_like(lengths)
     for number, micro_steps in enumerate(plan_micro_batches(lengths, token_budget=int(lengths.sum()), ranks=ranks)):
         rank[micro_steps[0]] = number

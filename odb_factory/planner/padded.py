@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, CostModel, by_number
+from odb_factory.planner.cost import STEP_COST, by_number
+from odb_factory.planner.plan import PoolGroup, Samples
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples of an optimizer step as pools that groups are cut from, and how large a group can be.
@@ -24,22 +24,17 @@ class Pools:
     Pool after pool, from long to short. A group is a stretch [start, end) of this order:
     neighbours differ little in length, so little is padded.
 
-    table: array of `ROW`. index: the samples, as positions in `table` [n]. pool_of: the pool of each of them [n].
     slots: groups that a pool gives to each micro-step: the number of ranks that share it.
-
     index, pool_of, tokens, length (padded row length in tokens) follow the sorted order [n]. Those named `_before` are
     sums over all samples before each position, and over all at the end [n + 1]. max_end: where a group that starts
     here must end at the latest, for its pool and patches. starts, ends: of each pool.
     """
 
-    def __init__(
-        self, table: np.ndarray, index: np.ndarray, pool_of: np.ndarray, slots: int, budget: Budget, model: CostModel
-    ):
-        self.slots, self.budget, self.model = slots, budget, model
-        rows = table[index]
-        order = np.lexsort((-rows["patches"], -rows["row_tokens"], pool_of))
-        self.index, self.pool_of, rows = index[order], pool_of[order], rows[order]
-        bounds = np.concatenate([[0], np.cumsum(np.bincount(pool_of, minlength=1))])
+    def __init__(self, samples: Samples):
+        self.slots, self.budget, rows = samples.slots, samples.budget, samples.rows
+        budget, order = self.budget, np.lexsort((-rows["patches"], -rows["row_tokens"], samples.pool))
+        self.index, self.pool_of, rows = samples.index[order], samples.pool[order], rows[order]
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(samples.pool, minlength=1))])
         self.starts, self.ends = bounds[:-1], bounds[1:]
         self.tokens = rows["row_tokens"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
@@ -56,11 +51,7 @@ class Pools:
     def __len__(self) -> int:
         return len(self.index)
 
-    def group(self, start: int, end: int) -> np.ndarray:
-        """Its samples, the shortest first: dummy media added to the first row then rarely make it the longest."""
-        return self.index[start:end][::-1]
-
-    def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`Budget.collated` of many groups, none of them empty."""
         count, ones = ends - starts, np.ones((), dtype=np.int64)
         media, audio = (
@@ -71,8 +62,7 @@ class Pools:
         patches = self.patches_before[ends] - self.patches_before[starts]
         return self.budget.collated(
             count=count,
-            tokens=count,  # of no effect on padded rows, as squares
-            squares=count,
+            tokens=count,  # of no effect on padded rows
             patches=patches,
             media=media,
             audio=audio,
@@ -81,9 +71,10 @@ class Pools:
         )
 
     def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """The cost of many groups, none of them empty, in the unit of the model."""
-        rows, lengths, patches, attention = self.shapes(starts, ends)
-        return self.model.of(rows * lengths, patches, attention)
+        """The cost of many groups, none of them empty: tokens as collated."""
+        rows, lengths, _ = self.shapes(starts, ends)
+        costs: np.ndarray = STEP_COST + rows * lengths
+        return costs
 
     @cached_property
     def single_costs(self) -> np.ndarray:
@@ -106,22 +97,14 @@ class Pools:
         # A sample alone can cost more than one in a group: dummy media are added where there are no others.
         return low, np.maximum(low, high)
 
-    @cached_property
-    def load(self) -> tuple[int, int]:
-        """What the fullest pool and the longest sample cost where nothing is padded, fixed costs left out."""
-        model = self.model
-        costs = model.of(self.tokens, np.diff(self.patches_before), self.tokens * self.tokens) - model.fixed
-        before = np.concatenate([[0], np.cumsum(costs)])
-        return int((before[self.ends] - before[self.starts]).max()), int(costs.max())
-
 
 def lower_bound(pools: Pools, num_steps: int) -> int:
     """No cut into `num_steps` micro-steps is cheaper: the longest sample goes alone, or nothing is padded.
 
     Dummy media are not counted, because a group may need fewer of them than its samples alone.
     """
-    load, longest = pools.load
-    return num_steps * pools.model.fixed + max(-(-load // pools.slots), longest)
+    of_pool = by_number(pools.pool_of, pools.tokens, len(pools.starts))
+    return num_steps * STEP_COST + max(-(-int(of_pool.max()) // pools.slots), int(pools.tokens.max()))
 
 
 def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
@@ -130,33 +113,23 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     caps: [caps, 1], or [1, n] for a cap of its own for every start. A sample that breaks a budget goes alone. A start
     whose sample alone costs more than the cap is its own end: nothing can be cut there.
     """
-    model, budget, num_rows = pools.model, pools.budget, len(pools)
-    starts, unlimited = np.arange(num_rows), np.int64(num_rows)
-    variable, multiple, available = caps - model.fixed, budget.row_multiple, pools.max_end - starts
+    budget, num_rows = pools.budget, len(pools)
+    starts, multiple = np.arange(num_rows), budget.row_multiple
+    tokens, available = np.minimum(caps - STEP_COST, budget.token_budget), pools.max_end - starts
 
     def most_rows(lengths: np.ndarray) -> np.ndarray:
-        unit = model.token * lengths + model.square * lengths * lengths
-        by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
-        max_rows = np.minimum(by_cost, budget.token_budget // lengths)
+        max_rows = tokens // lengths
         is_cut = (max_rows > multiple) & (max_rows < available)  # the last samples go together, whatever their number
         friendly: np.ndarray = np.where(is_cut, max_rows // multiple * multiple, max_rows)
         return friendly
 
     ends = np.minimum(starts + np.maximum(most_rows(pools.length), 1), pools.max_end)
     starts = np.broadcast_to(starts, ends.shape)
-    if model.patch:
-        low, high = starts + 1, ends
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            fits = pools.costs(starts, middle) <= caps
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-        ends = low
     if budget.collation.has_dummies:
         while True:
-            collated, lengths, patches, attention = pools.shapes(starts, ends)
+            collated, lengths, patches = pools.shapes(starts, ends)
             count, padded = ends - starts, collated * lengths
-            exceeds = (budget.excess(padded, patches) > 0) | (model.of(padded, patches, attention) > caps)
-            exceeds &= count > 1
+            exceeds = ((budget.excess(padded, patches) > 0) | (STEP_COST + padded > caps)) & (count > 1)
             if not exceeds.any():
                 break
             fewer = np.maximum(np.minimum(count - 1, most_rows(lengths)), 1)
@@ -170,8 +143,6 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
 
 Group = tuple[int, int]
 """A stretch [start, end) of the sorted samples."""
-PoolGroup = tuple[int, np.ndarray]
-"""A pool and a group of its samples, as positions in the table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +172,7 @@ def make_cut(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
     pool = np.repeat(np.arange(len(groups)), sizes)
     starts, ends = np.array([group for of_pool in groups for group in of_pool], dtype=np.int64).reshape(-1, 2).T
     costs = pools.costs(starts, ends)
-    _, _, patches, _ = pools.shapes(starts, ends)
+    _, _, patches = pools.shapes(starts, ends)
     order = np.lexsort((starts, -patches, -costs, pool))
     steps = (np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // pools.slots
     largest = by_number(steps, costs[order], int(steps.max(initial=-1)) + 1, np.maximum)
@@ -212,36 +183,9 @@ def groups_of_cut(pools: Pools, cut: Cut) -> list[list[PoolGroup]]:
     """By micro-step."""
     steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
     for step, pool, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
-        steps[step].append((pool, pools.group(start, end)))
+        # The shortest first: dummy media added to the first row then rarely make it the longest.
+        steps[step].append((pool, pools.index[start:end][::-1]))
     return steps
-
-
-def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
-    """Give each group of a micro-step to the rank that already holds most of its samples; at most one to each rank.
-
-    groups: at most `num_ranks`, as positions in the table. owner_rank: of each position the rank that holds it.
-    """
-    assigned: list[np.ndarray | None] = [None] * num_ranks
-    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    pairs, counts = np.unique(group_of * num_ranks + owner_rank[np.concatenate(groups)], return_counts=True)
-    unassigned = dict.fromkeys(range(len(groups)))
-    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
-        group, rank = divmod(pair, num_ranks)
-        if assigned[rank] is None and group in unassigned:
-            assigned[rank] = groups[group]
-            del unassigned[group]
-    free = (rank for rank in range(num_ranks) if assigned[rank] is None)
-    for group, rank in zip(unassigned, free):
-        assigned[rank] = groups[group]
-    return assigned
-
-
-def place(groups: Sequence[PoolGroup], owner_rank: np.ndarray, num_ranks: int, slots: int) -> list[np.ndarray | None]:
-    """The group of each rank in a micro-step: where `slots` ranks share a pool any group, else that of its own pool."""
-    if slots > 1:
-        return assign_to_ranks([group for _, group in groups], owner_rank, num_ranks)
-    of_rank = dict(groups)
-    return [of_rank.get(rank) for rank in range(num_ranks)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,13 +254,13 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
     Best where few ranks share the samples, or micro-steps are few: long samples then get another cap than short ones.
     For a single rank, which waits for nobody, it is the cheapest cut of all for the values of caps that are tried.
     """
-    model, num_rows = pools.model, len(pools)
+    num_rows = len(pools)
     starts, highest = np.arange(num_rows), int(pools.cap_range[1].max())
     num_caps = min(MAX_CAPS, MAX_STATES // num_rows)
-    if num_caps < MIN_CAPS or highest <= model.fixed:
+    if num_caps < MIN_CAPS or highest <= STEP_COST:
         return None
-    spacing = -(-(highest - model.fixed) // num_caps)
-    caps = np.arange(highest, model.fixed, -max(spacing, 1))
+    spacing = -(-(highest - STEP_COST) // num_caps)
+    caps = np.arange(highest, STEP_COST, -max(spacing, 1))
     while True:
         ends = next_ends(pools, caps[:, None])
         following = _after(ends, pools.slots)
@@ -338,7 +282,7 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
         # Once more, with the values between those that were used and the next lower ones.
         between = spacing * np.arange(finer) // finer
         caps, spacing = np.unique(np.array(sorted(used))[:, None] - between)[::-1], 1
-        caps = np.append(highest, caps[(caps > model.fixed) & (caps < highest)])
+        caps = np.append(highest, caps[(caps > STEP_COST) & (caps < highest)])
 
 
 def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[Group]:
@@ -366,7 +310,7 @@ def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[G
 def _fits(pools: Pools, start: int, end: int) -> bool:
     """Whether a group is within the budgets, as collated (I4)."""
     starts, ends = np.array([start]), np.array([end])
-    count, length, patches, _ = pools.shapes(starts, ends)
+    count, length, patches = pools.shapes(starts, ends)
     return end - start == 1 or not pools.budget.excess(count * length, patches).any()
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, Cost, Media
+from odb_factory.planner.cost import Budget, Cost
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples that a rank holds, as integers: sent to the other ranks.
@@ -31,7 +32,6 @@ ROW = np.dtype(
         ("has_media", "?"),
         ("leading_label", "?"),
         ("has_audio", "?"),
-        *((name, "<i4") for name in Media._fields),
     ]
 )
 """A sample: its `Cost`, the size of its features (bytes), its position in the optimizer step (where steps are kept),
@@ -68,21 +68,111 @@ def make_metadata(
             cost.has_media,
             cost.leading_label,
             cost.has_audio,
-            *cost.by_modality,
         )
         for cost, age, size, position in zip(costs, ages, sizes or zeros, positions or zeros)
     ]
     return BufferMetadata(np.array(rows, dtype=ROW), exhausted)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The samples that a plan is made of.
+
+MAX_REDISTRIBUTED_BYTES = 1 << 28
+"""If a rank holds more than this (256 MiB), samples stay where they are: it might have to send all of them."""
+
+
+def pool(buffers: Sequence[BufferMetadata]) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """The samples of all ranks as one array of `ROW`, where those of each rank start in it, and the rank of each."""
+    sizes = [len(buffer.rows) for buffer in buffers]
+    starts = np.cumsum([0, *sizes]).tolist()
+    table = np.empty(starts[-1], ROW)  # numpy.concatenate compares the fields of structured arrays, one by one
+    for buffer, start, end in zip(buffers, starts, starts[1:]):
+        table[start:end] = buffer.rows
+    return table, starts, np.repeat(np.arange(len(buffers)), sizes)
+
+
+def exceeds_limit(buffers: Sequence[BufferMetadata]) -> bool:
+    """Whether the samples of any of several ranks are too heavy to travel (bytes)."""
+    return (
+        len(buffers) > 1
+        and max(int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers) > MAX_REDISTRIBUTED_BYTES
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Samples:
+    """Samples to cut into groups.
+
+    table: of all ranks, an array of `ROW`. starts: as in `Plan`. owner: the rank that holds each sample of the table.
+    index: the samples to cut, as positions in the table [n]. pool: of each of them the ranks it may go to: one pool for
+    all ranks that share their samples, or one for each rank [n]. slots: ranks that share a pool.
+    """
+
+    table: np.ndarray
+    starts: list[int]
+    owner: np.ndarray
+    index: np.ndarray
+    pool: np.ndarray
+    slots: int
+    budget: Budget
+
+    @classmethod
+    def held_by(cls, buffers: Sequence[BufferMetadata], budget: Budget, *, balance: bool) -> Samples:
+        """All of them. balance: ranks share them, unless they are too heavy to travel."""
+        table, starts, owner = pool(buffers)
+        shares = balance and len(buffers) > 1 and not exceeds_limit(buffers)
+        return cls(
+            table=table,
+            starts=starts,
+            owner=owner,
+            index=np.arange(len(table)),
+            pool=np.zeros_like(owner) if shares else owner,
+            slots=len(buffers) if shares else 1,
+            budget=budget,
+        )
+
+    @property
+    def rows(self) -> np.ndarray:
+        rows: np.ndarray = self.table[self.index]
+        return rows
+
+    def of(self, chosen: np.ndarray) -> Self:
+        """Some of them, as positions in these."""
+        return replace(self, index=self.index[chosen], pool=self.pool[chosen])
+
+
+PoolGroup = tuple[int, np.ndarray]
+"""A pool and a group of its samples, as positions in the table."""
 Steps = list[list[np.ndarray | None]]
 """For each micro-step the group of every rank, as positions in the table; None: the rank idles."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def to_ranks(steps: Sequence[Sequence[PoolGroup]], samples: Samples) -> Steps:
+    """Where ranks share a pool any rank takes any group of a micro-step, else that of its own pool."""
+    num_ranks = len(samples.starts) - 1
+    if samples.slots > 1:
+        return [_assigned([group for _, group in step], samples.owner, num_ranks) for step in steps]
+    return [[of_pool.get(rank) for rank in range(num_ranks)] for of_pool in map(dict, steps)]
 
-MAX_REDISTRIBUTED_BYTES = 1 << 28
-"""If a rank holds more than this (256 MiB), samples stay where they are: it might have to send all of them."""
+
+def _assigned(groups: Sequence[np.ndarray], owner: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
+    """Give each group of a micro-step to the rank that already holds most of its samples; at most one to each rank."""
+    assigned: list[np.ndarray | None] = [None] * num_ranks
+    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    pairs, counts = np.unique(group_of * num_ranks + owner[np.concatenate(groups)], return_counts=True)
+    unassigned = dict.fromkeys(range(len(groups)))
+    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
+        group, rank = divmod(pair, num_ranks)
+        if assigned[rank] is None and group in unassigned:
+            assigned[rank] = groups[group]
+            del unassigned[group]
+    free = (rank for rank in range(num_ranks) if assigned[rank] is None)
+    for group, rank in zip(unassigned, free):
+        assigned[rank] = groups[group]
+    return assigned
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +180,7 @@ class MicroStepTotals:
     """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as collated.
 
     padded_tokens: rows x padded row length, or, where the layout is flat, tokens, dummy media and what the total is
-    rounded up by. attention: rows x padded row length squared, or, where it is flat, the sum of squared lengths of all
-    segments. max_rank_tokens, max_rank_patches, max_rank_attention: the most of any rank, for which all wait.
+    rounded up by. max_rank_tokens, max_rank_patches: the most of any rank, for which all wait.
     moved: samples that travel to another rank for this step.
     """
 
@@ -103,15 +192,14 @@ class MicroStepTotals:
     active_ranks: int = 0
     max_rank_tokens: int = 0
     max_rank_patches: int = 0
-    max_rank_attention: int = 0
     moved: int = 0
 
 
-MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
+MAXIMA = ("max_rank_tokens", "max_rank_patches")
 
 
 def sum_totals(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
-    """Of a micro-step of several groups of ranks, or of several micro-steps."""
+    """Of several micro-steps."""
     columns = zip(*map(astuple, totals))
     names = (item.name for item in fields(MicroStepTotals))
     return MicroStepTotals(*(max(ns) if name in MAXIMA else sum(ns) for name, ns in zip(names, columns)))
@@ -144,55 +232,31 @@ class Plan:
         return any(step.moved for step in self.totals)
 
 
-def pool(buffers: Sequence[BufferMetadata]) -> tuple[np.ndarray, list[int], np.ndarray]:
-    """The samples of all ranks as one array of `ROW`, where those of each rank start in it, and the rank of each."""
-    sizes = [len(buffer.rows) for buffer in buffers]
-    starts = np.cumsum([0, *sizes]).tolist()
-    table = np.empty(starts[-1], ROW)  # numpy.concatenate compares the fields of structured arrays, one by one
-    for buffer, start, end in zip(buffers, starts, starts[1:]):
-        table[start:end] = buffer.rows
-    return table, starts, np.repeat(np.arange(len(buffers)), sizes)
-
-
-def exceeds_limit(buffers: Sequence[BufferMetadata]) -> bool:
-    """Whether the samples of any of several ranks are too heavy to travel (bytes)."""
-    return (
-        len(buffers) > 1
-        and max(int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers) > MAX_REDISTRIBUTED_BYTES
-    )
-
-
-def to_plan(
-    steps: Steps, table: np.ndarray, starts: list[int], owner_rank: np.ndarray, budget: Budget, final: bool
-) -> Plan:
+def to_plan(steps: Steps, samples: Samples, final: bool) -> Plan:
     """The plan of these micro-steps, with the totals of each."""
     groups = [[[] if group is None else group.tolist() for group in rank] for rank in zip(*steps)] or [
-        [] for _ in starts[1:]
+        [] for _ in samples.starts[1:]
     ]
-    totals = [_totals(table, owner_rank, step, budget) for step in steps]
-    return Plan(groups, starts, totals, final)
+    return Plan(groups, samples.starts, [_totals(samples, step) for step in steps], final)
 
 
-def _totals(
-    table: np.ndarray, owner_rank: np.ndarray, step: Sequence[np.ndarray | None], budget: Budget
-) -> MicroStepTotals:
+def _totals(samples: Samples, step: Sequence[np.ndarray | None]) -> MicroStepTotals:
     present = {rank: group for rank, group in enumerate(step) if group is not None}
     if not present:
         return MicroStepTotals()
     busy = list(present)
     chosen = np.concatenate(list(present.values()))
-    rows, sizes = table[chosen], np.array([len(group) for group in present.values()])
+    rows, sizes = samples.table[chosen], np.array([len(group) for group in present.values()])
     starts = np.cumsum(sizes) - sizes
-    moved = owner_rank[chosen] != np.repeat(busy, sizes)
+    moved = samples.owner[chosen] != np.repeat(busy, sizes)
 
     def sums(values: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values.astype(np.int64), starts)
 
-    tokens, row_tokens = rows["tokens"].astype(np.int64), rows["row_tokens"].astype(np.int64)
-    collated_rows, lengths, patches, attention = budget.collated(
+    row_tokens = rows["row_tokens"].astype(np.int64)
+    collated_rows, lengths, patches = samples.budget.collated(
         count=sizes,
-        tokens=sums(tokens),
-        squares=sums(tokens**2),
+        tokens=sums(rows["tokens"]),
         patches=sums(rows["patches"]),
         media=sums(rows["has_media"]),
         audio=sums(rows["has_audio"]),
@@ -202,13 +266,12 @@ def _totals(
     collated = collated_rows * lengths
     return MicroStepTotals(
         samples=len(rows),
-        tokens=int(tokens.sum()),
+        tokens=int(rows["tokens"].sum(dtype=np.int64)),
         padded_tokens=int(collated.sum()),
         patches=int(patches.sum()),
         units=int(rows["units"].sum(dtype=np.int64)),
         active_ranks=len(busy),
         max_rank_tokens=int(collated.max()),
         max_rank_patches=int(patches.max()),
-        max_rank_attention=int(attention.max()),
         moved=int(moved.sum()),
     )

@@ -2,17 +2,15 @@
 
 The Trainer's accumulation is 1, so that it counts optimizer steps, and it skips no batches after a resume, because the
 loader starts at the right place. It makes no pass over all data beforehand to count tokens.
-Checkpoints and experiment trackers are shown the user's arguments, and DeepSpeed's engine is made for an accumulation
-of 1 as well.
+DeepSpeed's engine is made for an accumulation of 1 as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copyreg
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from transformers import TrainerCallback
 
 GAS, TRAIN_BATCH, MICRO_BATCH = "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
 RUNNING = {
@@ -22,76 +20,74 @@ RUNNING = {
 }
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, /, **attributes: Any) -> Iterator[None]:
+def replaced(owner: Any, /, **attributes: Any) -> contextlib.AbstractContextManager[None]:
     """Within it an object has these attributes of its own; afterwards it has what it had."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    return _updated(vars(owner), attributes)
+
+
+@contextlib.contextmanager
+def _updated(mapping: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: mapping[name] for name in values if name in mapping}
+    mapping.update(values)
     try:
         yield
     finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+        for name in values:
+            mapping.pop(name, None)
+        mapping.update(before)
 
 
-class RunArguments(TrainerCallback):
-    """Training arguments, switched between the user's values (`show`) and those of a run (`hide`). The last callback:
-    when training begins the others have seen the user's arguments.
+class RunArguments:
+    """Training arguments, which have the values of a run from `hide` to `close`. As a dict, as JSON and pickled, which
+    trackers and checkpoints take them as, they are the user's.
 
-    accumulation, counts_tokens, restarts_epoch: the user's `gradient_accumulation_steps`, `include_tokens_per_second`
-    and `ignore_data_skip`."""
+    user_values: of what is hidden. accumulation: the user's `gradient_accumulation_steps`.
+    """
 
     def __init__(self, trainer: Any):
-        self._args, self._world_size = trainer.args, trainer.args.world_size
-        self._running: dict[str, Any] = {name: value for name, value in RUNNING.items() if hasattr(trainer.args, name)}
-        self._engine_configs = _deepspeed_configs(trainer)
-        self._keep()
+        self._args, self._engine_configs = trainer.args, _deepspeed_configs(trainer)
+        self.user_values: dict[str, Any] = {}
+        self._restore = contextlib.ExitStack()
 
-    def _keep(self) -> None:
-        self._user_values = {name: getattr(self._args, name) for name in self._running}
-        self.accumulation: int = self._user_values[GAS]
-        self.counts_tokens = bool(self._user_values.get("include_tokens_per_second"))
-        self.restarts_epoch = bool(self._user_values.get("ignore_data_skip"))
+    @property
+    def accumulation(self) -> int:
+        return getattr(self._args, GAS) if GAS not in self.user_values else self.user_values[GAS]
 
-    @contextlib.contextmanager
-    def set_by_trial(self) -> Iterator[None]:
-        """Within it a trial of a search sets them: these are the user's from then on."""
-        with self.shown():
-            yield
-            self._keep()
-
-    @contextlib.contextmanager
-    def changed(self) -> Iterator[None]:
-        """Within it they are as a run needs them, for the Trainer and for DeepSpeed."""
-        before = [{key: config[key] for key in (GAS, TRAIN_BATCH) if key in config} for config in self._engine_configs]
+    def hide(self) -> None:
+        """From here on they are as a run needs them, for the Trainer and for DeepSpeed."""
+        args, kind = self._args, type(self._args)
+        self.user_values.update({name: getattr(args, name) for name in RUNNING if hasattr(args, name)})
         for config in self._engine_configs:
-            config[GAS] = 1
+            sizes = {}
             if isinstance(config.get(MICRO_BATCH), int):
-                config[TRAIN_BATCH] = config[MICRO_BATCH] * self._world_size
-        self.hide()
-        try:
-            yield
-        finally:
-            self.show()
-            for config, values in zip(self._engine_configs, before):
-                for key in (GAS, TRAIN_BATCH):
-                    config.pop(key, None)
-                config.update(values)
+                sizes[TRAIN_BATCH] = config[MICRO_BATCH] * args.world_size
+            self._restore.enter_context(_updated(config, {GAS: 1, **sizes}))
+        self._restore.enter_context(_updated(vars(args), {name: RUNNING[name] for name in self.user_values}))
+        self._restore.callback(setattr, args, "__class__", kind)
+        args.__class__ = _shows(kind, self.user_values)
+
+    def close(self) -> None:
+        self._restore.close()
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Within it they are as the user gave them."""
-        return replaced(self._args, **self._user_values)
+        return replaced(self._args, **self.user_values)
 
-    def show(self) -> None:
-        vars(self._args).update(self._user_values)
 
-    def hide(self) -> None:
-        vars(self._args).update(self._running)
+def _shows(kind: type, user_values: Mapping[str, Any]) -> type:
+    """The class of arguments as a subclass whose copies, pickled ones too, and dicts have these values."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.hide()
+    class Shows(kind):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return copyreg._reconstructor, (kind, object, None), vars(self) | user_values  # type: ignore[attr-defined]
+
+        def to_dict(self) -> dict[str, Any]:
+            with replaced(self, **user_values):
+                values: dict[str, Any] = super().to_dict()
+            return values
+
+    Shows.__name__, Shows.__qualname__, Shows.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Shows
 
 
 def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:

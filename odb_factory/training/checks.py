@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch.nn.modules.dropout import _DropoutNd
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory import memory
@@ -23,6 +24,7 @@ from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.pool import look
 from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import models_of, unwrapped
 from odb_factory.model.unpad import UnpadDoor
@@ -30,6 +32,8 @@ from odb_factory.planner import Collation
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.refusals import GRADIENTS_LOST, Refusal, Settings, offloads_optimizer, refuse
 from odb_factory.training.arguments import replaced
+
+logger = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
@@ -48,6 +52,8 @@ TRIES = 20
 """Batches tried for whether a trainer makes rows of its own: TRL's GKDTrainer draws for each batch whether it does."""
 PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or use LLaMA-Factory's stages dpo, rm, kto"
 """What trains on pairs with odb."""
+LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
+"""Packages whose trainers, in training, read only the loss of a model's output."""
 ENGINES = ("torch", "accelerate", "deepspeed", "transformers")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
 
@@ -180,78 +186,62 @@ def check_trainer(trainer: Any) -> None:
 
 
 class _Stopped(Exception):
-    """A probe of a trainer has seen what it looks for. batch: that the loss is given; None: rows are generated."""
-
-    def __init__(self, batch: Any = None):
-        super().__init__()
-        self.batch = batch
+    """A probe of a trainer has seen the batch that its loss is given; None: rows are generated."""
 
 
-def row_alone(trainer: Any, parts: DataLoaderParts) -> Any:
-    """The batch of the first row; None if the trainer's methods are transformers' own, for which nobody needs it, and
-    if it cannot be made, which is reported where rows are read."""
-    if all(_is_of_transformers(trainer, name) for name in ("compute_loss", "training_step", "_prepare_inputs")):
-        return None
-    with kept_random_numbers(), contextlib.suppress(Exception):
-        return parts.collate_fn([look(parts, operator.itemgetter(0))])
-    return None
+def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
+    """Raise `ConfigError` for a trainer that trains on other rows than its dataloader yields, as those do that generate
+    answers while they train, or that compares the rows of a sample, such as pairs. Transformers' methods do neither.
 
-
-def check_pairs(trainer: Any, batch: Any) -> None:
-    """Raise `ConfigError` for a trainer with a loss of its own over several rows of a sample, such as pairs.
-
-    batch: of one sample.
+    The trainer's own `training_step` runs on the batch of the first row up to its loss, or to the model's `generate`:
+    nothing is computed. A `_prepare_inputs` of its own that fails there counts as one that makes rows, because it may
+    need what exists only in a training (a server for generation, a whole group of rows).
     """
-    collation = trainer.odb.collation
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    is_told = collation is not None and collation.rows > 1
-    if is_told or not isinstance(ids, torch.Tensor) or len(ids) == 1 or _is_of_transformers(trainer, "compute_loss"):
-        return
-    raise ConfigError(
-        f"trainer: a {type(trainer).__name__} makes {len(ids)} rows of a sample and compares them in its own "
-        f"compute_loss, which odb does not support; {PAIRS}, or train without odb."
-    )
-
-
-def check_keeps_rows(trainer: Any, batch: Any) -> None:
-    """Raise `ConfigError` for a trainer that trains on other rows than its dataloader yields, as those do that
-    generate answers while they train.
-
-    The trainer's own `training_step` runs on the batch up to its loss, or to the model's `generate`: nothing is
-    computed. A `_prepare_inputs` of its own that fails there counts as one that makes rows, because it may need what
-    exists only in a training (a server for generation, a whole group of rows). Transformers' own methods are not tried.
-    """
-    own = [name for name in ("training_step", "_prepare_inputs") if not _is_of_transformers(trainer, name)]
+    methods = ("compute_loss", "training_step", "_prepare_inputs")
+    own = [name for name in methods if not _is_of_transformers(trainer, name)]
     if not own:
         return
+    try:
+        with kept_random_numbers():
+            batch: Any = parts.collate_fn([look(parts, operator.itemgetter(0))])
+    except Exception:  # reported where rows are read
+        return
+    kind, collation = type(trainer).__name__, trainer.odb.collation
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    num_rows = len(ids) if isinstance(ids, torch.Tensor) and (collation is None or collation.rows == 1) else 1
+    if num_rows != 1 and "compute_loss" in own:
+        raise ConfigError(
+            f"trainer: a {kind} makes {num_rows} rows of a sample and compares them in its own compute_loss, which odb "
+            f"does not support; {PAIRS}, or train without odb."
+        )
 
-    def stop(*args: Any, **kwargs: Any) -> None:
-        raise _Stopped
+    def generate(*args: Any, **kwargs: Any) -> None:
+        raise _Stopped(None)
 
-    def stop_at_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+    def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         raise _Stopped(inputs)
 
     why = None
     with contextlib.ExitStack() as probe:
         probe.enter_context(kept_random_numbers(trainer.args.device))
-        probe.enter_context(replaced(trainer, compute_loss=stop_at_loss))
+        probe.enter_context(replaced(trainer, compute_loss=compute_loss))
         for model in {id(model): model for model in (trainer.model, unwrapped(trainer.model))}.values():
-            probe.enter_context(replaced(model, generate=stop))
-        for _ in range(TRIES):
+            probe.enter_context(replaced(model, generate=generate))
+        for _ in range(TRIES if own != ["compute_loss"] else 0):
             try:
                 trainer.training_step(trainer.model, copy.deepcopy(batch), None)
             except _Stopped as stopped:
-                if stopped.batch is None:
+                if stopped.args[0] is None:
                     why = "generates answers while it trains"
-                elif not _has_rows_of(stopped.batch, batch):
+                elif not _has_rows_of(stopped.args[0], batch):
                     why = "trains on other rows than its dataloader yields"
             except Exception as error:
                 if "_prepare_inputs" in own:
                     why = f"makes its rows in its _prepare_inputs, which fails before training ({one_line(error)})"
             if why is not None:
                 raise ConfigError(
-                    f"trainer: a {type(trainer).__name__} {why}, so the lengths of its rows are not known when micro-"
-                    "batches are planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
+                    f"trainer: a {kind} {why}, so the lengths of its rows are not known when micro-batches are "
+                    "planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
                 )
 
 
@@ -357,6 +347,45 @@ def _origin(function: Any) -> str:
 def why_no_door(trainer: Any) -> str | None:
     """Why what a trainer reads of its rows cannot come from the door at a model's output embedding; None: it can."""
     return next((why for model in models_of(trainer) if (why := UnpadDoor(model).reason) is not None), None)
+
+
+def overriding_compute_loss(trainer: Any) -> list[type]:
+    """Classes with a `compute_loss` that may read the outputs of a model or change its loss, the first called first."""
+    kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
+    return [kind for kind in kinds if not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY)]
+
+
+def why_logits(trainer: Any) -> str | None:
+    """Why the logits of a micro-batch are needed beside the model's own loss; None if only the loss is."""
+    for kind in overriding_compute_loss(trainer):
+        return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logged once at the start: what a user may not expect of the model and its loss.
+
+
+def log_what_differs(trainer: Any) -> None:
+    random = []
+    for name, module in trainer.model.named_modules():  # those of attention keep their rate as a number
+        keys = ("p",) if isinstance(module, _DropoutNd) else ("attention_dropout", "dropout")
+        rates = [rate for key in keys if isinstance(rate := vars(module).get(key), float) and rate > 0]
+        random += [f"{name}: {rate:g}" for rate in rates[:1]]
+    if random:
+        logger.info(
+            "dropout is active in the model (%s%s): its random masks are drawn for each micro-batch, so losses differ "
+            "from stock's as with another seed",
+            random[0],
+            f" and {len(random) - 1} more" if len(random) > 1 else "",
+        )
+    if trainer.args.neftune_noise_alpha is not None:
+        logger.info(
+            "neftune_noise_alpha: %g: the noise of a sample goes by its own length (padded micro-batches: by that of "
+            "its row), in stock by that of its row, padded to the longest of its micro-batch; so shorter samples have "
+            "more noise than in stock, but for per_device_train_batch_size: 1",
+            trainer.args.neftune_noise_alpha,
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -37,16 +37,16 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX, Observer
 from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean, dismantle
 from odb_factory.data.pool import why_not_observed
-from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass, shards_parameters
 from odb_factory.planner import Cost
 from odb_factory.training.arguments import replaced
+from odb_factory.training.checks import overriding_compute_loss
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.stock import measure_evaluation, short_rows
-from odb_factory.training.trainer_loss import overriding_compute_loss
 
 logger = get_logger(__name__)
 
@@ -209,7 +209,7 @@ class Evaluation:
         if isinstance(inputs, MicroBatchInputs):
             box = [inputs.collated]
             del inputs.collated  # the box holds the only reference
-            return self._predict_in_parts(forward, box, None)
+            return self._predict_in_parts(forward, box)
         first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
         num_rows = min(max(self._rows - first, 0), self._batch_size)
         rows = find_batch_size(inputs) if self._counts_repeated else num_rows
@@ -219,11 +219,8 @@ class Evaluation:
         self._count(loss, weight, range(first, first + (rows or 0)), logits, labels)
         return loss
 
-    def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated], samples: list[Sample] | None) -> Any:
-        """A micro-batch; where memory does not hold it, and no other rank waits in its forward, in two parts.
-
-        samples: its own; None: those of a micro-batch of the plan.
-        """
+    def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated]) -> Any:
+        """A micro-batch; where memory does not hold it, and no other rank waits in its forward, in two parts."""
         (micro_batch, measured), before = box[0][:2], dict(self._figures)
         try:
             return self._predict_micro_batch(forward, *box.pop())
@@ -248,9 +245,8 @@ class Evaluation:
             measured.length,
             self.loader.budget.within(self.loader.lowered),
         )
-        samples = self.loader.samples_of(micro_batch) if samples is None else samples
-        for part in cut((micro_batch, samples), self.loader.budget):
-            loss = self._predict_in_parts(forward, [self.loader.collate(*part)], part[1])
+        for part in cut(micro_batch, self.loader.budget):
+            loss = self._predict_in_parts(forward, [self.loader.collate(part)])
         return loss
 
     def _predict_micro_batch(

@@ -8,7 +8,7 @@ import functools
 import json
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from odb_factory.accounting.statistics import Computing
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.ranks import ring_of
-from odb_factory.data.samples import OUT_OF_MEMORY, Measured, MicroBatch, Task
+from odb_factory.data.samples import OUT_OF_MEMORY, Measured, MicroBatch
 from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
 from odb_factory.memory import is_out_of_memory
@@ -230,20 +230,19 @@ class DDP:
 # synchronised when every rank has reported that its part of the optimizer step went through.
 
 
-def cut(task: Task, budget: Budget) -> list[Task]:
+def cut(micro_batch: MicroBatch, budget: Budget) -> tuple[MicroBatch, MicroBatch]:
     """Two parts of which the larger is as small as can be: by tokens or patches as collated, whichever is more.
 
     There are two samples or more. budget: of the plan, which knows what the collator adds.
     """
-    micro_batch, samples = task
-    costs = [sample.cost for sample in samples]
+    costs = [sample.cost for sample in micro_batch.light]
     rows, length, patches = budget.shape(costs)
 
     def share(part: tuple[int, int, int]) -> float:
         return max(part[0] * part[1] / (rows * length), part[2] / max(patches, 1))
 
     at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(part)) for part in (costs[:at], costs[at:])))
-    return list(zip(micro_batch.cut(at), (samples[:at], samples[at:])))
+    return micro_batch.cut(at)
 
 
 COLLECTIVES = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
@@ -254,11 +253,11 @@ MOST_LOST = 0.5
 
 @dataclass(slots=True)
 class _Attempt:
-    """An optimizer step on this rank. tasks: the parts of each micro-batch; done: those computed since the step was
-    restarted; losses: theirs. cuts, lost (of each row left out the share of the loss of the step), lowered: since the
-    first attempt."""
+    """An optimizer step on this rank. parts: of each micro-batch; done: those computed since the step was restarted;
+    losses: theirs. cuts, lost (of each row left out the share of the loss of the step), lowered: since the first
+    attempt."""
 
-    tasks: list[list[Task]] = field(default_factory=list)
+    parts: list[list[MicroBatch]] = field(default_factory=list)
     done: list[list[Computing]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     cuts: int = 0
@@ -288,15 +287,14 @@ class RestartedSteps:
             box = [collated]
             del collated  # the box holds the only reference
             micro_batch = box[0][0]
-            task = micro_batch, loader.samples_of(micro_batch)
-            step.tasks.append([task])
+            step.parts.append([micro_batch])
             step.done.append([])
-            is_done = self._runs(step, task, box)
+            is_done = self._runs(step, box)
             while not is_done:
                 self._synchronizer.zero_grad()
-                step.done, step.losses = [[] for _ in step.tasks], []
-                tasks = [task for tasks in step.tasks for task in tasks]
-                is_done = all(self._runs(step, task, [loader.collate(*task)]) for task in tasks)
+                step.done, step.losses = [[] for _ in step.parts], []
+                parts = [part for parts in step.parts for part in parts]
+                is_done = all(self._runs(step, [loader.collate(part)]) for part in parts)
             if not micro_batch.ends_optimizer_step:
                 trainer.control = trainer.callback_handler.on_substep_end(trainer.args, trainer.state, trainer.control)
         self._agree(step)
@@ -304,7 +302,7 @@ class RestartedSteps:
             self.run.accounting.count(done)
         return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
 
-    def _runs(self, step: _Attempt, task: Task, box: list[Collated]) -> bool:
+    def _runs(self, step: _Attempt, box: list[Collated]) -> bool:
         """Forward and backward of a part; False if memory did not hold it, and it was cut in two, left out, or is to
         run again with recomputation.
 
@@ -322,7 +320,7 @@ class RestartedSteps:
             if not is_out_of_memory(error):
                 raise
             repeats = recompute is not None and recompute.lower(measured)
-            if not repeats and (oom == "raise" or micro_batch.idle or (len(task[1]) == 1 and not skips)):
+            if not repeats and (oom == "raise" or micro_batch.idle or (len(micro_batch.light) == 1 and not skips)):
                 raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
             description = self.watch.describe(micro_batch, measured, run.optimizer_steps + 1)
             forget(error)
@@ -339,15 +337,15 @@ class RestartedSteps:
             logger.warning("%s; it runs again with gradient checkpointing, as do later ones of its size", description)
             return False
         step.lowered = self.watch.lower(measured).least(step.lowered)
-        tasks = step.tasks[micro_batch.index]
-        at = tasks.index(task)
+        parts = step.parts[micro_batch.index]
+        at = parts.index(micro_batch)
         if skips:
-            causes = dict.fromkeys(micro_batch.ids, description)
-            step.lost += run.accounting.leave_out(micro_batch, causes, OUT_OF_MEMORY)
-            tasks[at] = micro_batch.only(()), [run.loader.stand_in(task[1])]
+            failed = tuple((sample, description) for sample in micro_batch.samples)
+            step.lost += run.accounting.leave_out(failed, OUT_OF_MEMORY)
+            parts[at] = replace(micro_batch.only((), failed), light=[run.loader.stand_in(micro_batch.light)])
         else:
             step.cuts += 1
-            tasks[at : at + 1] = cut(task, run.loader.budget)
+            parts[at : at + 1] = cut(micro_batch, run.loader.budget)
         done = "skip: it is left out" if skips else "split: it is cut in two"
         logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", description, done)
         return False

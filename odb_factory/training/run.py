@@ -31,14 +31,6 @@ SAMPLES_TO_JUDGE_BY = 256
 """Lengths often vary as much as their mean, so the mean of 256 random ones is known to about 6 %."""
 
 
-def scale_learning_rate(optimizer: Any, factor: float) -> None:
-    """Multiply the learning rate of every parameter group, before a scheduler is made for them; once each."""
-    for group in optimizer.param_groups:
-        if "odb_lr_factor" not in group:
-            group["lr"] *= factor
-            group["odb_lr_factor"] = factor
-
-
 class FillSchedule:
     """Does nothing to a run whose steps are known: then `lr_scale` is none, and its scheduler counts steps itself.
 
@@ -63,14 +55,15 @@ class FillSchedule:
             rest = (share - self._share_warm) / max(1.0 - self._share_warm, 1e-12)
             self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
 
-    def learning_rate_factor(self) -> float:
-        """The factor of `lr_scale`: the samples of an optimizer step, estimated from the first plan, as a multiple of
-        those of stock (rows of a batch x accumulation x ranks), linear or sqrt.
+    def scale(self, optimizer: Any, scheduler: Any) -> None:
+        """Multiply the learning rates by the factor of `lr_scale`: the samples of an optimizer step, estimated from the
+        first plan, as a multiple of those of stock (rows of a batch x accumulation x ranks), linear or sqrt.
 
-        Raises `ConfigError` if the first window need not be like the rest: few samples, or an order that is not random.
+        Before the first optimizer step; a checkpoint has rates that are multiplied already. Raises `ConfigError` if the
+        first window need not be like the rest: few samples, or an order that is not random.
         """
         if self._lr_factor is not None or self.config.lr_scale == "none":
-            return self._lr_factor or 1.0
+            return
         config, num_samples = self.config, self.loader.num_samples
         name, window = f"odb.lr_scale: {config.lr_scale!r}", config.buffer_size * self.loader.world_size
         if num_samples is None:
@@ -88,15 +81,19 @@ class FillSchedule:
         rule = self.loader.rule
         of_stock = rule.batch_size * rule.accumulation * self.loader.world_size
         ratio = samples / of_stock
-        self._lr_factor = ratio if config.lr_scale == "linear" else math.sqrt(ratio)
+        self._lr_factor = factor = ratio if config.lr_scale == "linear" else math.sqrt(ratio)
+        for group in optimizer.param_groups:
+            group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
         logger.info(
             "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, %d by the training arguments)",
-            self._lr_factor,
+            factor,
             config.lr_scale,
             samples,
             of_stock,
         )
-        return self._lr_factor
 
     def steps_of_schedule(self, expected: int, warmup_steps: float) -> int:
         """The optimizer steps that a schedule is drawn over. warmup_steps: of the training arguments."""
@@ -118,22 +115,6 @@ class FillSchedule:
         elif "metrics" not in inspect.signature(scheduler.step).parameters:
             name, steps = type(scheduler).__name__, self.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
-
-    def take_over(self, source: FillSchedule, optimizer: Any, scheduler: Any) -> None:
-        """Estimate by the loader of `source`, before the first optimizer step: optimizer and scheduler, which follows
-        this schedule, were made by the estimates of its own."""
-        before = self.learning_rate_factor()
-        self.loader, self.config, self._lr_factor = source.loader, source.config, source._lr_factor
-        ratio = self.learning_rate_factor() / before
-        if ratio == 1.0:
-            return
-        for group in optimizer.param_groups:
-            for name in ("lr", "initial_lr", "odb_lr_factor"):
-                if name in group:
-                    group[name] *= ratio
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
     STATE = ("_lr_factor", "total_steps", "warmup_steps", "position", "_share_warm")
 

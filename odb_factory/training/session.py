@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
 from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean, dismantle
 from odb_factory.data.ranks import Ranks, gather_once
-from odb_factory.data.samples import Measured
+from odb_factory.data.samples import Measured, OptimizerStep
 from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError, LayoutError
 from odb_factory.log import get_logger
@@ -60,7 +61,13 @@ from odb_factory.training import checkpoint
 from odb_factory.training.arguments import RunArguments
 from odb_factory.training.auto_budget import choose_budgets, rehearse
 from odb_factory.training.checkpoint import Checkpoint
-from odb_factory.training.checks import check_hooks, check_keeps_rows, check_pairs, of_trainer, row_alone, why_not_split
+from odb_factory.training.checks import (
+    check_hooks,
+    check_own_rows,
+    of_trainer,
+    why_logits,
+    why_not_split,
+)
 from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.recompute import Recompute, can_be_measured, find_recompute
@@ -77,7 +84,6 @@ from odb_factory.training.stock import (
     number_like,
     short_rows,
 )
-from odb_factory.training.trainer_loss import routers_weigh, why_logits
 
 logger = get_logger(__name__)
 
@@ -131,6 +137,18 @@ def not_reached(trainer: Any, name: str) -> str:
         f"{name} of {type(trainer).__name__} overrides odb's without calling super(), so the loss weights would be "
         "lost; let every override of it call super(), or train without odb."
     )
+
+
+def routers_weigh(rule: OptimizerStepRule, step: OptimizerStep, world_size: int) -> float:
+    """How often stock adds the loss of a model's routers in an optimizer step.
+
+    Where the loss of tokens is divided by the tokens of all micro-batches, nothing divides that of routers: it is added
+    once a micro-batch and, where tokens are counted on all ranks, multiplied by these as the rest is.
+    """
+    if rule.stock_mean.over not in ("step", "rank"):
+        return 1.0
+    micro_batches = math.ceil(step.samples / rule.batch_size)
+    return micro_batches / (world_size if rule.stock_mean.over == "rank" else 1)
 
 
 Way = Literal["number of stock", "by sample", "mean"]
@@ -415,9 +433,7 @@ class Training:
         self._parts = dismantle(stock, self._seed, stream=dataset)
         if odb.collate_fn is not None:
             self._parts = dataclasses.replace(self._parts, collate_fn=odb.collate_fn)
-        if (batch := row_alone(self.trainer, self._parts)) is not None:
-            check_pairs(self.trainer, batch)
-            check_keeps_rows(self.trainer, batch)
+        check_own_rows(self.trainer, self._parts)
         if odb.observer is None:
             self._parts = with_all_columns(self._parts, dataset, odb.cost_fn)
         config, self.lacks_budgets = first_config(odb.config, self.checkpoint)
@@ -429,22 +445,22 @@ class Training:
         if self._refusal is not None:
             raise self._refusal
         self.is_unchecked = layout.name == "flat"
+        self.arguments.hide()
 
     def _ask_stock(self) -> StockLoss:
         """How stock makes the loss of an optimizer step. Collective."""
         odb, trainer = self.odb, self.trainer
         if odb.equal_weights:
             return assumed(trainer)
-        with self.arguments.shown():
-            try:
-                stock = measure(trainer, self._rows_to_measure(), self._parts.collate_fn, odb.gather)
-            except ConfigError as error:
-                is_own = isinstance(error, UnknownWeights)  # then other weights can be given to the losses of samples
-                if odb.config.loss_scaling == "stock" or (odb.config.loss_scaling != "none" and not is_own):
-                    self._refusal = error  # raised once a checkpoint has been compared, whose message may be the cause
-                else:
-                    logger.warning("%s", error)
-                return assumed(trainer)
+        try:
+            stock = measure(trainer, self._rows_to_measure(), self._parts.collate_fn, odb.gather)
+        except ConfigError as error:
+            is_own = isinstance(error, UnknownWeights)  # then other weights can be given to the losses of samples
+            if odb.config.loss_scaling == "stock" or (odb.config.loss_scaling != "none" and not is_own):
+                self._refusal = error  # raised once a checkpoint has been compared, whose message may be the cause
+            else:
+                logger.warning("%s", error)
+            return assumed(trainer)
         self.is_measured = True
         return stock
 
@@ -484,6 +500,7 @@ class Training:
             budgets = choose_budgets(trainer)
             self.lacks_budgets = False
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
+        self.run.schedule.scale(trainer.optimizer, trainer.lr_scheduler)
         logger.info("layout: %s (%s)", self.layout.name, self.layout.reason)
         log_first_step(self.run.loader, self.run.config, self.run.loader.next_planned)
         # What happens if memory is short.
@@ -519,7 +536,7 @@ class Training:
         before.close()
         self._sampler_at_begin.restore()
         self._make_run(layout, config)
-        before.schedule.take_over(self.run.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
+        before.schedule.loader, before.schedule.config = self.run.loader, config
         self.run.schedule = before.schedule  # the scheduler follows it
 
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> None:
@@ -552,6 +569,7 @@ class Training:
             # 2. the run
             is_shuffled = getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler))
             run = self._run = ODBRun(loader, args, is_shuffled=is_shuffled)
+            restarts_epoch = args.ignore_data_skip
         if odb.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
         cuts_nothing = config.oom == "raise" and not config.balance_encoder
@@ -559,7 +577,7 @@ class Training:
         self.memory = MemoryWatch(config, loader.budget, args.device, advises_split=advises_split)
         # 3. where a checkpoint left it, and the first plan
         if self.checkpoint is not None:
-            checkpoint.load(run, self.checkpoint, restarts_epoch=self.arguments.restarts_epoch)
+            checkpoint.load(run, self.checkpoint, restarts_epoch=restarts_epoch)
         if not run.finished and loader.begin().is_empty:  # the Trainer would end at an epoch without a step
             loader.set_epoch(loader.epoch + 1)
             if not run.finished:

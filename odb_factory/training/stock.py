@@ -2,7 +2,7 @@
 
 1. The trainer's own `get_batch_samples` and `training_step` run on a few rows. A hook on the model's output embedding
    hands on logits that are leaves, so the gradient of what reaches `accelerator.backward` ends at the logits and no
-   parameter sees it. A second leaf behind the model shows whether the model or the trainer's code computes the loss.
+   parameter sees it. A gradient of what the model returns shows that the trainer's code computes the loss.
 2. The loss of each sample alone, on its own logits, has a gradient, too. Stock's gradient must be that one times a
    weight, and the weights of all samples must be those of one rule (`candidates`).
 
@@ -17,6 +17,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -46,6 +47,8 @@ logger = get_logger(__name__)
 ROWS, ROWS_OF_MICRO_BATCH = 6, 2
 ROWS_READ, FEW_TOKENS = 16, 12
 """Rows of a rank to choose from; those with fewer tokens than this show less."""
+MOST_TOKENS, MOST_PADDING = 16, 3
+"""Columns of a row, and those of its padding: the logits of whole rows may not fit into memory."""
 SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
 TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
@@ -238,27 +241,29 @@ def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) ->
     answers = gather(answer)
     if problem := next((answer["problem"] for answer in answers if answer["problem"]), ""):
         return None, problem
-    table = [[Row(*row) for row in answer["rows"]] for answer in answers]
-
-    def is_near(value: float, expected: float) -> bool:
-        return abs(value - expected) <= VALUE_TOLERANCE * abs(expected)
-
-    for answer, rank_rows in zip(answers, table):
-        pair = list(zip(rank_rows, answer["alone"]))[:ROWS_OF_MICRO_BATCH]
-        if not is_near(
-            answer["together"], sum(row.units * loss for row, loss in pair) / sum(row.units for row, _ in pair)
-        ):
+    is_near = functools.partial(_is_near, tolerance=VALUE_TOLERANCE)
+    for answer in answers:
+        pair = [(Row(*row).units, loss) for row, loss in zip(answer["rows"], answer["alone"])][:ROWS_OF_MICRO_BATCH]
+        if not is_near(answer["together"], sum(units * loss for units, loss in pair) / sum(units for units, _ in pair)):
             return None, "the loss of a micro-batch is not the mean of the losses of its samples"
     for mean in candidates(trainer.args.world_size):
-        fits: list[bool] = []
-        for answer, rank_rows, weights in zip(answers, table, weights_by(mean, table)):
-            sums = [0.0] * len(answer["stock"])
-            for row, weight, loss in zip(rank_rows, weights, answer["alone"]):
-                sums[row.micro_batch] += weight * loss
-            fits += map(is_near, answer["stock"], sums)
-        if all(fits):
+        if all(map(is_near, *_losses_by(mean, answers))):
             return StockLoss(mean), ""
     return None, OTHER_VALUES
+
+
+def _losses_by(mean: StockMean, answers: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """The losses of the micro-batches of all ranks, and what they are made of those of the samples by this rule.
+
+    answers: of each rank `rows`, the loss of each row `alone`, and `stock`'s of each micro-batch.
+    """
+    table, expected = [[Row(*row) for row in answer["rows"]] for answer in answers], []
+    for answer, rows, weights in zip(answers, table, weights_by(mean, table)):
+        sums = [0.0] * len(answer["stock"])
+        for row, weight, loss in zip(rows, weights, answer["alone"]):
+            sums[row.micro_batch] += weight * loss
+        expected += sums
+    return [loss for answer in answers for loss in answer["stock"]], expected
 
 
 def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
@@ -310,7 +315,9 @@ class _Measurement:
         for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
             own = copy.deepcopy(rows[start : start + ROWS_OF_MICRO_BATCH])
             batch = dict(collate(own))
-            spans = _spans(batch, own)
+            keys = batch.keys()
+            batch, spans = _shortened(batch, _spans(batch, own))
+            self.is_computed &= batch.keys() == keys
             if supervised and "shift_labels" not in batch:
                 batch["labels"] = _revealing(batch, spans, self._of_rank(supervised, start))
             batches.append((batch, spans))
@@ -373,7 +380,7 @@ class _Measurement:
             labels = targets[row, start : end - 1].to(logits[0].device)
             rows.append(Row(0, int((labels != IGNORE_INDEX).sum()), bool(batch["labels"][row, start] != IGNORE_INDEX)))
             means.append(float(cross_entropy(logits[0][row, start : end - 1], labels, ignore_index=IGNORE_INDEX)))
-        return {"rows": rows, "means": means, "loss": float(loss)}
+        return {"rows": rows, "alone": means, "stock": [float(loss)]}
 
     def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """The losses of stock's micro-batches, of each sample alone, and of the first micro-batch as odb computes it
@@ -409,7 +416,7 @@ class _Measurement:
 
     def _stock(self, batches: Sequence[Any]) -> list[_Watched]:
         probe, backward = self._probe, self._probe.accelerator.backward
-        watched = [_Watched(_targets(batch), spans, backward) for batch, spans in batches]
+        watched = [_Watched(_targets(batch), backward) for batch, _ in batches]
         probe.current_gradient_accumulation_steps = len(batches)
         copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
         samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
@@ -420,7 +427,7 @@ class _Measurement:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                self.is_computed = False  # the layers return zeros, which needs no memory
+                self.is_computed = False  # without its layers the model needs little memory
                 step(dict(inputs))
             if micro_batch.leaf is None:
                 raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
@@ -437,8 +444,9 @@ class _Measurement:
         rows, alone = [], []
         weights: list[float | None] = []  # None: the sample has no supervised token
         for number, ((batch, spans), micro_batch) in enumerate(zip(batches, watched)):
-            stock, scale, value = micro_batch.gradient(is_trainers), micro_batch.gradient(is_trainers).norm(), 0.0
-            if not scale.isfinite():
+            stock, value = micro_batch.gradient, 0.0
+            assert micro_batch.leaf is not None
+            if not (scale := stock.norm()).isfinite():
                 raise _Unmeasured(NOT_FINITE)
             for row, (start, end) in enumerate(spans):
                 targets = micro_batch.targets[row, start : end - 1]
@@ -454,16 +462,12 @@ class _Measurement:
                         raise _Unmeasured("a sample without a supervised token has a gradient")
                     weights.append(None)
                     continue
+                inputs, logits = cut(batch, row, start, end), micro_batch.logits[row : row + 1, start:end]
                 if is_trainers:
-                    logits = micro_batch.of_model[row : row + 1, start:end].detach().requires_grad_()
-                    loss = self._loss(logits, cut(batch, row, start, end), units)
-                    loss.backward()
-                    assert logits.grad is not None
-                    gradient = logits.grad[0]
-                    alone.append((logits.detach(), cut(batch, row, start, end), units, gradient))
+                    loss = self._loss(logits, inputs, units)
                 else:
-                    loss, gradient = micro_batch.of_samples[row]
-                    gradient = gradient[start:end]
+                    loss = cross_entropy(logits[0, :-1], targets, ignore_index=IGNORE_INDEX)
+                gradient = torch.autograd.grad(loss, micro_batch.leaf, retain_graph=True)[0][row, start:end]
                 if not float(gradient.norm()) or not float(stock_gradient.norm()):
                     raise _Unmeasured("a sample has no gradient")
                 weight = float((gradient * stock_gradient).sum() / gradient.square().sum())
@@ -471,39 +475,31 @@ class _Measurement:
                     raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
                 weights.append(weight)
                 value += weight * float(loss.detach())
-            if not has_routers(self._model) and abs(micro_batch.value - value) > TOLERANCE * max(
-                abs(value), abs(micro_batch.value)
-            ):
+                alone.append((logits.detach(), inputs, units, float(loss.detach())))
+            is_known = _is_near(micro_batch.value, value, TOLERANCE) or math.isnan(micro_batch.value)  # of 0 tokens
+            if not (is_known or has_routers(self._model)):
                 raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
         pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
-        adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone)
+        adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone[:ROWS_OF_MICRO_BATCH])
         return {
             "rows": rows, "weights": weights, "is_trainers": is_trainers, "adds_up": adds_up, "pads_left": pads_left
         }  # fmt: skip
 
     def _adds_up(self, batch: Any, watched: _Watched, alone: Sequence[Any]) -> bool:
-        """Whether a flat row, and a padded micro-batch, have the mean over tokens of the losses of their samples."""
-        first = alone[:ROWS_OF_MICRO_BATCH]
-        total = sum(units for *_, units, _ in first)
-        gradients = [gradient * units / total for *_, units, gradient in first]
-        labels = torch.cat([inputs["labels"] for _, inputs, *_ in first], 1)
-        for start in itertools.accumulate(len(gradient) for gradient in gradients[:-1]):
-            labels[:, start] = IGNORE_INDEX
-        ids = torch.cat([inputs["input_ids"] for _, inputs, *_ in first], 1)
-        flat = torch.cat([logits for logits, *_ in first], 1).requires_grad_()
-        padded = watched.of_model.detach().requires_grad_()
-        parts = [(flat, {"input_ids": ids, "labels": labels}), (padded, batch)]
+        """Whether a flat row, and a padded micro-batch, have the mean over tokens of the losses of their samples.
+
+        alone: of each its logits, inputs, units and loss.
+        """
+        total = sum(units for *_, units, _ in alone)
+        mean = sum(units * loss for *_, units, loss in alone) / max(total, 1)
+        flat = {key: torch.cat([inputs[key] for _, inputs, *_ in alone], 1) for key in ("input_ids", "labels")}
+        for start in itertools.accumulate(inputs["labels"].shape[1] for _, inputs, *_ in alone[:-1]):
+            flat["labels"][:, start] = IGNORE_INDEX
+        parts = [(torch.cat([logits for logits, *_ in alone], 1), flat), (watched.logits.detach(), batch)]
         try:
-            for logits, inputs in parts:
-                self._loss(logits, inputs, total).backward()
+            return all(_is_near(float(self._loss(logits, inputs, total)), mean, TOLERANCE) for logits, inputs in parts)
         except Exception:
             return False
-        assert flat.grad is not None and padded.grad is not None
-        of_rows = [padded.grad[row, start:end] for row, (start, end) in enumerate(watched.spans)]
-        return all(
-            float((a - b).norm()) < TOLERANCE * float(b.norm())
-            for a, b in zip([*flat.grad[0].split([len(gradient) for gradient in gradients]), *of_rows], gradients * 2)
-        )
 
     def _loss(self, logits: Tensor, inputs: Mapping[str, Any], units: int) -> Tensor:
         probe = self._probe
@@ -521,41 +517,34 @@ class _Unmeasured(Exception):
 
 
 class _Watched:
-    """One micro-batch of stock: the leaves of its logits.
+    """One micro-batch of stock, and the gradient of its logits.
 
-    targets: labels of the next token [rows, length]; spans: of each row, the places of its sample. leaf: behind the
-    output embedding. of_model: behind the model, a leaf as well. of_samples: the mean cross entropy of each sample, and
-    its gradient at `leaf`. value: of the loss that stock hands to backward.
+    targets: labels of the next token [rows, length]. leaf: behind the output embedding. logits: what the model makes of
+    it. value: of the loss that stock hands to backward.
     """
 
     leaf: Tensor | None = None
-    of_model: Tensor
-    of_samples: list[tuple[Tensor, Tensor]]
+    logits: Tensor
     value = 0.0
 
-    def __init__(self, targets: Tensor, spans: Sequence[tuple[int, int]], backward: Callable[..., None]):
-        self.targets, self.spans, self._backward = targets, spans, backward
+    def __init__(self, targets: Tensor, backward: Callable[..., None]):
+        self.targets, self._backward = targets, backward
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """In the place of accelerate's, which it calls."""
         self.value = float(loss.detach())
-        self._backward(loss, **kwargs)
+        self._backward(loss, **kwargs, retain_graph=True)
 
     @property
     def is_trainers(self) -> bool:
-        return self.of_model.grad is not None and bool(self.of_model.grad.any())
+        return self._returned.grad is not None and bool(self._returned.grad.any())
 
-    def gradient(self, is_trainers: bool) -> Tensor:
+    @property
+    def gradient(self) -> Tensor:
         """Stock's, [rows, length, V]."""
-        assert self.leaf is not None
-        grad = self.of_model.grad if is_trainers else self.leaf.grad
-        if is_trainers and self.leaf.grad is not None and self.leaf.grad.any():
-            if not self._is_plain:
-                raise _Unmeasured("the trainer adds a loss to the model's, whose logits have a factor or a cap")
-            grad = self.leaf.grad + (0 if grad is None else grad)
-        if grad is None:
+        if self.leaf is None or self.leaf.grad is None:
             raise _Unmeasured("a micro-batch has no gradient")
-        return grad
+        return self.leaf.grad
 
     @contextlib.contextmanager
     def watching(self, model: Any, logits: Tensor | None) -> Iterator[None]:
@@ -602,17 +591,11 @@ class _Watched:
         key, logits = next((item for item in items if getattr(item[1], "shape", None) == shape), (None, None))
         if logits is None:
             raise _Unmeasured(f"{NO_LOGITS}the model returns none")
-        self._is_plain = logits is leaf
-        self.of_samples = []
-        for row, (start, end) in enumerate(self.spans):
-            targets = self.targets[row, start : end - 1]
-            loss = cross_entropy(logits[row, start : end - 1].to(leaf.dtype), targets, ignore_index=IGNORE_INDEX)
-            (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-            self.of_samples.append((loss.detach(), gradient[row]))
-        self.of_model = logits.detach().requires_grad_()
+        self.logits, self._returned = logits.to(leaf.dtype), logits.clone()
+        self._returned.retain_grad()
         if is_tuple:
-            return tuple(self.of_model if number == key else value for number, value in enumerate(output))
-        output[key] = self.of_model
+            return tuple(self._returned if number == key else value for number, value in enumerate(output))
+        output[key] = self._returned
         return output
 
 
@@ -630,11 +613,15 @@ def _probe_of(trainer: Any) -> Any:
     def backward(loss: Tensor, **kwargs: Any) -> None:
         if kwargs.get("scale_wrt_gas", True):
             raise _Unmeasured("DeepSpeed's engine would divide the loss by the accumulation once more")
-        loss.backward()
+        loss.backward(retain_graph=True)
 
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_engine_wrapped = SimpleNamespace(backward=backward)
     return probe
+
+
+def _is_near(value: float, expected: float, tolerance: float) -> bool:
+    return abs(value - expected) <= tolerance * max(abs(value), abs(expected))
 
 
 def _is_sharded(parameter: Any) -> bool:
@@ -666,6 +653,33 @@ def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int
     return [(places[0], places[-1] + 1) for places in ends]
 
 
+def _shortened(batch: dict[str, Any], spans: list[tuple[int, int]]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """`MOST_TOKENS` columns of each row: the first token of its sample and the last ones, and some of its padding.
+
+    Media, which the tokens that are left do not fit, are left out, and what else is neither of a token nor of a row.
+    """
+    shape = batch["input_ids"].shape
+    if shape[1] <= MOST_TOKENS:
+        return batch, spans
+    chosen, new_spans = [], []
+    for start, end in spans:
+        padding = [*range(start), *range(end, shape[1])]
+        padding = padding[: max(MOST_PADDING, MOST_TOKENS - (end - start))]
+        last = range(end + 1 + len(padding) - MOST_TOKENS, end)
+        chosen.append(sorted([*padding, start, *last]))
+        first = chosen[-1].index(start)
+        new_spans.append((first, first + 1 + len(last)))
+    rows, columns = torch.arange(shape[0])[:, None], torch.tensor(chosen)
+
+    short = {}
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            short[key] = value
+        elif value.shape[:2] == shape:
+            short[key] = value[rows, columns]
+    return short, new_spans
+
+
 def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], supervised: Sequence[int]) -> Tensor:
     """Labels by which rules differ. supervised: tokens of each row with a loss; every other row has a first label."""
     ids = batch["input_ids"]
@@ -691,7 +705,7 @@ def measure_evaluation(
     rows, collate, gather: of `measure`.
     """
     model: Any = model_with_labels(trainer.model)
-    answer: dict[str, Any] = {"rows": [], "means": [], "loss": None, "has_loss": True}
+    answer: dict[str, Any] = {"rows": [], "alone": [], "stock": [], "has_loss": True}
     if model is not None and model.get_output_embeddings() is not None:
         measurement = _Measurement(trainer, model)
         with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
@@ -703,15 +717,14 @@ def measure_evaluation(
     answers = gather(answer)
     if not any(answer["has_loss"] for answer in answers):  # tokens are generated
         return StockMean("micro_batch", len(answers))
-    if any(answer["loss"] is None for answer in answers):
+    if not all(answer["stock"] for answer in answers):
         return None
-    ranks, table = len(answers), [[Row(*row) for row in answer["rows"]] for answer in answers]
+    ranks, is_near = len(answers), functools.partial(_is_near, tolerance=TOLERANCE)
     for over, counts, factor in itertools.product(
         ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
     ):
-        weights = weights_by(StockMean("step" if over == "round" else over, counts=counts, factor=factor), table)
-        expected = [sum(w * m for w, m in zip(own, answer["means"])) for own, answer in zip(weights, answers)]
-        if all(abs(answer["loss"] - loss) < TOLERANCE * abs(loss) for answer, loss in zip(answers, expected)):
+        mean = StockMean("step" if over == "round" else over, counts=counts, factor=factor)
+        if all(map(is_near, *_losses_by(mean, answers))):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None
 

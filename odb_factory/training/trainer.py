@@ -2,7 +2,7 @@
 
 The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so that all it
 counts, schedules, logs and saves is right by itself; `training_step` runs the micro-batches. Only methods with the same
-meaning in transformers 4.57 to 5.x are overridden, and all but the dataloader call `super()`. How stock weighs samples
+meaning in transformers 5 are overridden, and all but the dataloader call `super()`. How stock weighs samples
 is measured before training (`stock.py`).
 """
 
@@ -33,7 +33,7 @@ from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.tower import check_batch, images_at_once, one_pass, patch_products
 from odb_factory.planner import Collation
-from odb_factory.training.arguments import RunArguments, replaced
+from odb_factory.training.arguments import replaced
 from odb_factory.training.checkpoint import (
     ODBCursor,
     Preemption,
@@ -46,12 +46,11 @@ from odb_factory.training.checks import (
     check_dummy_media,
     check_methods,
     check_trainer,
+    log_what_differs,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
-from odb_factory.training.run import scale_learning_rate
 from odb_factory.training.session import Session, Training, not_reached
 from odb_factory.training.shared_encoder import SharedEncoder
-from odb_factory.training.trainer_loss import log_what_differs
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the Trainer sees as its train dataloader: its batches are optimizer steps.
@@ -144,7 +143,6 @@ class ODBCallback(TrainerCallback):
         keep_cursor(self._training.trainer, run)
         handler = self._training.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
-        self._training.arguments.show()  # until the last callback: trackers of experiments read them now
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return
@@ -215,7 +213,7 @@ class ODBTrainerMixin(Base):
         with (
             contextlib.ExitStack() as parts,
             self._odb_callbacks(training),
-            training.arguments.changed(),
+            contextlib.closing(training.arguments),
             patch_products(*models),
             images_at_once(*models if not self.args.torch_compile else ()),
             one_pass(*models if self.args.world_size > 1 else ()),
@@ -242,12 +240,12 @@ class ODBTrainerMixin(Base):
         callbacks, preemption = self.callback_handler.callbacks, Preemption(training)
         # First, so that every other callback reads the right figures.
         callbacks.insert(0, ODBCallback(training))
-        callbacks += [ODBCursor(), preemption, training.arguments]
+        callbacks += [ODBCursor(), preemption]
         try:
             with preemption.in_place():
                 yield
         finally:
-            ours = (ODBCallback, ODBCursor, Preemption, RunArguments)
+            ours = (ODBCallback, ODBCursor, Preemption)
             # In place: the Trainer may have recreated some from a checkpoint.
             callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ours)]
 
@@ -256,8 +254,7 @@ class ODBTrainerMixin(Base):
         if (training := self._odb_training) is None or training.has_begun:
             return super().get_train_dataloader()
         try:
-            with training.arguments.shown():  # a sampler that groups by length counts the rows of an optimizer step
-                stock = super().get_train_dataloader()
+            stock = super().get_train_dataloader()
         except (RowDropped, MediaCut) as error:
             raise ConfigError(
                 f"group_by_length: the lengths of all rows are read before training, and one cannot be used: {error} "
@@ -265,12 +262,6 @@ class ODBTrainerMixin(Base):
             ) from error
         training.begin(stock)
         return TrainLoader(training, getattr(self.model, "main_input_name", "input_ids"), stock)
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        """A trial of a search for hyperparameters may set arguments that a run hides."""
-        training = self._odb_training
-        with contextlib.nullcontext() if training is None else training.arguments.set_by_trial():
-            super()._hp_search_setup(trial)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""
@@ -283,16 +274,6 @@ class ODBTrainerMixin(Base):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._odb_training is not None and self.is_fsdp_enabled and checkpoint is not None:
             load_sharded_optimizer(self, Path(checkpoint))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        training = self._odb_training
-        with contextlib.nullcontext() if training is None else training.arguments.shown():  # they are uploaded, too
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        training = self._odb_training
-        with contextlib.nullcontext() if training is None else training.arguments.shown():
-            super().save_model(output_dir, _internal_call)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In `train()` a whole optimizer step: `inputs` are `StepInputs`. Returns the sum of its losses."""
@@ -412,9 +393,6 @@ class ODBTrainerMixin(Base):
             return super().create_scheduler(num_training_steps, optimizer)
         run = training.run
         steps = run.schedule.steps_of_schedule(run.expected_steps() or num_training_steps, self.args.warmup_steps)
-        factor = run.schedule.learning_rate_factor()
-        if factor != 1.0:
-            scale_learning_rate(optimizer or self.optimizer, factor)
         scheduler = super().create_scheduler(steps, optimizer)
         run.schedule.follow(scheduler)
         return scheduler
@@ -431,7 +409,7 @@ class ODBTrainerMixin(Base):
             logs.update(accounting.metrics())
             seconds = logs["train_runtime"]
             logs["train_samples_per_second"] = round(accounting.total["samples"] / seconds, 3)
-            if training.arguments.counts_tokens:
+            if training.arguments.user_values.get("include_tokens_per_second"):
                 tokens = accounting.total["padded_tokens"] / run.loader.world_size
                 logs["train_tokens_per_second"] = round(tokens / seconds, 3)
         super().log(logs, *args, **kwargs)

@@ -10,8 +10,8 @@ from statistics import fmean
 import pytest
 from accounting.steps import Row, Slots, cut, optimizer_step, random_rows
 
-from odb_factory.accounting.losses import loss_of, token_weights
-from odb_factory.data.samples import MicroBatch
+from odb_factory.accounting.losses import loss_of
+from odb_factory.data.samples import MicroBatch, token_weights
 
 Losses = list[list[float]]
 """Of each sample the losses of its supervised tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_two_trainings_as_json(folders: tuple[str, str], capsys) -> None:
     assert figures["train_runtime"] == [state["log_history"][-1]["train_runtime"] for state in states]
     assert figures["odb/tokens_per_second"][0] > 0 and figures["odb/tokens_per_second"][1] is None
     assert found["differences"] == {"odb": ["on", None]}
-    assert not any(Path(folder, "odb_compare.html").exists() for folder in folders)
+    assert not any(list(Path(folder).glob("*.html")) for folder in folders)
 
 
 class Page(HTMLParser):
@@ -74,15 +75,17 @@ def test_the_page_has_the_table_and_the_curves(folders, tmp_path: Path, capsys) 
         state = json.loads(Path(source, "trainer_state.json").read_text())
         state["log_history"] = state["log_history"][:3] if folder == running else state["log_history"]
         (folder / "trainer_state.json").write_text(json.dumps(state))
+        (folder / "README.md").write_text(f"### Training hyperparameters\n\n- seed: 42\n- adam: {len(folder.name)}\n")
         (folder / "run.yaml").write_text(f"template: qwen\nlr: {len(source)}\nnested: {{same: 1, other: {source}}}\n")
     (running / "checkpoint-3").mkdir()
     (running / "trainer_state.json").rename(running / "checkpoint-3" / "trainer_state.json")
     out, err = compare(capsys, str(evil), str(running))
-    assert "\x1b" not in out and str(evil / "odb_compare.html") in err
+    assert "\x1b" not in out and str(evil / "odb_compare_running.html") in err
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:] if line}
-    assert rows["nested.other"] == list(folders) and not {"template", "nested.same"} & rows.keys()
+    assert rows["nested.other"] == list(folders) and not {"template", "nested.same", "seed"} & rows.keys()
+    assert rows["adam"] == [str(len(evil.name)), "7"]
     page = Page()
-    page.feed((evil / "odb_compare.html").read_text(encoding="utf-8"))
+    page.feed((evil / "odb_compare_running.html").read_text(encoding="utf-8"))
     assert {"loss", "grad_norm", "learning_rate", "tokens/s", "odb/tokens_per_second"} <= set(page.texts)
     assert any("<script>" in text for text in page.texts)
     assert all(address.startswith("#") for address in page.fetched)
@@ -144,3 +147,12 @@ def test_without_matplotlib_the_table_alone(folders, capsys, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out, err = compare(capsys, *folders)
     assert "last loss" in out and "odb_factory[tools]" in err and err.count("\n") == 1
+
+
+def test_a_reader_that_stops_is_no_error(folders) -> None:
+    """As `odb-factory compare A B | head -1` does."""
+    command = [sys.executable, "-u", "-m", "odb_factory.cli.main", "compare", *folders]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

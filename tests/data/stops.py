@@ -51,8 +51,6 @@ def run(
                     taken[seat.rank].append(one)
                     if one.ends_optimizer_step:
                         loader.consume(one.step)
-                        kept = {} if loader.under_way is None else loader.under_way.planner.remaining
-                        assert all(index > one.step.index for index in kept), "nothing grows with the steps done"
                         num_steps += 1
                         if num_steps == stop_after:
                             return loader.state_dict()

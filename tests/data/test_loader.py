@@ -124,7 +124,7 @@ def test_two_optimizer_steps_are_planned_ahead_and_no_more_than_the_buffer_has_r
         seen = observer.settled()
         current = loader.under_way
         assert current is not None
-        last = max([0, *(one.step.index for one, _ in current.tasks)])
+        last = max([0, *(one.step.index for one in current.planned)])
     most = 8 * (last + 2 + window) + max(2 * 8, buffer_size)
     assert 8 * 3 <= seen <= most + OBSERVE_CHUNK * (window + 1)
     assert buffer_size == 4 or seen > buffer_size

@@ -48,11 +48,9 @@ def zero(stage: int, balance: bool = True) -> Engine:
 
 def fsdp(version: int) -> Engine:
     config = {"version": version, "sync_module_states": False, "transformer_layer_cls_to_wrap": LAYERS}
-    env = {
-        **shimmed("fsdp_on_cpu"),
-        **KNOWN,
-        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",  # FSDP1 crashes when it gathers the whole model on CPU
-    }
+    # FSDP1 crashes when it gathers the whole model on CPU. transformers 5.24 reads the key, others the environment.
+    config["state_dict_type"] = sharded = "SHARDED_STATE_DICT"
+    env = {**shimmed("fsdp_on_cpu"), **KNOWN, "FSDP_STATE_DICT_TYPE": sharded}
     evidence = "checkpoint-*/pytorch_model_fsdp_0/__1_0.distcp"
     return Engine({"fsdp": "full_shard auto_wrap", "fsdp_config": config}, evidence, env)
 

@@ -151,26 +151,6 @@ def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
         assert not any(line.startswith("Traceback") for line in run.own_lines())
 
 
-AT_ONCE = (
-    "import signal; from odb_factory.llamafactory import hooks; hooks.RAY_LINE_AFTER_S = 2; "
-    # A shell has its background jobs, and what they start, ignore it.
-    "signal.signal(signal.SIGINT, signal.default_int_handler); "
-)
-
-
-def test_workers_that_have_no_room_are_waited_for(config_of, tmp_path) -> None:
-    code = f"{AT_ONCE}from llamafactory.cli import main; main()"
-    config = written(config_of() | RAY | {"ray_init_kwargs": {"num_cpus": 12}}, tmp_path)
-    with Command([sys.executable, "-c", code, "train", config], tmp_path / "log", USE_RAY="1") as run:
-        run.wait_until(lambda: "Ray has had no room" in run.log)
-        (line,) = [line for line in run.own_lines() if "Ray has had no room" in line]
-        assert all(word in line for word in ("2 x {'CPU': 10}", "12.0", "num_cpus: 20"))
-        time.sleep(2)
-        assert run.process.poll() is None
-        run.process.send_signal(signal.SIGINT)
-        assert run.end(END_S) != 0
-
-
 def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:
     """examples/ray_train.py on two nodes, of which one dies: losses are those of an unbroken run."""
     config = config_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -105,18 +104,13 @@ def test_a_hooked_module_keeps_its_own_loader() -> None:
 
 
 RANKS = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); print('up', flush=True); time.sleep(60)"
-WAITS = f'sys.exit(subprocess.run([sys.executable, "-c", {RANKS!r}, "torchrun"]).returncode)'
 
 
-@pytest.mark.parametrize(
-    ("trains", "returncode"), [(WAITS, 3), ("(print('up', flush=True), time.sleep(60))", -signal.SIGTERM)]
-)
-def test_sigterm_ends_the_command_after_its_ranks(trains: str, returncode: int) -> None:
-    """A container or a job ends with its first process, which waits here until the ranks have saved."""
-    code = (
-        f"import subprocess, sys, time; from odb_factory.llamafactory import launch; launch._launched(lambda: {trains})"
-    )
+def test_sigterm_reaches_torchrun() -> None:
+    """A container or a job ends with its first process, which must end after the ranks, when they have saved."""
+    command = [sys.executable, "-c", RANKS]
+    code = f"import os; from odb_factory.llamafactory.launch import become_torchrun as run; run({command}, os.environ)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()
-    assert process.wait(30) == returncode
+    assert process.wait(30) == 3

@@ -122,13 +122,13 @@ def test_placeholders_written_out_are_found_at_observation(tiny_vl, tmp_path) ->
     for index, rejection in enumerate(seen[:4]):
         assert (rejection.reason, rejection.fatal) == ("unreadable", False)
         assert f"row {index} of mine.json" in rejection.message and "contains the placeholder" in rejection.message
-    assert "1 <|image_pad|> tokens where its media take 0" in seen[0].message
+    assert "<|image_pad|>" in seen[0].message
 
 
 def test_a_cut_does_not_hide_a_placeholder_written_out(tiny_vl, tmp_path) -> None:
     """Wherever it is cut: as many as the picture takes may be left, one of them written out."""
     Image.new("RGB", (90, 60), "red").save(tmp_path / "red.png")
-    rows = [conversation("<|image_pad|> <image>", ("red.png",))]
+    rows = [conversation("<|image_pad|> <image>", ("red.png",)), conversation("what?")]
     config = training_config(tiny_vl, write_dataset(tmp_path, {"mine": rows}), tmp_path / "out", dataset="mine")
     setting = Setting(config)
     data_args = setting.dataset.processor.data_args

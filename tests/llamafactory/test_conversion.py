@@ -280,10 +280,10 @@ DROPPED: dict[str, tuple[str, dict[str, Any], list[Any], str]] = {
         "sft",
         {"formatting": "sharegpt"},
         [{"conversations": [ASKED, ANSWERED | {"from": "bot"}]}],
-        r"turn 1 of column 'conversations'.*'bot'.*tags\.assistant_tag",
+        r"column 'conversations'.*'bot'.*tags\.assistant_tag",
     ),
     "tags": ("sft", {"formatting": "sharegpt", "tags": SHAREGPT_TAGS}, [{"conversations": [ASKED]}], r"tags\.role_tag"),
-    "no answer": ("sft", {"formatting": "sharegpt"}, [{"conversations": [ASKED]}], "has 1 turns"),
+    "no answer": ("sft", {"formatting": "sharegpt"}, [{"conversations": [ASKED]}], "column 'conversations'"),
     "text for messages": (
         "sft",
         {"formatting": "sharegpt", "columns": {"messages": "text"}},

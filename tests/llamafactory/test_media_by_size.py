@@ -103,10 +103,8 @@ def test_a_file_whose_header_cannot_be_believed_is_decoded(tmp_path: Path) -> No
     plugin, _, processor = build("qwen2_audio")
     clips = clips_by_length(plugin, processor)
     assert clips is not None
-    cut = Path(write_wav(tmp_path / "cut.wav", 4000, 16000))
-    cut.write_bytes(cut.read_bytes()[:900])
     other = tmp_path / "other.mp3"
     other.write_bytes(b"ID3" + bytes(100))
     whole = write_wav(tmp_path / "whole.wav", 4000, 16000)
-    for file in (str(cut), str(other), str(tmp_path / "none.wav"), b"bytes"):
+    for file in (str(other), str(tmp_path / "none.wav"), b"bytes"):
         assert clips.lengths_of([whole, file]) is None

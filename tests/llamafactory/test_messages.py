@@ -6,7 +6,6 @@ import copy
 import importlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,9 @@ from support import run_llamafactory, training_config
 
 from odb_factory.cli.plan import read
 from odb_factory.errors import ConfigError, ODBError
-from odb_factory.llamafactory import hooks, uncaught
-from odb_factory.llamafactory.launch import check_yaml, launch
+from odb_factory.llamafactory import block, hooks, uncaught
+from odb_factory.llamafactory.launch import launch
+from odb_factory.llamafactory.launch import read as read_yaml
 
 BLOCK = {"token_budget": 1024}
 TWO_RANKS = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
@@ -44,7 +44,7 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
     path = tmp_path / "my.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        check_yaml(path, overrides)
+        block.checked(read_yaml(str(path), overrides=overrides))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -236,19 +236,3 @@ def test_a_process_that_another_rank_ends_leaves_no_folder(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "[odb] rank 1 has ended\n")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("exit_code", "ends_in"), [(3, SystemExit), (-signal.SIGKILL, subprocess.CalledProcessError)])
-def test_the_launcher_adds_nothing_to_what_torchrun_has_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook_undone: None, exit_code: int, ends_in: type[BaseException]
-) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump({"odb": BLOCK}), encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path)])
-
-    def fail() -> None:
-        raise subprocess.CalledProcessError(exit_code, ["torchrun"])
-
-    with pytest.raises(ends_in) as ended:
-        launch(fail)
-    assert exit_code in (getattr(ended.value, "code", None), getattr(ended.value, "returncode", None))

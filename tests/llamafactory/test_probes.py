@@ -1,13 +1,12 @@
 """What odb_factory relies on in LLaMA-Factory, datasets and Pillow without their promise, with every release.
 
-Rows made one at a time are also compared with stock's pass in every run: another meaning stops it before training.
+That rows made one at a time are those of stock's pass: `test_conversion.py`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from PIL import Image
 from stock import load_data
 from support import training_config
 
-from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import dataset, media
+from odb_factory.llamafactory import media
 
 pytestmark = pytest.mark.versions
 
@@ -85,32 +83,6 @@ def test_what_is_replaced_is_where_it_was(config: dict[str, Any]) -> None:
     assert "__file__" in inspect.unwrap(launcher.launch).__code__.co_names, "torchrun is given another file"
 
 
-CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "_system": ("align_dataset", lambda row: {"_system": "be brief"}),
-    "input_ids": ("_get_preprocessed_dataset", lambda row: {"input_ids": row["input_ids"][:-1]}),
-    "labels": ("_get_preprocessed_dataset", lambda row: {"labels": row["input_ids"]}),
-    "weights": ("_get_preprocessed_dataset", lambda row: {"weights": 1.0}),
-}
-"""By column: a pass of stock that does more than what is called by row."""
-
-
-@pytest.mark.parametrize("column", CHANGED)
-def test_a_pass_that_does_more_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str) -> None:
-    name, change = CHANGED[column]
-    stock = getattr(dataset, name)
-    monkeypatch.setattr(dataset, name, lambda *args, **kwargs: stock(*args, **kwargs).map(change))
-    with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} by row"):
-        load(config)
-
-
-def test_another_processor_of_rows_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_get_dataset_processor` gives one that stock does not use for this stage."""
-    stock = dataset._get_dataset_processor
-    monkeypatch.setattr(dataset, "_get_dataset_processor", lambda args, stage, *rest: stock(args, "pt", *rest))
-    with pytest.raises((ConfigError, KeyError)):
-        load(config)
-
-
 def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -> None:
     """`_regularize_images` answers otherwise than the processor resizes: patches are then counted by pixels."""
     patches = media.MediaObserver.count_media
@@ -146,8 +118,3 @@ def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path:
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
     assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._by_formula
-
-
-def test_max_patches_below_the_fake_image_is_refused_before_the_model_is_loaded(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"odb\.max_patches: 1 is less than the \d+ patches of the fake image"):
-        load(config | {"odb": BLOCK | {"max_patches": 1}})

@@ -71,7 +71,7 @@ def output_dir(tmp_path: Path) -> Path:
     """As a training leaves it."""
     folder = tmp_path / "out"
     (folder / "checkpoint-3").mkdir(parents=True)
-    names = ("trainer_log.jsonl", "odb_audit_rank0.jsonl", "odb_summary.json", "trainer_state.json")
+    names = ("odb_audit_rank0.jsonl", "odb_summary.json", "trainer_state.json")
     for name in (*names, "model.safetensors", "checkpoint-3/trainer_state.json"):
         (folder / name).write_text(f"{name} of the run before\n")
         os.utime(folder / name, (1_000_000_000, 1_000_000_000))
@@ -116,9 +116,3 @@ def test_before_a_model_is_loaded(tiny_text: Path, data_dir, output_dir, tmp_pat
 @pytest.mark.parametrize(("changes", "start"), WITH_A_MODEL, ids=ids)
 def test_with_a_model(tiny_text: Path, data_dir, output_dir, changes, start) -> None:
     refused(tiny_text, data_dir, output_dir, changes, start)
-
-
-def test_the_log_of_the_run_before_goes_with_the_first_step(tiny_text: Path, data_dir, output_dir) -> None:
-    run_exp(training_config(tiny_text, data_dir, output_dir, odb={"token_budget": 1024}, max_steps=2))
-    lines = (output_dir / "trainer_log.jsonl").read_text().splitlines()
-    assert len(lines) == 3 and '"current_steps": 1' in lines[0] and "of the run before" not in "".join(lines)

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
 from support import read_jsonl
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,8 @@ from odb_factory import ODBDataLoader, ODBError, pop_step_info
 
 SETTINGS = {"token_budget": 128, "batch_size": 4, "global_batch_size": 16, "collate_fn": pad, "shuffle": True}
 RELATIVE = 1e-5
+HALVES = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+"""Of a layer's MLP, one on each rank of a replica."""
 REFUSED = (({"tp_size": 4}, "process_group="), ({"dp_shard_size": 2, "cp_size": 2}, "context or sequence parallel"))
 """Meshes without data-parallel ranks, or whose ranks share the tokens of a sample."""
 
@@ -56,8 +59,8 @@ def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
     os.environ["LOCAL_RANK"] = str(rank)
     accelerator, found = Accelerator(cpu=True), {}
 
-    def loaded(**options: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).train()
+    def loaded() -> Any:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
 
     def losses_of(name: str, trained: Any, group: Any) -> None:
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
@@ -71,9 +74,11 @@ def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
         with pytest.raises(ODBError, match=words):
             iter(accelerator.prepare(ODBDataLoader(Rows(), **SETTINGS)))
     mesh = on_mesh(dp_shard_size=2, tp_size=2)
-    made, group = loaded(tp_plan="auto", device_mesh=mesh["tp"]), mesh["dp"].get_group()
-    assert made.model.layers[0].mlp.up_proj.weight.shape[0] == made.config.intermediate_size // 2
-    losses_of("2 x 2", DistributedDataParallel(made, process_group=group), group)
+    made = loaded()
+    for layer in made.model.layers:
+        parallelize_module(layer.mlp, mesh["tp"], HALVES)
+    assert made.model.layers[0].mlp.up_proj.weight.to_local().shape[0] == made.config.intermediate_size // 2
+    losses_of("2 x 2", DistributedDataParallel(made, device_mesh=mesh["dp"]), mesh["dp"].get_group())
     mesh = on_mesh(dp_replicate_size=2, dp_shard_size=2)
     made = loaded()
     for layer in (*made.model.layers, made):

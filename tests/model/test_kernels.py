@@ -6,7 +6,6 @@ Without a GPU: real numbers by a CPU kernel in the place of torch's.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,7 +168,7 @@ def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None
 # The choice
 
 
-CUDA = attention.Need(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+CUDA: dict[str, Any] = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
 HOPPER = {"capability": (9, 0), "built": True, "hip": None}
 
 
@@ -184,7 +183,6 @@ def see_a_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], built: boo
     ("gpu", "changes", "reason"),
     [
         ({}, {}, ""),
-        ({}, {"scale": 0.3, "value_size": 192}, ""),
         ({}, {"dtype": torch.float32}, "float32"),
         ({}, {"size": 264}, "264 values"),
         ({}, {"dropout": 0.1}, "dropout (0.1)"),
@@ -198,7 +196,7 @@ def test_the_choice_and_its_reason(
     gpu: dict[str, Any], changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see_a_gpu(monkeypatch, **HOPPER | gpu)
-    kernel = replace(CUDA, **changes).kernel
+    kernel = attention.kernel_of(**CUDA | changes)
     assert kernel == FLASH if not reason else kernel.startswith(f"{RUNS}, because ") and reason in kernel
 
 
@@ -214,7 +212,9 @@ def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator)
     monkeypatch.setattr(attention, "FLASH_FORWARD", attention.find_flash_forward())
-    assert CUDA.kernel.startswith(f"{RUNS}, because aten::_flash_attention_forward of this torch has an")
+    assert attention.kernel_of(**CUDA).startswith(
+        f"{RUNS}, because aten::_flash_attention_forward of this torch has an"
+    )
 
 
 # Whole models

@@ -72,7 +72,6 @@ def check_flat_is_alone(model: Any) -> None:
 def test_a_flat_row_is_its_samples_alone(kind: str) -> None:
     """Loss and gradient, I10."""
     model = make_model(kind, torch.float64)
-    assert mixers.why_unusable(model) is None
     check_flat_is_alone(model)
 
 
@@ -176,34 +175,3 @@ def test_tokens_that_the_row_does_not_have_are_refused() -> None:
     mixers.install(model)
     with pytest.raises(ConfigError, match=r"flat row of 66 tokens.*`layout: padded`"):
         sum_of_losses(model, flat_batch(samples()), (*LENGTHS[:-1], LENGTHS[-1] - 1))
-
-
-# What is not covered
-
-
-def with_parameter() -> torch.nn.Module:
-    part = torch.nn.Module()
-    part.A_log = torch.nn.Parameter(torch.zeros(4))
-    return part
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (torch.nn.Sequential(torch.nn.Conv1d(32, 32, 3)), "Conv1d at layers.1.mlp.0 of llama is a convolution"),
-        (with_parameter(), "Module at layers.1.mlp of llama is a state space"),
-        (torch.nn.GRU(32, 32), "GRU at layers.1.mlp of llama is a recurrent layer"),
-    ],
-)
-def test_an_unknown_mixer_is_named(part: torch.nn.Module, words: str) -> None:
-    model = make_model("llama")
-    assert mixers.why_unusable(model) is None and not mixers.find(model)
-    model.model.layers[1].mlp = part
-    assert words in str(mixers.why_unusable(model))
-
-
-def test_layers_without_a_known_mixer_are_counted() -> None:
-    model = make_model("qwen3_5_text")
-    mixer, *_ = mixers.find(model)
-    mixer.__class__ = type("TheirMixer", (type(mixer),), {})
-    assert "qwen3_5_text has 2 linear_attention layers" in str(mixers.why_unusable(model))

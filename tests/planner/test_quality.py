@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from lower_bounds import flat_bound, padded_bound, table_of
 
-from odb_factory.planner import Budget, BufferMetadata, Collation, CostModel, plan_optimizer_step
+from odb_factory.planner import Budget, BufferMetadata, Collation, plan_optimizer_step
+from odb_factory.planner.cost import STEP_COST
+from odb_factory.planner.flat import PATCHES_PER_TOKEN
 
 BUDGET = 16384
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
@@ -76,19 +78,21 @@ class Drawn:
     rows: np.ndarray
     num_ranks: int
     budget: Budget
-    model: CostModel
 
     def cost(self) -> int:
         """What ranks wait for, as planned."""
         buffers = [BufferMetadata(self.rows[rank :: self.num_ranks].copy(), False) for rank in range(self.num_ranks)]
-        plan = plan_optimizer_step(buffers, self.budget, balance=True, model=self.model)
-        return sum(self.model.of(t.max_rank_tokens, t.max_rank_patches, t.max_rank_attention) for t in plan.totals)
+        plan = plan_optimizer_step(buffers, self.budget, balance=True)
+        tokens = sum(STEP_COST + step.max_rank_tokens for step in plan.totals)
+        if self.budget.layout == "padded":
+            return tokens
+        return PATCHES_PER_TOKEN * tokens + sum(step.max_rank_patches for step in plan.totals)
 
     def bound(self) -> int:
         """No plan costs less."""
         if self.budget.layout == "padded":
-            return padded_bound(self.rows, self.budget, self.num_ranks, self.model)
-        return flat_bound(self.rows, self.budget, self.num_ranks, self.model)[1]
+            return padded_bound(self.rows, self.budget, self.num_ranks)
+        return flat_bound(self.rows, self.budget, self.num_ranks)[1]
 
 
 def draw(seed: int, kind: Lengths, num_ranks: int, per_rank: int, *, media: bool, layout: str) -> Drawn:
@@ -97,14 +101,14 @@ def draw(seed: int, kind: Lengths, num_ranks: int, per_rank: int, *, media: bool
     count = num_ranks * per_rank + int(rng.integers(0, num_ranks + 1))
     most = 20 * BUDGET if kind is one_giant else BUDGET
     tokens = np.clip(kind(rng, count), 1, most).astype(np.int64)
-    budget, model, patches = Budget(BUDGET, layout=layout), CostModel(), None
+    budget, patches = Budget(BUDGET, layout=layout), None
     if media:
         part = rng.uniform(0.1, 0.9, count) * (rng.random(count) < rng.choice([0.05, 0.5, 0.95]))
         patches = (4 * tokens * part).astype(np.int64)
         collation = Collation(dummy_media_tokens=66, dummy_media_patches=256)
         max_patches = int(rng.choice([2, 4])) * BUDGET
-        budget, model = Budget(BUDGET, max_patches, collation, layout=layout), CostModel(2000, 4, 1)
-    return Drawn(table_of(tokens, patches), num_ranks, budget, model)
+        budget = Budget(BUDGET, max_patches, collation, layout=layout)
+    return Drawn(table_of(tokens, patches), num_ranks, budget)
 
 
 SHAPES = [(1, 32), (2, 61), (4, 16), (8, 8), (8, 32)]

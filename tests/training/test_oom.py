@@ -31,6 +31,7 @@ WITHOUT = {
     "text": TEXT,
     "flat": replace(TEXT, block={"layout": "flat"}),
     "images": replace(TEXT, model="vl", rows=44, batch=2),
+    "zero": replace(TEXT, zero=1),
     "filled": replace(TEXT, batch=1, block=TEXT.block | {"global_batch_size": "fill", "loss_scaling": "none"}),
 }
 """Trainings for which there is memory enough."""
@@ -49,13 +50,13 @@ SPLIT = {
     "flat, backward": short("flat", "split", (ANY, 56), "backward"),
     "images, backward": short("images", "split", (60, 70), "backward"),
     "filled": short("filled", "split", (60, 60)),
-    "text, zero": short("text", "split", (60, 56), "backward", zero=1),
+    "zero, backward": short("zero", "split", (60, 56), "backward"),
     "text, checkpointing": short("text", "split", (60, 56), "backward", arguments=SGD | CHECKPOINTING),
 }
 SKIP = {
     "skip, text": short("text", "skip", (56, ANY)),
     "skip, images, backward": short("images", "skip", (60, 70), "backward"),
-    "skip, text, zero": short("text", "skip", (60, 56), "backward", zero=1),
+    "skip, zero, backward": short("zero", "skip", (60, 56), "backward"),
 }
 ENDS = {
     "alone": short("text", "split", (ANY, 40)),
@@ -210,8 +211,8 @@ def test_the_larger_part_is_as_small_as_can_be(costs: list[tuple[int, int]], lay
     """Of (tokens, patches)."""
     samples = [Sample(k, Cost(tokens, patches), b"") for k, (tokens, patches) in enumerate(costs)]
     whole = a_micro_batch(**{key: tuple(range(len(samples))) for key in ("ids", "lengths", "units", "stock_units")})
-    parts = cut((whole, samples), Budget(1000, layout=layout))
-    assert [of_part for _, of_part in parts] == [samples[:cut_at], samples[cut_at:]]
+    parts = cut(replace(whole, light=samples), Budget(1000, layout=layout))
+    assert [part.light for part in parts] == [samples[:cut_at], samples[cut_at:]]
 
 
 def test_what_is_out_of_memory() -> None:

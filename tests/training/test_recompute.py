@@ -31,10 +31,11 @@ MIB = 2**20
 
 
 class ByHand(TrainerCallback):
-    """Sets the bound of a training. calls: the tokens of each forward of the first layer, repeated ones included."""
+    """Sets the bound of a training, and the memory of the simulated accelerator, when trials have ended. calls: the
+    tokens of each forward of the first layer, repeated ones included."""
 
-    def __init__(self, bound: int | None, *, by_plan: bool = False):
-        self.bound, self.by_plan = bound, by_plan
+    def __init__(self, bound: int | None, *, by_plan: bool = False, memory: dict[str, Any] | None = None):
+        self.bound, self.by_plan, self.memory = bound, by_plan, memory
         self.calls: list[int] = []
         self.trainer: Any = None
 
@@ -45,6 +46,8 @@ class ByHand(TrainerCallback):
         if self.bound is not None:
             assert self.trainer.odb.training.recompute is None, "no memory is counted on a CPU"
             self.trainer.odb.training.recompute = Recompute(model, [(self.bound, 0)], by_plan=self.by_plan)
+        if self.memory is not None:
+            self.trainer.memory = Memory(self.trainer.model, phase="backward", **self.memory)
         (layer,) = [module for name, module in model.named_modules() if name.endswith(".layers.0.self_attn")]
         layer.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -61,19 +64,15 @@ def train(
     *,
     reentrant: bool = False,
     dropout: float = 0.0,
-    memory: dict[str, Any] | None = None,
     meter: CPUMeter | None = None,
     **changes: Any,
 ) -> Any:
-    """memory: of the simulated accelerator."""
     changes["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
     trainer = make_odb(training, path, folder, meter=meter, callbacks=[by_hand], **changes)
     for module in trainer.model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = dropout
     by_hand.trainer = trainer
-    if memory is not None:
-        trainer.memory = Memory(trainer.model, phase="backward", **memory)
     trainer.train()
     return trainer
 
@@ -122,7 +121,7 @@ def test_the_bound_is_measured_and_the_search_leaves_nothing_behind(tiny_text: P
     bounds, trainers = [], []
     for capacity in (None, 11, 16, 400):
         folder, by_hand = tmp_path / str(capacity), ByHand(None)
-        trainer = toy_training.make(tiny_text, folder, dropout=0.1, callbacks=[by_hand], **many)
+        trainer = toy_training.make(tiny_text, folder, callbacks=[by_hand], **many)
         meter = None if capacity is None else CPUMeter(capacity * MIB)
         by_hand.trainer = enable_odb(trainer, memory_meter=meter, token_budget=256, layout="flat", audit=True)
         caplog.clear()
@@ -142,12 +141,9 @@ def test_out_of_memory_lowers_the_bound_and_the_micro_batch_runs_again(
     tiny_text: Path, tmp_path: Path, caplog, oom: str
 ) -> None:
     """On one rank with `oom: raise`, too; once."""
-    by_hand, options = (
-        ByHand(None),
-        {"meter": CPUMeter(400 * MIB), "memory": {"most": BOUND, "spares_recomputed": True}},
-    )
+    by_hand = ByHand(None, memory={"most": BOUND, "spares_recomputed": True})
     training = replace(FULL, block=FULL.block | {"oom": oom})
-    trained = train(training, tiny_text, tmp_path / "short", by_hand, **options)
+    trained = train(training, tiny_text, tmp_path / "short", by_hand, meter=CPUMeter(400 * MIB))
     always = train(FULL, tiny_text, tmp_path / "always", ByHand(None))
     assert history(trained) == history(always)
     (warning,) = [message for message in caplog.messages if "runs again with gradient checkpointing" in message]
@@ -162,7 +158,7 @@ def test_out_of_memory_lowers_the_bound_and_the_micro_batch_runs_again(
 
 def test_out_of_memory_with_recomputation_ends_as_without_the_key(tiny_text: Path, tmp_path: Path) -> None:
     with pytest.raises(OutOfMemoryError, match="token_budget"):
-        train(FULL, tiny_text, tmp_path, ByHand(None), meter=CPUMeter(400 * MIB), memory={"most": BOUND})
+        train(FULL, tiny_text, tmp_path, ByHand(None, memory={"most": BOUND}), meter=CPUMeter(400 * MIB))
 
 
 def test_checkpointing_that_moves_activations_to_the_host_is_left_alone(tiny_text: Path) -> None:

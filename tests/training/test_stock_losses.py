@@ -296,6 +296,21 @@ def test_a_loss_that_fits_no_rule_is_refused_before_the_first_step(name: str, tm
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_measurement_makes_few_logits(side: str, tmp_path: Path) -> None:
+    """Those of whole rows need gigabytes: 152,000 numbers a token with the vocabulary of Qwen."""
+    calls: list[int] = []
+
+    class Counts(Qwen3ForCausalLM):
+        def __init__(self, config: Qwen3Config):
+            super().__init__(config)
+            self.lm_head.register_forward_hook(lambda _, inputs, output: calls.append(output[..., 0].numel()))
+
+    case = Case([100 + 7 * number for number in range(12)], model=Counts, collate=functools.partial(collate, side=side))
+    train(case, tmp_path, {"token_budget": 512, "layout": "padded"})
+    assert calls and max(calls) <= 64
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Two ranks.
 

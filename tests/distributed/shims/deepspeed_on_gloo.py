@@ -4,6 +4,9 @@ When ZeRO-3 gathers several parameters it waits for the last one only. gloo's tw
 then an earlier one arrives after the weights of a checkpoint and replaces them: the model begins with whatever was in
 memory, without odb too (DeepSpeed 0.18.4). On a CPU DeepSpeed also compiles an operator for inference, for a minute,
 and again whenever another ninja is found on PATH.
+
+With DeepSpeed `use_cpu` is false; accelerate 1.15 then takes ranks without a GPU for one process each, and their batch
+sizes contradict DeepSpeed's. Here they are ranks on CPUs, as before.
 """
 
 import functools
@@ -12,7 +15,7 @@ import sys
 from after_import import AfterImport
 
 
-def change(module):
+def gather_in_order(module):
     stock = module.TorchBackend.all_gather_into_tensor
 
     @functools.wraps(stock)
@@ -26,4 +29,15 @@ def change(module):
     module.build_shm_op = lambda: None  # as on a GPU
 
 
-sys.meta_path.insert(0, AfterImport("deepspeed.comm.torch", change))
+def ranks_on_cpus(module):
+    stock = module.PartialState._prepare_backend
+
+    @functools.wraps(stock)
+    def _prepare_backend(self, cpu=False, *args, **kwargs):
+        return stock(self, cpu or not module.torch.cuda.is_available(), *args, **kwargs)
+
+    module.PartialState._prepare_backend = _prepare_backend
+
+
+sys.meta_path.insert(0, AfterImport("deepspeed.comm.torch", gather_in_order))
+sys.meta_path.insert(0, AfterImport("accelerate.state", ranks_on_cpus))
