@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import hypothesis
 import pytest
-from PIL import Image, ImageDraw
-from support import write_dataset
 
 from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
@@ -31,14 +27,11 @@ INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory",
 """Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings. Others are unit tests."""
 OTHER_THAN_FOLDER = {
     "cli/test_tiny_model.py",
-    "data/test_exhaustive.py",
-    "data/test_fill_epoch.py",
+    "data/test_epochs.py",
     "data/test_loader.py",
     "data/test_resume.py",
     "data/test_workers.py",
-    "llamafactory/test_block.py",
     "llamafactory/test_families.py",
-    "llamafactory/test_releases.py",
     "loop/test_own_loop_ranks.py",
     "loop/test_replicas.py",
     "training/test_auto_budget.py",
@@ -113,34 +106,10 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`texts` (48 rows, 3 to 400 words), `pictures` (24 rows with none, one or three images), `mixed` = both."""
-    folder = tmp_path_factory.mktemp("data")
-    rng = random.Random(7)
-    words = " ".join(topics.values()).split()
+    """`texts` (48 rows) and `pictures` (24 rows with none, one or two images)."""
+    from distributed.rows import write_uneven_rows
 
-    def turn(length: int) -> str:
-        start = rng.randrange(len(words) - length)
-        return " ".join(words[start : start + length])
-
-    def row(question: str, answer: str, images: list[str]) -> dict[str, Any]:
-        return {
-            "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
-            "images": images,
-        }
-
-    texts = [row(turn(8), turn(int(3 * 1.11**k) if k < 47 else 400), []) for k in range(48)]
-    pictures = []
-    for k in range(24):
-        names = []
-        for number in range((1, 3, 1, 0)[k % 4]):
-            size = (rng.randrange(30, 500), rng.randrange(30, 500))
-            image = Image.new("RGB", size, tuple(rng.randrange(256) for _ in range(3)))
-            ImageDraw.Draw(image).line([(0, 0), size], fill="white", width=5)
-            names.append(f"picture_{k}_{number}.png")
-            image.save(folder / names[-1])
-        pictures.append(row("<image>" * len(names) + turn(6), turn(rng.randrange(3, 60)), names))
-    write_dataset(folder, {"texts": texts, "pictures": pictures})
-    return folder
+    return write_uneven_rows(tmp_path_factory.mktemp("data"), {"texts": 48, "pictures": 24})
 
 
 @pytest.fixture(scope="session")

@@ -95,11 +95,10 @@ def refusal(content: Any) -> str:
     return message
 
 
-def test_defaults_and_kinds() -> None:
+def test_defaults() -> None:
     """The tables of this file name every key."""
     assert ODBConfig.from_block(block()).to_dict() == DEFAULTS
-    others = ["global_batch_size", "memory_fraction", "balance_encoder"]
-    assert sorted(DEFAULTS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, *others])
+    assert {key for key, *_ in VALUES} == DEFAULTS.keys()
 
 
 @pytest.mark.parametrize(
@@ -121,12 +120,6 @@ def test_what_follows_from_the_optimizer_steps(keys: dict[str, Any], resolved: t
     assert ODBConfig.from_block(config.to_dict()) == config
 
 
-def test_values_are_normalised() -> None:
-    config = ODBConfig(token_budget=int64(4096), buffer_size=int64(3), global_batch_size=int64(8))
-    assert {type(config.token_budget), type(config.buffer_size), type(config.global_batch_size)} == {int}
-    assert (config.token_budget, config.buffer_size, config.global_batch_size) == (4096, 3, 8)
-
-
 MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     # Words for others
     ({"pad_to_multiple_of": "auto"}, "pad_to_multiple_of", {"pad_to_multiple_of": "none"}),
@@ -140,6 +133,9 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"token_budget:100": ..., "token_budget": 100},
     ),
     ({"loss-scaling": "exact"}, "loss-scaling", {"loss-scaling": ..., "loss_scaling": "exact"}),
+    ({"maxpatches": 7}, "maxpatches", {"maxpatches": ..., "max_patches": 7}),
+    ({"Join": True}, "Join", {"Join": ..., "join": True}),
+    ({"overlength": "drop"}, "overlength", {"overlength": ..., "overlong": "drop"}),
     ({"two\nlines": 1}, "two lines", {"two\nlines": ...}),
     # Missing
     ({"token_budget": ...}, "token_budget", {"token_budget": 8192}),
@@ -191,17 +187,17 @@ def without_ellipses(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("keys", "named", "cure"), MISTAKES, ids=lambda value: str(value)[:60])
 def test_a_mistake_is_named_and_its_cure_works(keys: dict[str, Any], named: str, cure: dict[str, Any]) -> None:
-    assert refusal(without_ellipses(block(**keys))).startswith(f"odb.{named}: ")
+    message = refusal(without_ellipses(block(**keys)))
+    assert message.startswith(f"odb.{named}: ") and all(key in message for key in cure if key.isprintable())
     ODBConfig.from_block(without_ellipses(block(**keys) | cure))
 
 
 def test_all_mistakes_of_a_block_are_named() -> None:
-    for keys in (
-        {"token_budget": -1, "max_patches": "many", "balanc": True},
-        {"join": False, "global_batch_size": 8, "lr_scale": "sqrt", "layout": "flat", "row_multiple": 2},
-    ):
-        message = refusal(block(**keys))
-        assert all(f"odb.{name}:" in message for name in keys if name not in ("global_batch_size", "layout"))
+    wrong: dict[str, Any] = {"token_budget": -1, "max_patches": "many", "balanc": True}
+    contradictory: dict[str, Any] = {"join": False, "lr_scale": "sqrt", "row_multiple": 2}
+    for keys, others in ((wrong, {}), (contradictory, {"global_batch_size": 8, "layout": "flat"})):
+        message = refusal(block(**keys, **others))
+        assert all(f"odb.{key}:" in message for key in keys)
 
 
 @pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])
@@ -210,25 +206,10 @@ def test_what_is_not_a_block_of_keys_is_refused(content: Any) -> None:
     assert repr(content) in message and "token_budget: 8192" in message
 
 
-@pytest.mark.parametrize(
-    ("typo", "meant"),
-    [
-        ("token_buget", "token_budget"),
-        ("maxpatches", "max_patches"),
-        ("loss-scaling", "loss_scaling"),
-        ("Join", "join"),
-        ("overlength", "overlong"),
-        ("on_errors", "on_error"),
-        ("TOKEN_BUDGET", "token_budget"),
-        *((name, "") for name in ("zzz", "max_tokens", "", 1, ("x", "y"), 2.5, None)),
-    ],
-)
-def test_a_typo_is_answered_with_the_nearest_key_or_with_all(typo: Any, meant: str) -> None:
-    message = refusal(block() | {typo: 17})
-    assert message.startswith(f"odb.{typo}: 17 ")
-    assert all(key in message for key in ([meant] if meant else DEFAULTS)) and ("did you mean" in message) == bool(
-        meant
-    )
+@pytest.mark.parametrize("key", ["zzz", "max_tokens", "", 1, ("x", "y"), 2.5, None])
+def test_a_key_unlike_any_other_is_answered_with_all(key: Any) -> None:
+    message = refusal(block() | {key: 17})
+    assert message.startswith(f"odb.{key}: 17 ") and all(name in message for name in DEFAULTS)
 
 
 def test_keys_from_elsewhere_are_answered_with_what_to_do() -> None:
@@ -245,40 +226,22 @@ def test_values(key: str, right: list[Any], wrong: list[Any]) -> None:
         assert getattr(ODBConfig.from_block(block(**{key: value})), key) == value
     for value in wrong:
         assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} is ")
+    for nothing in (None, "none", "None") if key in OPTIONAL else ():  # YAML's own word is null, people write none
+        assert getattr(ODBConfig.from_block(block(**{key: nothing})), key) is DEFAULTS[key]
 
 
-def test_none_is_understood_where_a_key_may_be_absent() -> None:
-    """YAML's own word is null, people write none; both mean the default."""
-    for nothing in (None, "none", "None"):
-        for key in OPTIONAL:
-            assert getattr(ODBConfig.from_block(block() | {key: nothing}), key) is DEFAULTS[key]
-
-
-@given(key=st.sampled_from(list(DEFAULTS)), value=yaml_values)
-def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key: str, value: Any) -> None:
+@given(st.dictionaries(st.sampled_from(list(DEFAULTS)) | st.text(max_size=5), yaml_values, max_size=3))
+def test_any_block_of_keys_is_taken_as_it_is_or_refused_in_one_line(keys: dict[str, Any]) -> None:
     """No value ends in another exception, and none is changed silently."""
-    content = block(**{key: value})
+    content = block(**keys)
     try:
         config = ODBConfig.from_block(content)
     except ConfigError as error:
-        shown, whole = repr(value), f"odb.{key}: {value!r} is "
-        assert str(error).startswith(whole if len(shown) <= 200 else whole[:100]), "long values are cut in the middle"
-        assert len(str(error).splitlines()) == 1
-    else:
-        taken = getattr(config, key)
-        is_nothing = value in ("none", "None", None) and key in OPTIONAL
-        assert taken is value or (is_nothing and taken is (True if key == "balance" else None))
-
-
-@given(st.dictionaries(st.text(st.characters(min_codepoint=32, max_codepoint=126)), yaml_values, max_size=4))
-def test_any_block_of_keys_is_taken_or_refused_in_one_line(content: dict[str, Any]) -> None:
-    try:
-        config = ODBConfig.from_block(content)
-    except ConfigError as error:
-        assert str(error).startswith("odb.")
-        assert len(str(error).splitlines()) == 1
-    else:
-        assert set(content) <= set(config.to_dict())
+        assert str(error).startswith("odb.") and len(str(error).splitlines()) == 1
+        return
+    for key, value in content.items():
+        is_nothing = key in OPTIONAL and value in ("none", "None", None)
+        assert getattr(config, key) is (DEFAULTS[key] if is_nothing else value)
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, 10**5000, ["x"] * 5000, {"x": "y" * 5000}], ids=type)
@@ -295,7 +258,8 @@ def test_a_block_may_be_any_mapping_and_is_not_changed() -> None:
 
 
 def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
-    config = ODBConfig.from_block(block(max_patches=7, overlong="drop", audit=True, buffer_size=3))
+    config = ODBConfig(token_budget=int64(4096), overlong="drop", buffer_size=int64(3), global_batch_size=int64(8))
+    assert {type(config.token_budget), type(config.buffer_size), type(config.global_batch_size)} == {int}
     assert ODBConfig.from_block(config.to_dict()) == config
     with pytest.raises(ConfigError, match=r"^odb\.buffer_size: 0 is too small"):
         ODBConfig(token_budget=1, buffer_size=0)
@@ -303,8 +267,6 @@ def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
         dataclasses.replace(config, overlong="keep")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.token_budget = 2
-    with pytest.raises(ValueError):
-        ODBConfig(token_budget="many")
 
 
 def test_budgets_of_auto_are_resolved() -> None:

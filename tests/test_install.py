@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from odb_factory.cli.main import COMMANDS, EXTRAS, main
+from odb_factory.llamafactory.activation import NEWEST_TESTED, SUPPORTED
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -24,6 +26,14 @@ def test_the_test_extra_repeats_the_llamafactory_extra() -> None:
     """Named by `odb_factory[llamafactory]` alone, pip reads these bounds last and backtracks for minutes."""
     extras = PROJECT["optional-dependencies"]
     assert set(extras["llamafactory"]) < set(extras["test"])
+
+
+def test_the_pin_lets_the_main_branch_live() -> None:
+    """pip would take away a clone whose version the pin does not hold."""
+    extra = map(Requirement, PROJECT["optional-dependencies"]["llamafactory"])
+    (pin,) = [requirement.specifier for requirement in extra if requirement.name == "llamafactory"]
+    assert pin == SpecifierSet(SUPPORTED)
+    assert all(pin.contains(version, prereleases=True) for version in ("0.9.5", NEWEST_TESTED, "0.9.6"))
 
 
 def test_the_packages_of_commands_are_those_of_the_extras() -> None:

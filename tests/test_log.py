@@ -55,11 +55,6 @@ def test_a_handler_for_a_file_does_not_take_the_lines_off_the_console(tmp_path: 
     assert log.read_text() == "WARNING:odb_factory.x:a line\n"
 
 
-def test_records_can_be_caught(caplog: pytest.LogCaptureFixture) -> None:
-    logger.info("a line")
-    assert caplog.messages == ["a line"]
-
-
 def test_other_ranks_of_torchrun_do_not_inform(monkeypatch, caplog) -> None:
     monkeypatch.setenv("RANK", "1")
     logger.info("a line")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import time
@@ -95,27 +94,6 @@ def test_worker_init_fn_runs_in_every_worker_and_finds_the_dataset() -> None:
     assert not begun, "not in this process"
 
 
-class Frozen(Rows):
-    before: int
-
-    def __getitem__(self, k: int) -> Any:
-        assert gc.get_freeze_count() > self.before
-        return item(k)
-
-
-def tell_frozen(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return pad(items) | {"frozen": gc.get_freeze_count()}
-
-
-def test_no_collection_looks_through_what_a_worker_was_forked_with() -> None:
-    """It would copy all that the processes share."""
-    rows = Frozen()
-    rows.before = gc.get_freeze_count()
-    with wrapped(rows, tell_frozen, multiprocessing_context="fork") as loader:
-        assert all(batch["frozen"] > rows.before for _, _, batch in loader)
-    assert gc.get_freeze_count() <= rows.before, "in this process nothing has changed"
-
-
 class Changing(Rows):
     """Its owner changes it between epochs."""
 
@@ -164,17 +142,6 @@ def test_pinned_memory_is_not_warned_of_where_there_is_none(num_workers: int) ->
             list(loader)
 
 
-@pytest.mark.parametrize(("device", "pins"), [("xpu", True), ("mps", False)])
-def test_memory_is_pinned_for_every_accelerator_that_torch_pins_for(
-    device: str, pins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No such device is here: torch's answers are put into its mouth."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
-    parts = dismantle(DataLoader(Rows(), collate_fn=pad, pin_memory=True), seed=0)
-    assert parts.pin_memory is pins
-
-
 # Seeds
 
 
@@ -188,21 +155,6 @@ def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) ->
 
     with_5 = numbers(5)
     assert numbers(5) == with_5 and not set(numbers(1005)) & set(with_5)
-
-
-class Hurried(Rows):
-    """Rows that sometimes come late, so that a plan is late at another moment each time."""
-
-    def __getitem__(self, k: int) -> Any:
-        time.sleep(random.SystemRandom().choice([0, 0, 0.004]))
-        return item(k)
-
-
-def test_random_numbers_do_not_depend_on_the_timing_of_workers() -> None:
-    """I6 for a collator that draws."""
-    torch.manual_seed(5)
-    options = {"num_workers": 3, "multiprocessing_context": "fork"}
-    assert len({str(drawn(dataset=Hurried(), **options)) for _ in range(3)}) == 1
 
 
 def seeds_of(rank: int) -> list[int]:

@@ -24,11 +24,11 @@ def row(words: int, images: list[str] | None = None, videos: list[list[str]] | N
 
 
 def write_uneven_rows(folder: Path, num_rows: dict[str, int]) -> Path:
-    """Rows of 3 to 100 words; in `mixed` some have one picture or two. No two rows of a dataset are alike."""
+    """Rows of 3 to 100 words, no two of a dataset alike; in `mixed` and `pictures` some have one picture or two."""
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
         noise(size).convert("RGB").save(folder / f"{name}.png")
     rows = {
-        name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name == "mixed" else []) for k in range(count)]
+        name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name in ("mixed", "pictures") else []) for k in range(count)]
         for name, count in num_rows.items()
     }
     return write_dataset(folder, rows)

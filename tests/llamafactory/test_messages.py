@@ -1,4 +1,4 @@
-"""A user's mistake ends in one line without a traceback: by the command line, under torchrun, on every rank once."""
+"""A user's mistake ends in one line without a traceback: before the launch, under torchrun, on every rank once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from llamafactory.hparams import get_ray_args, get_train_args
+from llamafactory.train.tuner import run_exp
 from support import run_llamafactory, training_config
 
 from odb_factory.cli.plan import read
@@ -23,7 +25,6 @@ from odb_factory.llamafactory.launch import launch
 from odb_factory.llamafactory.launch import read as read_yaml
 
 BLOCK = {"token_budget": 1024}
-TWO_RANKS = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
 
 
 @pytest.fixture
@@ -32,78 +33,21 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def hook_undone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    before = sys.excepthook
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`command("train", text, ...)`: as if `llamafactory-cli train my.yaml ...` ran; the hook of errors is undone."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(uncaught, "_before", None)  # a training in this process may have installed it
-    yield
-    uncaught.uninstall()
-    sys.excepthook = before
+
+    def command(name: str, text: str, *overrides: str) -> Path:
+        path = tmp_path / "my.yaml"
+        path.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", ["llamafactory-cli", name, str(path), *overrides])
+        return path
+
+    return command
 
 
-def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
-    path = tmp_path / "my.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        block.checked(read_yaml(str(path), overrides=overrides))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_the_command_line_ends_in_one_line(config: dict[str, Any]) -> None:
-    """Under torchrun as well: it is not even started."""
-    done = run_llamafactory(config, "odb.overlong=sometimes", env=TWO_RANKS)
-    assert done.returncode == 1
-    assert done.stdout == "[odb] odb.overlong: 'sometimes' is not one of singleton, drop, error.\n"
-
-
-def test_a_misspelt_block_is_noticed_where_the_launcher_cannot_see_it(config: dict[str, Any]) -> None:
-    block = config.pop("odb")
-    with pytest.raises(ConfigError, match="^obd: there is no such key; write a block `odb:`"):
-        get_train_args(config | {"obd": block})
-
-
-def test_an_override_takes_the_block_out(config, tmp_path, monkeypatch) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    get_train_args(dict(config))
-    assert hooks._active is not None
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path), "odb=null"])
-    assert launch(lambda: "stock") == "stock"
-    assert "odb" not in read(path, ["odb=null"]).keys
-    given = config | {"odb": None}
-    get_ray_args(given)  # the driver hands the same arguments to its workers
-    assert "odb" not in given
-    monkeypatch.setattr(sys, "argv", ["launcher.py", str(path), "odb=null"])
-    get_train_args()
-    assert hooks._active is None
-    monkeypatch.setattr(sys, "argv", ["launcher.py", str(path)])
-    with pytest.raises(ConfigError, match="^odb: None is not a block of keys"):
-        get_train_args(config | {"odb": None})
-
-
-def test_texts_that_llamafactory_takes_are_no_mistakes(config: dict[str, Any]) -> None:
-    get_train_args(config | {"eval_strategy": "no", "save_steps": 10, "learning_rate": 1, "report_to": ["none"]})
-
-
-def test_a_mistake_that_llamafactory_finds_is_shown_as_ever(config: dict[str, Any]) -> None:
-    """With its traceback and not as one of ours."""
-    done = run_llamafactory(config, "dataset=nope")
-    assert done.returncode == 1 and "Traceback" in done.stdout
-    last = done.stdout.splitlines()[-1]
-    assert "nope" in last and not any("[odb]" in line and "nope" in line for line in done.stdout.splitlines())
-
-
-def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any]) -> None:
-    """What is known in the ranks only: here by the training arguments that they have made."""
-    done = run_llamafactory(config | {"ddp_backend": "gloo"}, "auto_find_batch_size=true", env=TWO_RANKS)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout
-    assert "torch.distributed.elastic" not in done.stdout
-    lines = done.stdout.splitlines()
-    ours = [line for line in lines if "auto_find_batch_size: True does not go with odb" in line]
-    assert len(set(ours)) == len(ours) and 1 <= len(ours) <= 2  # torchrun may end the second one before it speaks
-    assert all(line.startswith("[rank") and ": [odb] " in line for line in ours)
-    assert lines[-1] in ours
+# Before the launch
 
 
 ODB = "odb:\n  token_budget: 1\n"
@@ -149,22 +93,45 @@ LONG = "9" * 5000
     ],
 )
 def test_what_the_yaml_shows_is_said_before_the_launch(
-    tmp_path: Path, text: str, overrides: tuple[str, ...], start: str
+    command: Callable[..., Path], text: str, overrides: tuple[str, ...], start: str
 ) -> None:
     """start: a pattern of the message's first words."""
-    assert re.match(start, message := refusal(tmp_path, text, *overrides)), message
+    with pytest.raises(ConfigError) as caught:
+        block.checked(read_yaml(str(command("train", text)), overrides=overrides))
+    message = str(caught.value)
+    assert re.match(start, message) and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "text", "overrides", "start"),
+    [
+        ("llamafactory.launcher", "train", ODB, ["odb.overlong=sometimes"], "odb.overlong: 'sometimes'"),
+        ("llamafactory.v1.launcher", "merge", ODB, [], "odb: `llamafactory-cli merge` "),
+        ("llamafactory.v1.launcher", "merge", "model: x\n", ["odb.token_budget=1"], "odb: `llamafactory-cli merge` "),
+        *(
+            ("llamafactory.launcher", name, ODB, [], f"odb: `llamafactory-cli {name}` ")
+            for name in ("chat", "export", "api")
+        ),
+    ],
+)
+def test_launchers_refuse_a_block(command, monkeypatch, module, name, text, overrides, start) -> None:
+    """Also under torchrun, which is not even started."""
+    for variable in ("USE_V1",) if "v1" in module else ("FORCE_TORCHRUN",):
+        monkeypatch.setenv(variable, "1")
+    command(name, text, *overrides)
+    with pytest.raises(ConfigError, match=f"^{start}"):
+        importlib.import_module(module).launch()
 
 
 @pytest.mark.parametrize("variable", ["USE_MCA", "USE_MEGATRON_BRIDGE"])
-def test_other_backends_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_other_backends_are_refused(command, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as `datasets.map` with several processes leaves it
     monkeypatch.setenv(variable, "1")
-    assert refusal(tmp_path, ODB).startswith(f"{variable}: '1' ")
+    with pytest.raises(ConfigError, match=f"^{variable}: '1' "):
+        block.checked(read_yaml(str(command("train", ODB)), overrides=()))
 
 
 def test_what_keeps_ray_from_training_is_said_by_its_driver(config, monkeypatch) -> None:
-    from llamafactory.train.tuner import run_exp
-
     monkeypatch.setenv("USE_RAY", "1")
     monkeypatch.setenv("USE_MEGATRON_BRIDGE", "1")
     with pytest.raises(ConfigError, match="USE_MEGATRON_BRIDGE: '1' selects"):
@@ -175,35 +142,84 @@ def test_what_keeps_ray_from_training_is_said_by_its_driver(config, monkeypatch)
         run_exp(config)
 
 
-@pytest.mark.parametrize(
-    ("module", "command", "overrides"),
-    [
-        ("llamafactory.v1.launcher", "merge", []),
-        ("llamafactory.v1.launcher", "merge", ["odb.token_budget=1"]),
-        *(("llamafactory.launcher", name, []) for name in ("chat", "export", "api")),
-    ],
-)
-def test_launchers_that_do_not_train(tmp_path, monkeypatch, hook_undone, module, command, overrides) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text("model: x\n" + ("" if overrides else ODB), encoding="utf-8")
-    if "v1" in module:
-        monkeypatch.setenv("USE_V1", "1")
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, str(path), *overrides])
-    with pytest.raises(ConfigError, match=f"^odb: `llamafactory-cli {command}` "):
-        importlib.import_module(module).launch()
-
-
-def test_without_a_block_the_launcher_is_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text("seed: 010\n# odb:\n", encoding="utf-8")
-    before = sys.excepthook
-    for argv in (["train", str(path)], ["train", str(tmp_path / "none.yaml")], ["train"], ["version"], []):
+def test_without_a_block_the_launcher_is_stocks(command: Callable[..., Path], monkeypatch) -> None:
+    path, before = command("train", "seed: 010\n# odb:\n"), sys.excepthook
+    for argv in (["train", str(path)], ["train", "none.yaml"], ["train"], ["version"], []):
         monkeypatch.setattr(sys, "argv", ["llamafactory-cli", *argv])
         assert launch(lambda: "stock") == "stock"
     assert sys.excepthook is before
 
 
-def test_which_errors_are_shortened(capsys, monkeypatch, hook_undone) -> None:
+# What LLaMA-Factory is given
+
+
+def test_a_block_is_kept_for_one_training_only(config: dict[str, Any]) -> None:
+    changes = {"per_device_train_batch_size": 4, "dataloader_drop_last": True, "learning_rate": 1, "save_steps": 10}
+    parsed = get_train_args(config | changes | {"eval_strategy": "no", "report_to": ["none"]})
+    assert parsed[2].per_device_train_batch_size == 4, "optimizer steps of any size are taken"
+    assert hooks._active is not None and hooks._active.keeps and hooks._active.token_budget == 1024
+    get_train_args({key: value for key, value in config.items() if key != "odb"})
+    assert hooks._active is None
+
+
+def test_an_override_takes_the_block_out(config, command: Callable[..., Path], monkeypatch) -> None:
+    path = command("train", yaml.safe_dump(config), "odb=null")
+    get_train_args(dict(config))
+    assert hooks._active is not None
+    assert launch(lambda: "stock") == "stock"
+    assert "odb" not in read(path, ["odb=null"]).keys
+    emptied = config | {"odb": None}
+    get_ray_args(emptied)  # the driver hands the same arguments to its workers
+    assert "odb" not in emptied
+    monkeypatch.setattr(sys, "argv", ["launcher.py", str(path), "odb=null"])
+    get_train_args()
+    assert hooks._active is None
+
+
+def test_neat_packing_is_the_wish_for_flat_micro_batches(config, caplog) -> None:
+    """LLaMA-Factory itself must not see it: it would pack the rows before training."""
+    args = config | {"neat_packing": True, "packing": True}
+    _, data_args, *_ = get_train_args(args)
+    assert not data_args.neat_packing and not data_args.packing
+    assert hooks._active is not None and hooks._active.layout == "flat"
+    assert sum("neat_packing" in message and "layout: flat" in message for message in caplog.messages) == 1
+    assert args["neat_packing"] is True and args["odb"] == BLOCK, "the user's own arguments are left alone"
+
+
+def test_documents_stay_whole_and_that_is_said(config, caplog) -> None:
+    args = config | {"stage": "pt"}
+    assert get_train_args(args)[1].packing is False and "packing" not in args
+    assert sum("documents stay whole" in message for message in caplog.messages) == 1
+    del args["odb"]
+    assert get_train_args(args)[1].packing is True, "without the block it is stock's"
+
+
+# How a process ends
+
+
+def test_a_mistake_that_llamafactory_finds_is_shown_as_ever(config: dict[str, Any]) -> None:
+    """With its traceback and not as one of ours."""
+    ended = run_llamafactory(config, "dataset=nope")
+    assert ended.returncode == 1 and "Traceback" in ended.stdout
+    assert "nope" in ended.stdout.splitlines()[-1]
+    assert not any("[odb]" in line and "nope" in line for line in ended.stdout.splitlines())
+
+
+@pytest.mark.versions
+def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any]) -> None:
+    """What is known in the ranks only: here by the training arguments that they have made."""
+    two_ranks = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
+    ended = run_llamafactory(config | {"ddp_backend": "gloo"}, "auto_find_batch_size=true", env=two_ranks)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stdout and "torch.distributed.elastic" not in ended.stdout
+    lines = ended.stdout.splitlines()
+    ours = [line for line in lines if "auto_find_batch_size: True does not go with odb" in line]
+    assert len(set(ours)) == len(ours) and 1 <= len(ours) <= 2  # torchrun may end the second one before it speaks
+    assert all(line.startswith("[rank") and ": [odb] " in line for line in ours)
+    assert lines[-1] in ours
+
+
+def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
     def end_by(error: Exception) -> str:
@@ -219,10 +235,9 @@ def test_which_errors_are_shortened(capsys, monkeypatch, hook_undone) -> None:
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
     shown = end_by(ValueError("of another library"))
     assert shown.startswith("Traceback") and "[odb]" not in shown, "it would look like one of ours"
-    assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
     monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
     assert "Traceback" in end_by(ODBError("two\nlines"))
-    hooks.uncaught.uninstall()
+    uncaught.uninstall()
     assert sys.excepthook is sys.__excepthook__
 
 
@@ -233,6 +248,6 @@ def test_a_process_that_another_rank_ends_leaves_no_folder(tmp_path: Path) -> No
         "multiprocessing.util.get_temp_dir(); end_process('rank 1 has ended')"
     )
     env = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "[odb] rank 1 has ended\n")
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "[odb] rank 1 has ended\n")
     assert not list(tmp_path.iterdir())

@@ -5,17 +5,12 @@ That rows made one at a time are those of stock's pass: `test_conversion.py`.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
 import av
 import pytest
-from llamafactory import launcher
 from llamafactory.data import mm_plugin
-from llamafactory.hparams import get_train_args
-from llamafactory.train.callbacks import LogCallback
 from PIL import Image
 from stock import load_data
 from support import training_config
@@ -35,52 +30,6 @@ def config(tiny_vl: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 def load(config: dict[str, Any]) -> Any:
     """The training dataset as a run has it, before the model is loaded."""
     return load_data(config)["train_dataset"]
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    {
-        "data.loader:_get_preprocessed_dataset": (
-            "dataset data_args training_args stage template tokenizer processor is_eval"
-        ),
-        "data.loader:_get_dataset_processor": "data_args stage template tokenizer processor",
-        "data.loader:align_dataset": "dataset dataset_attr data_args training_args",
-        "data.mm_plugin:BasePlugin.process_messages": "self messages images videos audios processor",
-        "data.mm_plugin:BasePlugin.process_token_ids": (
-            "self input_ids labels images videos audios tokenizer processor"
-        ),
-        "data.mm_plugin:BasePlugin._get_mm_inputs": "self images videos audios processor",
-        "data.mm_plugin:BasePlugin._regularize_images": "self images",
-        "data.mm_plugin:Qwen2VLPlugin._get_video_token_metadata": "self videos processor",
-        "train.kto.trainer:CustomKTOTrainer.forward": "self model batch prefix",
-        "train.kto.trainer:CustomKTOTrainer.concatenated_forward": "self model batch",
-        "train.kto.trainer:CustomKTOTrainer.compute_reference_log_probs": "self model batch",
-        "train.kto.trainer:CustomKTOTrainer.get_batch_loss_metrics": "self model batch",
-        "train.kto.trainer:CustomKTOTrainer.kto_loss": (
-            "self policy_chosen_logps policy_rejected_logps policy_KL_logps reference_chosen_logps "
-            "reference_rejected_logps reference_KL_logps"
-        ),
-    }.items(),
-)
-def test_functions_take_what_they_did(path: str, expected: str) -> None:
-    """The first parameters that functions of LLaMA-Factory have, in their order."""
-    module, names = path.split(":")
-    function: Any = importlib.import_module(f"llamafactory.{module}")
-    for name in names.split("."):
-        function = getattr(function, name, None)
-    if function is None:
-        pytest.skip(f"this release has no {names}")
-    found = list(inspect.signature(function).parameters)
-    assert found[: len(expected.split())] == expected.split()
-
-
-def test_what_is_replaced_is_where_it_was(config: dict[str, Any]) -> None:
-    """The order in which arguments are parsed, the steps that the log callback has read, the launcher's own file."""
-    parsed = get_train_args({key: value for key, value in config.items() if key != "odb"})
-    fields = ("model_name_or_path", "cutoff_len", "output_dir", "stage")
-    assert [hasattr(one, name) for one, name in zip(parsed, fields)] == [True] * 4
-    assert isinstance(LogCallback().max_steps, int)
-    assert "__file__" in inspect.unwrap(launcher.launch).__code__.co_names, "torchrun is given another file"
 
 
 def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llamafactory.train.tuner import run_exp
-from support import ReadBacks, read_log, training_config
+from support import Convolutions, ReadBacks, read_log, training_config
 from tiny_models import TinyModels
 
 from odb_factory.model import known
@@ -53,7 +53,10 @@ def test_a_micro_batch_waits_at_most_four_times(name: str, tiny_vl, tiny_text, d
             with read_backs:
                 run_exp(config)
         else:
-            run_exp(config)
+            with Convolutions() as convolutions:
+                run_exp(config)
+            # A Gated DeltaNet has some of its own.
+            assert kind == "vl_delta" or not convolutions.count, "patches are embedded by a matrix product"
         losses.append([entry["loss"] for entry in read_log(out) if "loss" in entry])
     assert losses[0] == losses[1] and len(losses[0]) == 3
     assert read_backs.lines.total() <= most * micro_batches, (micro_batches, read_backs.lines)

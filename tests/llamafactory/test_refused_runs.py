@@ -62,6 +62,13 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
 WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"odb": {"token_budget": 16, "overlong": "error"}}, ".*overlong"),
     ({"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True}, "odb.lr_scale: 'sqrt'"),
+    (
+        # Those of the fake image of a micro-batch without images
+        {"template": "qwen3_vl", "dataset": "pictures", "odb": {"token_budget": 256, "max_patches": 1}},
+        r"odb.max_patches: 1 is less than the \d+ patches",
+    ),
+    # Stock takes such optimizer steps with a loss of 0, and no weight changes.
+    ({"cutoff_len": 1}, ".*48 unsupervised"),
     ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ".*checkpoint-3"),
 ]
 
@@ -114,5 +121,5 @@ def test_before_a_model_is_loaded(tiny_text: Path, data_dir, output_dir, tmp_pat
 
 
 @pytest.mark.parametrize(("changes", "start"), WITH_A_MODEL, ids=ids)
-def test_with_a_model(tiny_text: Path, data_dir, output_dir, changes, start) -> None:
-    refused(tiny_text, data_dir, output_dir, changes, start)
+def test_with_a_model(tiny_text: Path, tiny_vl: Path, data_dir, output_dir, changes, start) -> None:
+    refused(tiny_vl if "template" in changes else tiny_text, data_dir, output_dir, changes, start)

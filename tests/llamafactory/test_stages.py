@@ -1,83 +1,129 @@
-"""What the stages pt, rm and dpo refuse and say, and how their rows count; their trainings: `test_same_training.py`."""
+"""How rows of the stages pt, dpo and kto count and pair; their trainings: `test_same_training.py`."""
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llamafactory.hparams import get_train_args
-from same_training import ODB, Config, configurations, write_rows
+from llamafactory.train.kto.trainer import CustomKTOTrainer
+from llamafactory.train.tuner import run_exp
+from same_training import check_same_training, configurations, report, train, write_rows
+from stock import load_data
 from tiny_models import TinyModels
 
-from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.data.observe import RowDropped
+from odb_factory.errors import ConfigError
+from odb_factory.llamafactory.dataset import OnlineDataset
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planner import Media
 
-
-@pytest.fixture(scope="module")
-def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("stages")
-    return configurations(TinyModels(tiny_text, tiny_vl, folder), write_rows(folder / "rows"))
-
-
-# What is refused, and what is said.
-
-
-def test_documents_stay_whole_and_that_is_said(config_of, tmp_path, caplog) -> None:
-    given = config_of("pt", tmp_path, odb=ODB)
-    assert get_train_args(given)[1].packing is False and "packing" not in given
-    assert len([message for message in caplog.messages if "documents stay whole" in message]) == 1
-    assert get_train_args(config_of("pt", tmp_path))[1].packing is True, "without the block it is stock's"
-
-
-# Pairs and tokens as they are counted.
-
-
-class Pad:
-    pad_token_id = 2
+BLOCK = {"token_budget": 512, "audit": True}
+NO_MEDIA: Any = SimpleNamespace(count_media=lambda *args: Media(), has_media=lambda *args: True)
 
 
 def test_a_pad_token_inside_a_document_carries_no_loss() -> None:
     """Where a tokenizer pads with its end-of-text token the collator masks every one of them."""
-    cost = STAGES["pt"].of_training(None, Pad()).cost({"input_ids": [2, 5, 2, 7, 2]}, None)  # type: ignore[arg-type]
+    tokenizer: Any = SimpleNamespace(pad_token_id=2)
+    cost = STAGES["pt"].of_training(None, tokenizer).cost({"input_ids": [2, 5, 2, 7, 2]}, NO_MEDIA)
     assert (cost.tokens, cost.units, cost.leading_label) == (5, 2, False)
 
 
 @pytest.mark.parametrize(
     ("pref_loss", "pref_ftx", "units"),
-    [("sigmoid", 0.0, (1, 1)), ("sigmoid", 0.5, (0, 1)), ("ipo", 0.0, (0, 0)), ("simpo", 0.0, (0, 0))],
+    [("sigmoid", 0.0, [1, 1]), ("sigmoid", 0.5, [0, 1]), ("ipo", 0.0, [0, 0]), ("simpo", 0.0, [0, 0])],
 )
-def test_an_empty_answer_is_left_out_where_the_loss_divides_by_its_length(
-    pref_loss: str, pref_ftx: float, units: tuple[int, int]
-) -> None:
-    class Arguments:
-        pass
-
-    arguments = Arguments()
-    arguments.pref_loss, arguments.pref_ftx = pref_loss, pref_ftx  # type: ignore[attr-defined]
+def test_an_empty_answer_is_left_out_where_the_loss_divides_by_its_length(pref_loss, pref_ftx, units) -> None:
+    arguments: Any = SimpleNamespace(pref_loss=pref_loss, pref_ftx=pref_ftx)
     stage = STAGES["dpo"].of_training(arguments, None)
     empty, answer = ([1, 1], [-100, -100]), ([1, 1, 4], [-100, -100, 4])
-
-    def units_of(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]) -> int:
+    counted = []
+    for chosen, rejected in ((empty, answer), (answer, empty)):
         features = {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1]}
         features |= {"rejected_input_ids": rejected[0], "rejected_labels": rejected[1]}
         cost = stage.cost(features, NO_MEDIA)
         assert (cost.tokens, cost.row_tokens) == (5, 6)
-        return cost.units
-
-    assert (units_of(empty, answer), units_of(answer, empty)) == units
-
-
-class NoMedia(MediaObserver):
-    def __init__(self) -> None:
-        pass
-
-    def count_media(self, *args: Any) -> Media:
-        return Media()
-
-    def has_media(self, *args: Any) -> bool:
-        return True
+        counted.append(cost.units)
+    assert counted == units
 
 
-NO_MEDIA = NoMedia()
+def test_rows_of_kto_with_videos_are_refused() -> None:
+    features = {"input_ids": [1, 2], "kl_input_ids": [1, 2, 3], "videos": ["one.mp4"]}
+    with pytest.raises(ValueError, match="it has videos"):
+        STAGES["kto"].cost(features, NO_MEDIA)
+
+
+@pytest.fixture(scope="module")
+def kto(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`kto(output_dir, ...)`: a configuration. Data sets: `judged`; `dropped`, of which LLaMA-Factory drops row 4;
+    `broken`, where it fails at row 2 because row 1 has no answer."""
+    folder = tmp_path_factory.mktemp("stages")
+    rows_dir = write_rows(folder / "rows")
+    rows = json.loads((rows_dir / "judged.json").read_text(encoding="utf-8"))
+    info = json.loads((rows_dir / "dataset_info.json").read_text(encoding="utf-8"))
+    changed = {"dropped": [*rows[:4], rows[4] | {"good": None}, *rows[5:9]], "broken": rows[:4]}
+    changed["broken"][1] = rows[1] | {"conversations": rows[1]["conversations"][:1]}
+    for name, of_set in changed.items():
+        (rows_dir / f"{name}.json").write_text(json.dumps(of_set), encoding="utf-8")
+        info[name] = info["judged"] | {"file_name": f"{name}.json"}
+    (rows_dir / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    config_of = configurations(TinyModels(tiny_text, tiny_vl, folder), rows_dir)
+    return functools.partial(config_of, "kto", model="tied", val_size=0, eval_strategy="no")
+
+
+def rows_of(config: dict[str, Any]) -> Any:
+    return load_data(config, stage="kto")["train_dataset"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preprocessing_batch_size": 4, "val_size": 3},
+        {"dataset": "dropped, judged", "preprocessing_batch_size": 7, "max_samples": 21},
+        {"max_samples": 21, "preprocessing_batch_size": 4, "preprocessing_num_workers": 2},
+    ],
+    ids=["split", "two datasets, one row dropped", "two processes"],
+)
+def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = kto(tmp_path, **changes)
+    stock, online = rows_of(config), rows_of(config | {"odb": BLOCK})
+    assert isinstance(online, OnlineDataset)
+    kept = []
+    for number in range(len(online)):
+        try:
+            kept.append(online[number])
+        except RowDropped:
+            continue
+    assert kept == [dict(row) for row in stock]
+    assert len(online) - len(kept) == ("dropped" in config["dataset"])
+
+
+def test_a_partner_without_an_answer_is_told(kto, tmp_path: Path) -> None:
+    online = rows_of(kto(tmp_path, dataset="broken", odb=BLOCK))
+    with pytest.raises(ValueError, match="paired with the answer of the row before it"):
+        online[2]
+
+
+def test_two_ranks_train_as_stock_does_on_one(kto, tmp_path: Path) -> None:
+    """Stock's micro-step is 2 x 2 rows on two ranks and 4 rows on one: the same estimates, losses, weights. The figures
+    are those of both ranks."""
+    config = {"max_samples": 24, "learning_rate": 2e-4}
+    ours = train(kto(tmp_path / "odb", per_device_train_batch_size=2, odb=BLOCK | {"token_budget": 256}, **config), 2)
+    stock = train(kto(tmp_path / "stock", per_device_train_batch_size=4, **config))
+    report("kto, 2 ranks", check_same_training(ours, stock, counts_other_tokens=True))
+
+
+def test_another_loss_of_kto_is_refused(kto, tmp_path: Path, monkeypatch) -> None:
+    """A release whose loss is no function of the log-ratio less the estimate."""
+    loss = CustomKTOTrainer.kto_loss
+
+    @functools.wraps(loss)
+    def another(trainer: Any, chosen: Any, rejected: Any, kl: Any, *reference: Any) -> Any:
+        return loss(trainer, chosen, rejected, 2 * kl, *reference)
+
+    monkeypatch.setattr(CustomKTOTrainer, "kto_loss", another)
+    with pytest.raises(ConfigError, match="kto_loss"):
+        run_exp(kto(tmp_path, odb=BLOCK))

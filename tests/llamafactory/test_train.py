@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamafactory.hparams import TrainingArguments
+from distributed.invariants import check_audits, check_books, read_audits
+from llamafactory.hparams import TrainingArguments, get_train_args
+from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from llamafactory.train.tuner import run_exp
-from same_training import train
-from support import Convolutions, noise, read_jsonl, read_log, run_llamafactory, training_config
-
-from odb_factory.errors import DataError
+from same_training import configurations, write_rows
+from stock import load_stock
+from support import read_jsonl, read_log, run_llamafactory, training_config
+from transformers import DataCollatorForSeq2Seq
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
 # transformers 5 takes a share of the steps as `warmup_steps`, its newest releases only so.
 WARMUP_SHARE = "warmup_ratio" if "warmup_ratio" in TrainingArguments.__dataclass_fields__ else "warmup_steps"
 
-
-def audit_of(output_dir: Path) -> list[dict[str, Any]]:
-    return read_jsonl(output_dir / "odb_audit_rank0.jsonl")
+COUNTED = {key: True for key in ("include_tokens_per_second",) if key in TrainingArguments.__dataclass_fields__}
 
 
 def ids_by_epoch(audit: list[dict[str, Any]]) -> dict[int, Counter]:
@@ -34,87 +34,42 @@ def ids_by_epoch(audit: list[dict[str, Any]]) -> dict[int, Counter]:
 
 @pytest.mark.versions
 def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, tmp_path) -> None:
-    """I1, I2, I4 by the audit of plain `llamafactory-cli train`, with a dotted override of the block."""
-    config = training_config(
-        tiny_vl,
-        data_dir,
-        tmp_path / "out",
-        dataset="texts,pictures",
-        num_train_epochs=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4,
-        odb=BLOCK | {"max_patches": 900},
-    )
-    done = run_llamafactory(config, "odb.token_budget=1536")
-    assert done.returncode == 0, done.stdout[-3000:]
-    audit = audit_of(tmp_path / "out")
-    assert ids_by_epoch(audit) == {0: Counter(range(72)), 1: Counter(range(72))}
-    orders = [[line["ids"] for line in audit if line["epoch"] == epoch] for epoch in (0, 1)]
+    """I1, I2, I4, I9 by the audit of plain `llamafactory-cli train`, with a dotted override of the block."""
+    changes = {"dataset": "texts,pictures", "num_train_epochs": 2, "odb": BLOCK | {"max_patches": 900}}
+    changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    config = training_config(tiny_vl, data_dir, tmp_path / "out", **changes)
+    ended = run_llamafactory(config, "odb.token_budget=1536")
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    audits = read_audits(tmp_path / "out", 1)
+    check_audits(audits, ids=range(72), accumulation=4, batch=4, token_budget=1536, max_patches=900, epochs=2)
+    orders = [[line["ids"] for line in audits[0] if line["epoch"] == epoch] for epoch in (0, 1)]
     assert orders[0] != orders[1], "a new order every epoch"
-    samples = Counter()
-    for line in audit:
-        samples[line["optimizer_step"]] += len(line["ids"])
-    assert list(samples.values()) == [16, 16, 16, 16, 8] * 2, "I9, as 4 x 4 rows without odb"
-    for line in audit:
-        if line["rows"] > 1:
-            assert line["rows"] * line["length"] <= 1536 and line["patches"] <= 900
-    summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
-    assert (summary["samples"], summary["left_out"], summary["micro_steps"]) == (144, {}, len(audit))
-    assert summary["optimizer_steps"] == 10
-    assert summary["config"]["token_budget"] == 1536
-    assert "[odb] done: 144 samples in 10 optimizer steps" in done.stdout
-    assert "Running tokenizer on dataset" not in done.stdout, "there must be no offline tokenization pass"
+    summary = check_books(tmp_path / "out", audits, left_out={})
+    assert (summary["optimizer_steps"], summary["config"]["token_budget"]) == (10, 1536)
+    assert "[odb] done: 144 samples in 10 optimizer steps" in ended.stdout
+    assert "Running tokenizer on dataset" not in ended.stdout, "there must be no offline tokenization pass"
 
 
 def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None:
     """The same YAML and seed give the same losses to the last digit, with the plugin and without."""
     losses = []
-    for name in ("with", "without"):
+    for name, env in (("with", {}), ("without", {"ODB_FACTORY_DISABLE": "1"})):
         config = training_config(tiny_vl, data_dir, tmp_path / name, dataset="texts,pictures", max_steps=6)
-        if name == "with":  # as pytest runs with it
-            train(config)
-        else:
-            done = run_llamafactory(config, env={"ODB_FACTORY_DISABLE": "1"})
-            assert done.returncode == 0, done.stdout[-3000:]
+        ended = run_llamafactory(config, env=env)
+        assert ended.returncode == 0, ended.stdout[-3000:]
         losses.append([(entry.get("loss"), entry.get("grad_norm")) for entry in read_log(tmp_path / name)])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 7
 
 
-def test_a_training_with_images_runs_no_convolution(tiny_vl, data_dir, tmp_path) -> None:
-    """Stock's losses of the same steps. LLaMA-Factory's checkpoints do not know transformers 5.24."""
-    changes = {"dataset": "pictures", "freeze_vision_tower": False, "max_steps": 3, "gradient_accumulation_steps": 4}
-    changes["disable_gradient_checkpointing"] = True
-    counts, losses = [], []
-    for name, block in (("stock", {}), ("odb", {"odb": BLOCK})):
-        with Convolutions() as convolutions:
-            run_exp(training_config(tiny_vl, data_dir, tmp_path / name, **changes, **block))
-        counts.append(convolutions.count)
-        losses.append([entry["loss"] for entry in read_log(tmp_path / name) if "loss" in entry])
-    assert counts[0] > 0 and counts[1] == 0
-    assert losses[1] == pytest.approx(losses[0], abs=1e-6) and len(losses[0]) == 3
-
-
 def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say(tiny_text, data_dir, tmp_path) -> None:
     """With `fill`, where nobody knows the number of steps ahead: all go by the share of samples."""
     out = tmp_path / "out"
-    config = training_config(
-        tiny_text,
-        data_dir,
-        out,
-        num_train_epochs=2.5,
-        gradient_accumulation_steps=2,
-        lr_scheduler_type="cosine",
-        val_size=8,
-        eval_strategy="steps",
-        eval_steps=5,
-        save_strategy="steps",
-        save_steps=5,
-        odb=BLOCK | {"token_budget": 768, "global_batch_size": "fill"},
-        **{WARMUP_SHARE: 0.2},
-    )
-    run_exp(dict(config))
-    audit, log = audit_of(out), read_log(out)
+    changes = {"num_train_epochs": 2.5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    changes |= {"val_size": 8, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    changes |= {"odb": BLOCK | {"token_budget": 768, "global_batch_size": "fill"}, WARMUP_SHARE: 0.2}
+    run_exp(training_config(tiny_text, data_dir, out, **changes))
+    audit, log = read_audits(out, 1)[0], read_log(out)
     rows = 40
     epochs = ids_by_epoch(audit)
     assert epochs[0] == epochs[1] == Counter(range(rows))
@@ -135,13 +90,8 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
         share = share_after(entry["step"] - 1)
         expected = share / 0.2 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8))
         assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 / (0.2 * steps))
-        assert set(entry) >= {
-            "odb/micro_batches",
-            "odb/padding_ratio",
-            "odb/budget_use",
-            "odb/samples_per_second",
-            "odb/data_wait_share",
-        }
+        metrics = ("micro_batches", "padding_ratio", "budget_use", "samples_per_second", "data_wait_share")
+        assert entry.keys() >= {f"odb/{name}" for name in metrics}
     evaluations = [entry["step"] for entry in log if "eval_loss" in entry]
     every_fifth = list(range(5, steps + 1, 5))
     assert evaluations in (every_fifth, [*every_fifth, steps]), "transformers 5 evaluates at the end as well"
@@ -158,39 +108,55 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
 
 def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
     """Other callbacks keep their say; a run that is stopped ends cleanly with a summary of what it did."""
-    config = training_config(
-        tiny_text,
-        data_dir,
-        tmp_path / "out",
-        num_train_epochs=50,
-        learning_rate=0.0,
-        val_size=8,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        load_best_model_at_end=True,
-        early_stopping_steps=2,
-        odb=BLOCK,
-    )
-    run_exp(dict(config))
-    audit = audit_of(tmp_path / "out")
+    changes = {"num_train_epochs": 50, "learning_rate": 0.0, "val_size": 8, "eval_strategy": "epoch"}
+    changes |= {"save_strategy": "epoch", "load_best_model_at_end": True, "early_stopping_steps": 2}
+    run_exp(training_config(tiny_text, data_dir, tmp_path / "out", odb=BLOCK, **changes))
+    audit = read_audits(tmp_path / "out", 1)[0]
     assert sorted(ids_by_epoch(audit)) == [0, 1, 2]
     assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["epochs"] == 3
 
 
-def test_unreadable_image_stops_or_is_skipped(tiny_vl, tmp_path) -> None:
-    from support import write_dataset
+class TextCollator(DataCollatorForSeq2Seq):
+    """Knows no template, and no media."""
 
-    noise((90, 60)).convert("RGB").save(tmp_path / "good.png")
-    whole = (tmp_path / "good.png").read_bytes()
-    (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
-    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red and green"}]
-    rows = [{"messages": turns, "images": ["cut_off.png" if k == 5 else "good.png"]} for k in range(9)]
-    write_dataset(tmp_path, {"pictures": rows})
-    config = training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures", odb=BLOCK)
-    with pytest.raises(DataError, match=r"row 5 of pictures\.json.*cut_off\.png.*on_error: skip") as caught:
-        run_exp(dict(config))
-    assert "\n" not in str(caught.value)
-    run_exp({**config, "odb": BLOCK | {"on_error": "skip"}})
-    assert ids_by_epoch(audit_of(tmp_path / "out"))[0] == Counter(k for k in range(9) if k != 5)
-    summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
-    assert summary["left_out"] == {"unreadable": 1}
+    def __call__(self, features: list[dict[str, Any]], return_tensors: Any = None) -> Any:
+        names = ("input_ids", "attention_mask", "labels")
+        return super().__call__([{name: row[name] for name in names} for row in features], return_tensors)
+
+
+def test_a_trainer_that_a_script_makes(tiny_text: Path, data_dir: Path, tmp_path: Path) -> None:
+    """As LLaMA-Factory's workflow makes it, but with a collator that knows no template."""
+    changes = {"max_steps": 3, "per_device_train_batch_size": 4, "disable_shuffling": True}
+    config, losses = training_config(tiny_text, data_dir, tmp_path / "out", **changes), []
+    for block in ({}, {"odb": {"token_budget": 512}}):
+        _, _, training_args, finetuning_args, _ = get_train_args(config | block)
+        loaded = load_stock(config | block)
+        trainer = CustomSeq2SeqTrainer(
+            model=loaded.model,
+            args=training_args,
+            finetuning_args=finetuning_args,
+            data_collator=TextCollator(loaded.tokenizer_module["tokenizer"], pad_to_multiple_of=8),
+            callbacks=[],
+            **loaded.datasets,
+            **loaded.tokenizer_module,
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_tokens_a_second_need_no_pass_over_the_data(stage: str, tiny_text: Path, tmp_path: Path) -> None:
+    """Which would end in an error on a row that LLaMA-Factory drops: it has two questions, or no answer."""
+    rows_dir, out = write_rows(tmp_path / "rows"), tmp_path / "out"
+    path = rows_dir / ("pairs.json" if stage == "dpo" else "talks.json")
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    rows[5]["conversations"] = rows[5]["conversations"][:1] * (2 if stage == "dpo" else 1)
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    changes = {"max_steps": 2, "val_size": 0, "eval_strategy": "no", "include_effective_tokens_per_second": True}
+    run_exp(configurations(lambda _: tiny_text, rows_dir)(stage, out, odb=BLOCK, **changes, **COUNTED))
+    results, summary = (json.loads((out / f"{name}.json").read_text()) for name in ("train_results", "odb_summary"))
+    assert results["effective_tokens_per_sec"] * results["train_runtime"] == pytest.approx(summary["tokens"])
+    if COUNTED:
+        counted = results["train_tokens_per_second"] * results["train_runtime"]
+        assert counted == pytest.approx(summary["padded_tokens"], 1e-2)

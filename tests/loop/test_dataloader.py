@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 from distributed.ranks import run_ranks
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, get_worker_info
 from toy import NUM_ROWS, Opening, Rows, item, pad
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
@@ -290,38 +289,6 @@ def test_a_stream_of_the_datasets_library_goes_on() -> None:
 
 
 # Two ranks
-
-
-def two_ranks(rank: int) -> dict[str, Any]:
-    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
-    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist()
-    options: dict[str, Any] = {"batch_size": 4, "collate_fn": pad, "num_workers": 1}
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
-    loaders = {
-        "distributed": DataLoader(Rows(), sampler=DistributedSampler(Rows(), shuffle=True), **options),
-        "own order": DataLoader(Rows(), sampler=order, **options),
-        "accelerate": accelerator.prepare(DataLoader(Rows(), shuffle=True, **options)),
-    }
-    found: dict[str, Any] = {}
-    for name, loader in loaders.items():
-        try:
-            with apply_odb(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
-                infos = [pop_step_info(batch) for batch in loader]
-        except DataError as error:
-            found[name] = str(error)
-        else:
-            found[name] = [row for info in infos for row in info.ids], [info.samples_all_ranks for info in infos]
-    return found
-
-
-def test_two_ranks_share_what_a_distributed_sampler_or_accelerate_would_pad(tmp_path: Path) -> None:
-    """I1, I2; orders that differ are refused."""
-    first, second = (outcome.value for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path))
-    for name in ("distributed", "accelerate"):
-        (mine, samples), (others, theirs) = first[name], second[name]
-        assert Counter(mine + others) == EVERY_ROW and samples == theirs and sum(samples) == NUM_ROWS
-    assert "different orders" in first["own order"] and "different orders" in second["own order"]
 
 
 def raises_in_its_loop(rank: int) -> None:
