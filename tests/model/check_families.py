@@ -106,18 +106,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 """What the default config of a class leaves off or without a value. A name after a comma tells variants apart."""
 ALL = [*TEXT, *(name for name in SWITCHES if "," in name), *VISION]
-FEW = (
-    "qwen3",
-    "phimoe",
-    "gemma3_text",
-    "deepseek_v2",
-    "llama4_text",
-    "doge",
-    "opt",
-    "bloom",
-    "qwen3_vl",
-    "qwen2_audio",
-)
+_FEW = "qwen3 phimoe gemma3_text deepseek_v2 llama4_text doge opt bloom qwen3_vl qwen2_audio"
+FEW = (*_FEW.split(), "phi3, longrope", "llama, dynamic rope")
 """Run with every change."""
 
 

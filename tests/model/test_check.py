@@ -23,41 +23,15 @@ PADDED = set(_PADDED.split())
 """Families whose flat rows would be wrong."""
 
 
-def why_wrong(name: str, kernel: str | None = "sdpa", *, installs: bool = True) -> str:
-    """Empty where flat rows are right."""
-    return check(*class_and_config(name), kernel, installs=installs) or ""
-
-
-def as_in_the_table(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.nightly) for name in ALL if name not in FEW)]
+)
+def test_families(name: str) -> None:
     """Ignored lengths are far off everywhere: the copy's attention and positions matter."""
     family = look_at(name)
     assert isinstance(family.difference, float), family.row
     assert (family.why is None) == (name not in PADDED), family.row
     assert isinstance(family.mutated, str) or family.mutated > 100, family.row
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_families(name: str) -> None:
-    as_in_the_table(name)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
-def test_all_families(name: str) -> None:
-    as_in_the_table(name)
-
-
-def test_a_window_that_attention_is_not_told() -> None:
-    """Phi-MoE: `odb_varlen` would drop it, as flash attention does in stock; sdpa has it in the mask."""
-    assert "something else on a flat row" in why_wrong("phimoe")
-    for kernel in ("sdpa", "flex_attention", "flash_attention_2"):
-        assert not why_wrong("phimoe", kernel, installs=False)
-
-
-@pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic rope"])
-def test_rotary_positions_that_depend_on_the_longest_sample(name: str) -> None:
-    """A flat row is what a padded micro-batch of stock is."""
-    assert not why_wrong(name)
 
 
 def test_a_model_without_positions_is_refused() -> None:

@@ -6,8 +6,8 @@ Recomputation (reentrant or not), reference passes, two models, other rows befor
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -114,42 +114,24 @@ def test_passes_between_forward_and_backward(kind: str, reentrant: bool) -> None
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
 def test_a_forward_of_another_thread(kind: str) -> None:
-    """Of no row: the row of this thread stays, and acts there where a thread says nothing: attention refuses."""
+    """Of no row: the row of this thread stays, and acts there if a thread names none: attention refuses."""
     model = installed(kind)
     rows = {"input_ids": torch.arange(5, 12)[None]}
     with torch.no_grad():
         expected = model(**rows).logits
-    found: list[Any] = []
 
-    def forward(within: Any) -> None:
+    def forward(within: Any) -> Any:
         with torch.no_grad(), within:
-            try:
-                found.append((model(**rows).logits, row_in_progress()))
-            except Exception as error:
-                found.append(error)
+            return model(**rows).logits, row_in_progress()
 
-    def others(*contexts: Any) -> None:
-        for context in contexts:
-            thread = threading.Thread(target=forward, args=(context,))
-            thread.start()
-            thread.join()
-
-    with flat_row(FIRST):
-        inside, go_on = threading.Event(), threading.Event()
-
-        def stays() -> None:
-            with flat_row(()):
-                inside.set()
-                go_on.wait()
-
-        waiting = threading.Thread(target=stays)
-        waiting.start()
-        inside.wait()
+    with flat_row(FIRST), ThreadPoolExecutor(1) as thread:
+        inside = contextlib.ExitStack()
+        thread.submit(inside.enter_context, flat_row(())).result()
         row = row_in_progress()
         assert row is not None and row.segments == FIRST, "another thread is within a forward of no row"
-        go_on.set()
-        waiting.join()
-        others(flat_row(()), torch.no_grad())
-        assert row_in_progress() is row
-    torch.testing.assert_close(found[0][0], expected)
-    assert found[0][1] is None and "not the flat row of 29 tokens" in str(found[1])
+        thread.submit(inside.close).result()
+        logits, of_thread = thread.submit(forward, flat_row(())).result()
+        error = thread.submit(forward, contextlib.nullcontext()).exception()
+        assert row_in_progress() is row and of_thread is None
+    torch.testing.assert_close(logits, expected)
+    assert "not the flat row of 29 tokens" in str(error)

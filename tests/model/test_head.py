@@ -23,7 +23,7 @@ from training.flat_models import COMMON, HEAD, MOE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from odb_factory.model import chunked
-from odb_factory.model.chunked import AfterHead, weighted_loss_of
+from odb_factory.model.chunked import weighted_loss_of
 from odb_factory.model.head import WithoutLogits
 
 VOCABULARY = COMMON["vocab_size"]
@@ -39,11 +39,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def in_chunks(patch: pytest.MonkeyPatch, tokens: int, entries: int = 7, at_a_time: int = 3) -> None:
-    """Chunks of so many tokens, products with so many entries of the vocabulary of 8 dimensions, and plain operations
-    on so many tokens."""
-    sizes = chunked.Sizes(chunk=0, rows=tokens, block=8 * entries, tile=at_a_time * VOCABULARY)
-    patch.setattr(chunked, "ON_CPU", sizes)
+def in_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Chunks of so many tokens, products with 7 entries of the vocabulary of 8 dimensions, and plain operations on 3
+    tokens."""
+    patch.setattr(chunked, "ON_CPU", chunked.Sizes(chunk=0, rows=tokens, block=8 * 7, tile=3 * VOCABULARY))
 
 
 @pytest.fixture(autouse=True)
@@ -140,24 +139,6 @@ def test_a_micro_batch_without_labels_has_a_loss_of_zero() -> None:
         loss = model(**batch).loss
     assert loss.item() == 0
     assert all(not gradient.any() for gradient in gradients(model, loss).values())
-
-
-def test_blocks_of_the_vocabulary_and_parts_of_the_tokens_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(8, VOCABULARY).double()
-    hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
-    batch, weights = batch_of()
-    found = []
-    for sizes in ((1, 1, 1), (5, 20, 2), (4, 1000, 4), (1000, 7, 9), (1000, 1000, 1000)):
-        in_chunks(monkeypatch, *sizes)
-        for parameter in (hidden, *linear.parameters()):
-            parameter.grad = None
-        loss = weighted_loss_of(linear, hidden, batch["labels"], weights, after=AfterHead(0.5, 3.0))
-        loss.backward()
-        found.append([loss.detach(), hidden.grad, linear.weight.grad, linear.bias.grad])
-    for some in found[1:]:
-        for one, other in zip(some, found[0], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
 # Precision
@@ -463,27 +444,3 @@ def test_a_head_that_is_no_plain_linear_layer_keeps_its_logits(kind: str, caplog
     assert torch.equal(output.loss, expected.loss) and torch.equal(output.logits, expected.logits)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.head"]
     assert "Qwen2ForCausalLM: " in line and "output embedding" in line and "\n" not in line
-
-
-@pytest.mark.parametrize("of_its_own", [False, True], ids=["root", "head of its own"])
-def test_fsdp2(of_its_own: bool, request: pytest.FixtureRequest) -> None:
-    """The weights are DTensors outside of a forward."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    request.addfinalizer(torch.distributed.destroy_process_group)
-    model, (batch, weights) = text_model("plain"), batch_of()
-    expected = by_logits(model, batch, weights)
-    wanted = gradients(model, expected)
-    mesh = init_device_mesh("cpu", (1,))
-    for layer in (*model.model.layers, *([model.lm_head] if of_its_own else [])):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    assert type(model.lm_head.weight).__name__ == "DTensor"
-    door = WithoutLogits(model)
-    with door.weighing(weights):
-        loss = model(**batch).loss
-    assert door.acted and loss.item() == pytest.approx(expected.item(), rel=1e-11)
-    for name, value in gradients(model, loss).items():
-        torch.testing.assert_close(value.full_tensor(), wanted[name], rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import transformers
+from model.check_families import class_and_config
 from packaging.version import parse
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odb_factory.model.check import quiet
 from odb_factory.model.flat_row import flat_row
+from odb_factory.model.tiny_copy import tiny_copy
 
 VOCABULARY = 97
 LENGTHS = (3, 17, 9, 26, 12)
@@ -32,17 +35,6 @@ COMMON = {
 HEAD = {"head_dim": 8}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-DELTA = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-ONE_CHUNK = 32
-"""For families whose torch code (transformers 5.6) sums chunks along the wrong axis: with samples longer than a chunk
-their loss depends on the padding, in stock too."""
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 ALLOWED: dict[str, dict[str, Any]] = {
     "llama": HEAD,
     "qwen2": {},
@@ -66,79 +58,20 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 WRONG = ("bloom",) if parse(transformers.__version__) >= parse("5.10") else tuple(REFUSED)
 """On a flat row, with the releases that are installed: newer ones compute Falcon and Llama 4 right."""
-MIXERS: dict[str, dict[str, Any]] = {
-    "qwen3_next": HEAD | MOE | DELTA | {"shared_expert_intermediate_size": 16},
-    "qwen3_5_text": HEAD | DELTA,
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 32, "mamba_n_heads": 4},
-    "bamba": MAMBA | {"attn_layer_indices": [1], "mamba_expand": 2},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
-    "granitemoehybrid": MAMBA
-    | {
-        "layer_types": ["mamba", "attention"],
-        "mamba_expand": 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 48,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 1,
-        "ssm_state_size": 8,
-        "chunk_size": ONE_CHUNK,
-    },
-    "minimax": HEAD | {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
-    "qwen3_5_moe_text": HEAD | MOE | DELTA | {"shared_expert_intermediate_size": 16},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "num_dense_layers": 1,
-    },
-    "mamba": {"state_size": 8},
-    "falcon_mamba": {"state_size": 8},
-    "olmo_hybrid": DELTA,
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "n_mamba_heads": 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
-    "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "n_mamba_heads": 8,
-        "mamba_headdim": 8,
-        "mamba_ngroups": 1,
-        "mamba_d_state": 8,
-        "chunk_size": ONE_CHUNK,
-        "use_mem_rope": True,
-        "num_mem_blocks": 1,
-    },
-    "rwkv": {"attention_hidden_size": 32},
-    "recurrent_gemma": {"lru_width": 32, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"]},
-}
-"""Their mixers carry state along the row."""
+_OF_A_CLASS = "qwen3_5_text mamba mamba2 bamba falcon_h1 granitemoehybrid lfm2 recurrent_gemma minimax rwkv"
+_MORE = "qwen3_next qwen3_5_moe_text jamba nemotron_h lfm2_moe falcon_mamba olmo_hybrid zamba zamba2"
+OF_A_CLASS = _OF_A_CLASS.split()
+MIXERS = [*OF_A_CLASS, *_MORE.split()]
+"""Their mixers carry state along the row. OF_A_CLASS: one family for each class of mixers."""
 EAGER = ("gpt_oss",)
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, kernel: str | None = None) -> Any:
-    """Without dropout, its weights large enough for samples to matter to each other."""
-    config = AutoConfig.for_model(kind, **COMMON | (ALLOWED | REFUSED | MIXERS)[kind])
+    """Without dropout, its weights large enough for samples to matter to each other. Of `MIXERS` a tiny copy."""
+    if kind in MIXERS:
+        with quiet():
+            return tiny_copy(*class_and_config(kind), kernel).to(dtype)
+    config = AutoConfig.for_model(kind, **COMMON | (ALLOWED | REFUSED)[kind])
     for name in ("attention_dropout", "residual_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)

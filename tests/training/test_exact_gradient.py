@@ -1,135 +1,88 @@
 """I8: with `loss_scaling: exact` an optimizer step is that of one process and one batch.
 
-Real `transformers.Trainer`s with `enable_odb`, on 1, 2 and 4 ranks, train two epochs on rows of unequal length with
-unequal shares of supervised tokens. With `fill`, ranks other than the first end early and take idle micro-batches. Then
-stock's Trainer in a single process (`reference.py`) takes the same samples of each optimizer step, as the audit files
-name them, as ONE batch: the sum of the cross entropy of all supervised tokens over their number. Gradients (each
-parameter tensor by itself), parameters after every step, and the logged loss and grad_norm are the same, to 1e-10 in
-float64 and 1e-5 in float32.
+Real Trainers with odb train two epochs of rows of unequal length with unequal shares of supervised tokens; with `fill`,
+ranks other than the first end early and take idle micro-batches. Then stock's Trainer in a single process takes the
+samples of each optimizer step, as the audit names them, as ONE batch: the mean over all supervised tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from distributed.ranks import run_ranks
-from support import need, once
-from training.cases import Case
-from training.reference import Cell, compare
+from same_training import Deviation, deviation, read
+from training.trainings import ODB, SGD, Training, replay
 
-LIMIT_S = 240
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-ZERO_NORM_TOLERANCE = 1e-4
-"""DeepSpeed adds up the squares of all gradients in one float32 tensor."""
-BF16_TOLERANCE = 3e-2
+CLOSE, CLOSE_IN_BF16, WRONG = 1e-5, 3e-2, 0.1
 """Of bfloat16's 8 bits; rows in other groups are rounded anew. Wrong weights are off by about 1."""
-MIN_STEPS = 5
-WRONG = 0.1
-"""A gradient this far off is another one."""
-
-PLAIN = {"text": Case("text", "float64", 2), "vl": Case("vl", "float64", 2)}
-OPTIONS: dict[str, Case] = {
-    "gradient checkpointing": Case("text", "float32", 2, arguments={"gradient_checkpointing": True}),
-    "bf16": Case("text", "float32", 2, arguments={"bf16": True}),
-    "own loss": Case("text", "float64", 2, own_loss="divides"),
-    "own mean": Case("text", "float64", 2, own_loss="means"),
-    "kept": Case("text", "float64", 2, keep=3),
-    "kept, own loss": Case("text", "float64", 2, own_loss="divides", keep=3),
-    "flat": Case("text", "float64", 2, keep=3, layout="flat"),
-    "approx": Case("text", "float64", 2, loss_scaling="approx"),
-    "none": Case("text", "float64", 2, loss_scaling="none"),
+NORM_UNDER_ZERO = 1e-4
+"""DeepSpeed adds up the squares of all gradients in one float32 tensor."""
+FILL = {"loss_scaling": "exact", "global_batch_size": "fill", "balance": False, "layout": "padded"}
+KEEP = FILL | {"global_batch_size": "keep", "balance": True}
+FILLED = Training(unequal=2, arguments=SGD, block=FILL, kinds=(ODB,))
+ALONE = replace(FILLED, unequal=1, rows=21)
+IMAGES = replace(FILLED, model="vl", rows=44)
+IMAGES_OF_FOUR = replace(IMAGES, unequal=4, rows=56, accumulation=1)
+KEPT = replace(FILLED, batch=3, block=KEEP)
+SETS: dict[str, tuple[int, dict[str, Training]]] = {
+    "1_rank": (1, {"text": ALONE, "own loss": replace(ALONE, loss="divides")}),
+    "2_ranks": (
+        2,
+        {
+            "text": FILLED,
+            "images": IMAGES,
+            "gradient checkpointing": replace(FILLED, arguments=SGD | {"gradient_checkpointing": True}),
+            "bf16": replace(FILLED, arguments=SGD | {"bf16": True}),
+            "own loss": replace(FILLED, loss="divides"),
+            "own mean": replace(FILLED, loss="means"),
+            "kept": KEPT,
+            "kept, own loss": replace(KEPT, loss="divides"),
+            "flat": replace(KEPT, block=KEEP | {"layout": "flat"}),
+            "zero3": replace(IMAGES, zero=3),
+            "approx": replace(FILLED, block=FILL | {"loss_scaling": "approx"}),
+            "none": replace(FILLED, block=FILL | {"loss_scaling": "none"}),
+        },
+    ),
+    "4_ranks": (4, {"text": replace(FILLED, unequal=4, rows=164, accumulation=4), "images": IMAGES_OF_FOUR}),
 }
-FUSED_LOSS_ONLY = {
-    "rope": False,
-    "rms_norm": False,
-    "swiglu": False,
-    "cross_entropy": False,
-    "fused_linear_cross_entropy": True,
-}
-LIGER = Case("text", "float32", 2, arguments={"use_liger_kernel": True, "liger_kernel_config": FUSED_LOSS_ONLY})
-"""The kernel that computes the loss; without a GPU Triton interprets it."""
-
-
-SETS: dict[str, tuple[int, dict[str, Case]]] = {
-    "1_rank": (1, PLAIN | {"own loss": OPTIONS["own loss"]}),
-    "2_ranks": (2, PLAIN | OPTIONS),
-    "2_ranks_zero": (2, {"zero3": Case("vl", "float32", 2, zero=3)}),
-    "1_rank_liger": (1, {"liger": LIGER}),
-    "4_ranks": (4, {"text": Case("text", "float64", 4), "vl": Case("vl", "float32", 1)}),
-}
-"""Trainings that the same processes run one after the other: starting them costs most."""
+OTHERS = ("approx", "none")
 EXACT = [
-    pytest.param(name, case, marks=pytest.mark.nightly if name == "4_ranks" else [])
-    for name, (_, cases) in SETS.items()
-    for case in cases
-    if case not in ("approx", "none")
+    pytest.param(name, training, marks=pytest.mark.nightly if name == "4_ranks" else [])
+    for name, (_, trainings) in SETS.items()
+    for training in trainings
+    if training not in OTHERS
 ]
 
-Measure = Callable[[str, str], Cell]
+
+def measured(name: str, of: str, folder: Path, path: str) -> Deviation:
+    """How far a training in `folder` is from its replay."""
+    world_size, trainings = SETS[name]
+    training, ours = trainings[of], read(folder / ODB, world_size)
+    batches: list[list[int]] = [[] for _ in ours.rows]
+    for line in ours.audit:
+        batches[line["optimizer_step"] - 1] += line["ids"]
+    for epoch in range(2):
+        lines = [line for line in ours.audit if line["epoch"] == epoch]
+        assert sorted(row for line in lines for row in line["ids"]) == list(range(training.rows)), "I2"
+        assert training.batch > 1 or any(line["idle"] for line in lines) == (world_size > 1)
+    replay(training, path, folder / "replayed", [sorted(batch) for batch in batches])
+    replayed = read(folder / "replayed", 1)
+    return deviation(ours, replayed)
 
 
-@pytest.fixture(scope="module")
-def measure(tiny_text, tiny_vl, tmp_path_factory) -> Iterator[Measure]:
-    """`measure("2_ranks", "lora")` compares one training of a set, which is run once."""
-    models = {"text": str(tiny_text), "vl": str(tiny_vl)}
-
-    @once
-    def run(name: str) -> Path:
-        if "zero" in name:
-            need("deepspeed")
-        if "liger" in name:
-            need("liger_kernel")
-            if not torch.cuda.is_available():
-                patch.setenv("TRITON_INTERPRET", "1")
-        world_size, cases = SETS[name]
-        folder = tmp_path_factory.mktemp("ranks")
-        run_ranks(
-            "training.gradient_ranks:train_all",
-            folder,
-            world_size=world_size,
-            limit_s=LIMIT_S,
-            cases=[dataclasses.asdict(case) for case in cases.values()],
-            models=models,
-            output_dir=str(folder),
-        )
-        return folder
-
-    def measure(name: str, training: str) -> Cell:
-        world_size, cases = SETS[name]
-        case = cases[training]
-        output_dir = run(name) / str(list(cases).index(training))
-        cell = compare(case, models[case.model], world_size, output_dir)
-        assert cell.optimizer_steps >= MIN_STEPS
-        assert case.keep or all((idle > 0) == (world_size > 1) for idle in cell.idle_steps), cell.idle_steps
-        return cell
-
-    with pytest.MonkeyPatch.context() as patch:
-        yield measure
+@pytest.mark.parametrize(("name", "of"), EXACT)
+def test_an_optimizer_step_is_that_of_one_process_and_one_batch(trained: Any, models: Any, name: str, of: str) -> None:
+    training = SETS[name][1][of]
+    found = measured(name, of, trained(name, of)[0], models[training.model])
+    close = CLOSE_IN_BF16 if training.arguments.get("bf16") else CLOSE
+    assert found.loss < close and found.weights < close, found
+    assert found.grad_norm < (NORM_UNDER_ZERO if training.zero else close), found
 
 
-@pytest.mark.parametrize(("name", "training"), EXACT)
-def test_an_optimizer_step_is_that_of_one_process_and_one_batch(measure: Measure, name: str, training: str) -> None:
-    cell = measure(name, training)
-    case = SETS[name][1][training]
-    tolerance = BF16_TOLERANCE if case.arguments.get("bf16") else TOLERANCE[case.dtype]
-    assert cell.parameters < tolerance
-    assert cell.loss < tolerance
-    if case.zero:
-        assert cell.gradient is None
-        assert cell.grad_norm < ZERO_NORM_TOLERANCE
-    else:
-        assert cell.gradient < tolerance
-        assert cell.grad_norm < tolerance
-
-
-@pytest.mark.parametrize("training", ["approx", "none"])
-def test_other_scalings_give_another_gradient(measure: Measure, training: str) -> None:
+@pytest.mark.parametrize("of", OTHERS)
+def test_other_scalings_give_another_gradient(trained: Any, models: Any, of: str) -> None:
     """On the same rows in the same groups, so the other tests would fail if `exact` became one of these."""
-    cell = measure("2_ranks", training)
-    assert cell.gradient > WRONG
-    assert cell.parameters > WRONG
-    assert cell.idle_steps == measure("2_ranks", "text").idle_steps
+    found = measured("2_ranks", of, trained("2_ranks", of)[0], models["text"])
+    assert found.grad_norm > WRONG and found.weights > 100 * CLOSE, found

@@ -14,7 +14,7 @@ import torch
 from distributed.ranks import run_ranks
 from toy import Rows, Stream, pad
 from training import toy_training
-from training.flat_models import ALLOWED, LENGTHS, MIXERS, REFUSED, WRONG, flat_batch, make_model, samples
+from training.flat_models import LENGTHS, MIXERS, WRONG, flat_batch, make_model, samples
 from training.toy_training import audit, losses, make
 from transformers import LlamaForCausalLM, Trainer
 
@@ -79,14 +79,6 @@ def test_a_model_that_is_refused_by_what_it_is(kind: str, tmp_path: Path) -> Non
         model.config.model_type = "mllama"
     layout = resolve_layout(make(model, tmp_path), config(), "the caller" if kind == "refused by its caller" else None)
     assert layout.name == "padded"
-
-
-def test_what_samples_of_the_dataset_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are longer than the rows that the check of the real model reads; those of the tiny copy are not."""
-    monkeypatch.setitem(REFUSED, "llama4_text", REFUSED["llama4_text"] | {"attention_chunk_size": 8192})
-    trainer = make(make_model("llama4_text"), tmp_path)
-    assert "computes something else on a flat row" in resolve_layout(trainer, config()).reason
-    assert check(trainer) is None
 
 
 @pytest.mark.parametrize("layout", ["auto", "flat"])
@@ -163,36 +155,28 @@ def check(trainer: Trainer) -> str | None:
     return check_rows(runs, lambda: of_flat_batch(flat_batch(rows), LENGTHS))
 
 
-@pytest.mark.parametrize("kind", [*WRONG, *MIXERS])
-def test_the_check_finds_what_is_refused_by_name_and_mixers_that_are_not_set_up(kind: str, tmp_path: Path) -> None:
-    found = check(make(make_model(kind), tmp_path))
-    assert found is not None and ("something else on a flat row" in found or "position_ids" in found), found
+CHECKED = [
+    *((kind, torch.float32, False) for kind in (*WRONG, "mamba2", "qwen3_5_text")),
+    *((kind, torch.float32, True) for kind in ("llama", "gpt_oss", "mamba2", "qwen3_5_text")),
+    *((kind, torch.bfloat16, True) for kind in ("llama", "gpt_oss", "qwen3_5_text")),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *((kind, torch.float32) for kind in [*ALLOWED, *MIXERS]),
-        *((kind, torch.bfloat16) for kind in ("llama", "gpt_oss", "qwen3_5_text", "mamba2")),
-    ],
-    ids=str,
-)
-def test_what_is_right_is_flat_and_passes_the_check(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dtype", "is_right"), CHECKED, ids=str)
+def test_the_check_of_real_rows(kind: str, dtype: torch.dtype, is_right: bool, tmp_path: Path) -> None:
+    """It finds what is refused by name, and mixers that are not set up; all else stays as it was. The tiny copies of
+    all families: `tests/model/test_check.py`."""
     trainer = make(make_model(kind, dtype), tmp_path)
-    layout = resolve_layout(trainer, config())
-    assert layout.name == "flat" and ("by padded groups of samples" in layout.reason) == (kind in MIXERS)
-    assert check(trainer) is None
-
-
-def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = make_model("llama")
-    model.model.norm.eval()
-    trainer = make(model, tmp_path)
-    state, modes = torch.get_rng_state(), [module.training for module in model.modules()]
-    check(trainer)
-    assert [module.training for module in model.modules()] == modes
+    if is_right:
+        layout = resolve_layout(trainer, config())
+        assert layout.name == "flat" and ("by padded groups of samples" in layout.reason) == (kind in MIXERS)
+    trainer.model.lm_head.eval()
+    state, modes = torch.get_rng_state(), [module.training for module in trainer.model.modules()]
+    found = check(trainer)
+    assert (found is None) == is_right, found
+    assert [module.training for module in trainer.model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
 # In a training

@@ -10,24 +10,16 @@ import signal
 import subprocess
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
-import torch
-import transformers
-from huggingface_hub.utils import filter_repo_objects
 from toy import Rows
 from training import toy_training
 from training.test_resume import BLOCK, FILL, train
 from training.toy_training import history, make
 from transformers import Trainer, TrainerCallback
-
-from odb_factory.training.checkpoint import TRAINER_STATE
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end")
 BUDGET = 128
@@ -84,7 +76,7 @@ def test_a_save_at_any_event_resumes_exactly(
 class Signalled(Trainer):
     """Sends this process SIGTERM at an event with `STEPS` optimizer steps done (`enable_jit_checkpoint`)."""
 
-    event, steps = "on_substep_end", STEPS
+    event, steps = "on_pre_optimizer_step", STEPS
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -113,22 +105,15 @@ def terminate() -> None:
             thread.join()
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        "on_pre_optimizer_step",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("on_step_begin", "on_substep_end", "on_step_end")),
-    ],
-)
-def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path, event: str) -> None:
+def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path) -> None:
+    """With workers; other events, and two ranks: tests/distributed/test_saving_ranks.py."""
     options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1, "dataloader_num_workers": 1}
     whole = train(tiny_text, tmp_path / "whole", save_strategy="no", **options)
     options |= {"enable_jit_checkpoint": True, "save_steps": 100, "save_total_limit": 1}
-    kind = type("Signalled", (Signalled,), {"event": event})
-    stopped = train(tiny_text, tmp_path / "out", trainer_class=kind, **options)
+    stopped = train(tiny_text, tmp_path / "out", trainer_class=Signalled, **options)
     checkpoints = [path.name for path in (tmp_path / "out").glob("checkpoint-*")]
     assert checkpoints == [f"checkpoint-{stopped.state.global_step}"]
-    assert stopped.state.global_step == (STEPS if event == "on_step_end" else STEPS + 1)
+    assert stopped.state.global_step == STEPS + 1
     again = train(tiny_text, tmp_path / "out", resume=True, **options)
     assert history(again) == history(whole)
     assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["dataset_samples"] == 60
@@ -144,36 +129,3 @@ def test_figures_of_numpy_are_saved_with_the_checkpoint(tiny_text: Path, tmp_pat
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
     (entry,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
     assert (entry["eval_rows"], entry["eval_half"]) == (16, 0.5)
-
-
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
-def test_what_goes_to_the_hub_is_complete(tiny_text: Path, tmp_path: Path, monkeypatch, strategy: str) -> None:
-    """Of the calls that reach the hub stand-ins look at the folder at that moment."""
-    uploads: dict[str, list[str]] = {}
-    given: list[int] = []
-
-    def upload_folder(folder_path: str, path_in_repo: str = "", ignore_patterns: Any = None, **_: Any) -> Future:
-        files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
-        uploads[path_in_repo] = [*filter_repo_objects(files, ignore_patterns=ignore_patterns)]
-        if path_in_repo:
-            assert Path(folder_path, TRAINER_STATE).exists()
-        arguments = torch.load(Path(folder_path, "training_args.bin"), weights_only=False)
-        given.append(arguments.gradient_accumulation_steps)
-        done: Future = Future()
-        done.set_result(None)
-        return done
-
-    stand_ins = {"upload_folder": upload_folder, "create_repo": lambda name, **_: SimpleNamespace(repo_id=name)}
-    for name, function in stand_ins.items():
-        if hasattr(transformers.trainer, name):
-            monkeypatch.setattr(transformers.trainer, name, function)
-        else:  # newer releases call the methods of an `HfApi`
-            monkeypatch.setattr(huggingface_hub.HfApi, name, staticmethod(function))
-    options = {"push_to_hub": True, "hub_model_id": "me/mine", "hub_strategy": strategy, "max_steps": 2}
-    train(tiny_text, tmp_path, block=KEEP, gradient_accumulation_steps=2, **options)
-    folders = {"every_save": [], "checkpoint": ["last-checkpoint"]}.get(strategy, ["checkpoint-1", "checkpoint-2"])
-    assert list(uploads) == ["", *folders]
-    assert {"model.safetensors", "odb_audit_rank0.jsonl"} <= {*uploads[""]}
-    assert all({TRAINER_STATE, "optimizer.pt"} <= {*uploads[name]} for name in folders)
-    assert not [name for files in uploads.values() for name in files if name.startswith(("_", "checkpoint-"))]
-    assert given == [2] * len(given)

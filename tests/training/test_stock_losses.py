@@ -123,19 +123,24 @@ def raises(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return token_mean(outputs, labels)
 
 
-def computes(loss_of: Callable[[Trainer, Any, Tensor, Any, Any], Tensor]) -> type[Trainer]:
-    """loss_of: the trainer, the outputs, labels, a value of each row and the number of items."""
+def computes(loss_of: Callable[..., Tensor], *, gives_labels: bool = False) -> type[Trainer]:
+    """A trainer that computes its loss itself. loss_of: outputs, labels, a value of each row, the number of items and
+    the accumulation. gives_labels: to the model, too, which then computes its own loss."""
 
     class Computes(Trainer):
         def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
         ) -> Any:
-            labels, scale = inputs.pop("labels"), inputs.pop("scale", None)
-            outputs = model(**inputs)
-            loss = loss_of(self, outputs, labels, scale, num_items_in_batch)
+            labels, scale = inputs["labels"], inputs.pop("scale", None)
+            outputs = model(**{key: value for key, value in inputs.items() if gives_labels or key != "labels"})
+            loss = loss_of(outputs, labels, scale, num_items_in_batch, self.args.gradient_accumulation_steps)
             return (loss, outputs) if return_outputs else loss
 
     return Computes
+
+
+OfTheModel = computes(lambda outputs, *_: outputs.loss, gives_labels=True)
+"""Stock adds up the means of its micro-batches."""
 
 
 class Penalizes(Trainer):
@@ -147,36 +152,7 @@ class Penalizes(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class Stores(Trainer):
-    """Stores the number of items and does not divide by it."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        self.items = num_items_in_batch
-        outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
-class Ignores(Trainer):
-    """Takes the model's loss as it is: stock adds up the means of its micro-batches."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-class ReturnsAnother(Trainer):
-    """Computes the model's loss and trains on another."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(**inputs)
-        loss = token_mean(outputs, inputs["labels"])
-        return (loss, outputs) if return_outputs else loss
-
-
-class MeanOfMicroBatch(Stores):
+class MeanOfMicroBatch(OfTheModel):  # type: ignore[valid-type,misc]
     """Tells transformers (since 5.19) that its loss is the mean of a micro-batch."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -244,25 +220,21 @@ CASES = {
     "by the root of the length": Case(loss=root_of_length),
     "z-loss": Case(loss=with_z_loss),
     "a compute_loss of means": Case(
-        trainer=computes(
-            lambda self, outputs, labels, *_: sample_mean(outputs, labels) / self.args.gradient_accumulation_steps
-        )
+        trainer=computes(lambda outputs, labels, scale, number, steps: sample_mean(outputs, labels) / steps)
     ),
     "a compute_loss that divides": Case(
-        masks_first=False,
-        trainer=computes(lambda _, outputs, labels, scale, number: divided(outputs, labels, number)),
+        masks_first=False, trainer=computes(lambda outputs, labels, scale, number, _: divided(outputs, labels, number))
     ),
     "a compute_loss that reads a value of each row": Case(
         trainer=computes(
-            lambda _, outputs, labels, scale, number: (
-                of_tokens(outputs, labels).sum(1) / counts(labels) * scale
-            ).mean()
+            lambda outputs, labels, scale, *_: (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
         ),
         collate=collate_with_names,
     ),
-    "a compute_loss that stores the number": Case(trainer=Stores),
-    "a compute_loss that ignores the number": Case(trainer=Ignores),
-    "a compute_loss beside the model's own": Case(trainer=ReturnsAnother),
+    "a compute_loss of the model's": Case(trainer=OfTheModel),
+    "a compute_loss beside the model's own": Case(
+        trainer=computes(lambda outputs, labels, *_: token_mean(outputs, labels), gives_labels=True)
+    ),
     "loss_is_scaled_for_ga": Case(trainer=MeanOfMicroBatch),
     "a model with a loss of its own": Case(model=OwnLoss),
 }
