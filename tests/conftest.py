@@ -27,8 +27,7 @@ INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory",
 """Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings. Others are unit tests."""
 OTHER_THAN_FOLDER = {
     "cli/test_tiny_model.py",
-    "data/test_exhaustive.py",
-    "data/test_fill_epoch.py",
+    "data/test_epochs.py",
     "data/test_loader.py",
     "data/test_resume.py",
     "data/test_workers.py",

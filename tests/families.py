@@ -83,11 +83,6 @@ def make_tokenizer(family: Family) -> Any:
     return tokenizer
 
 
-def _class(*names: str) -> Any:
-    """The first of these that this transformers has."""
-    return next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-
-
 def _square() -> dict[str, int]:
     return {"height": SIDE, "width": SIDE}
 
@@ -178,8 +173,7 @@ def video_llava(tokenizer: Any) -> Any:
 
 
 def intern_vl(tokenizer: Any) -> Any:
-    make = _class("GotOcr2ImageProcessorFast", "GotOcr2ImageProcessor")
-    images = make(size=_square(), crop_to_patches=True, max_patches=4)
+    images = transformers.GotOcr2ImageProcessor(size=_square(), crop_to_patches=True, max_patches=4)
     video = transformers.InternVLVideoProcessor(size=_square())
     return transformers.InternVLProcessor(images, tokenizer, video, image_seq_length=4)
 
@@ -226,12 +220,12 @@ def mllama(tokenizer: Any) -> Any:
 
 
 def llama4(tokenizer: Any) -> Any:
-    images = _class("Llama4ImageProcessor", "Llama4ImageProcessorFast")(size=_square(), max_patches=4)
+    images = transformers.Llama4ImageProcessor(size=_square(), max_patches=4)
     return transformers.Llama4Processor(images, tokenizer, patch_size=14, pixel_shuffle_ratio=0.5)
 
 
 def lfm2_vl(tokenizer: Any) -> Any:
-    return transformers.Lfm2VlProcessor(_class("Lfm2VlImageProcessor", "Lfm2VlImageProcessorFast")(), tokenizer)
+    return transformers.Lfm2VlProcessor(transformers.Lfm2VlImageProcessor(), tokenizer)
 
 
 _PADS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>"}

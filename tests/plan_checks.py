@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner_strategies import shape_of, within
@@ -58,24 +58,28 @@ def check_micro_batches(
         assert all(groups) or shared != every, "I7: a rank idles only where samples are too few"
 
 
+def totals_of(groups: Sequence[Sequence[Cost]], budget: Budget) -> MicroStepTotals:
+    """What loss weights and metrics rest on, counted again. groups: the micro-batches of a micro-step."""
+    groups = [group for group in groups if group]
+    shapes = [shape_of(group, budget) for group in groups]
+    lengths = [cost.tokens for group in groups for cost in group]
+    return MicroStepTotals(
+        samples=len(lengths),
+        tokens=sum(lengths),
+        padded_tokens=sum(rows * length for rows, length, _ in shapes),
+        patches=sum(patches for *_, patches in shapes),
+        units=sum(cost.units for group in groups for cost in group),
+        active_ranks=len(groups),
+        max_rank_tokens=max((rows * length for rows, length, _ in shapes), default=0),
+        max_rank_patches=max((patches for *_, patches in shapes), default=0),
+    )
+
+
 def check_totals(plan: Plan, world: World, budget: Budget) -> None:
-    """Loss weights and metrics rest on the totals; here they are counted again."""
     costs, owner = numbered(world)
     for step, totals in zip(zip(*plan.groups), plan.totals, strict=True):
-        groups = [[costs[i] for i in group] for group in step if group]
-        shapes = [shape_of(group, budget) for group in groups]
-        lengths = [cost.tokens for group in groups for cost in group]
-        assert totals == MicroStepTotals(
-            samples=len(lengths),
-            tokens=sum(lengths),
-            padded_tokens=sum(rows * length for rows, length, _ in shapes),
-            patches=sum(patches for *_, patches in shapes),
-            units=sum(cost.units for group in groups for cost in group),
-            active_ranks=len(groups),
-            max_rank_tokens=max(rows * length for rows, length, _ in shapes),
-            max_rank_patches=max(patches for *_, patches in shapes),
-            moved=sum(owner[i] != rank for rank, group in enumerate(step) for i in group),
-        )
+        moved = sum(owner[i] != rank for rank, group in enumerate(step) for i in group)
+        assert totals == replace(totals_of([[costs[i] for i in group] for group in step], budget), moved=moved)
 
 
 # Optimizer steps

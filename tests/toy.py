@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,13 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 # The loader of the core
 
 
+def cost_of(size: int | Cost) -> Cost:
+    """Of a row of so many tokens, all of them supervised."""
+    return size if isinstance(size, Cost) else Cost(size, 0, max(size - 1, 1))
+
+
 class Observer:
-    """Of rows (number, tokens, fate): every id of row k is k + 1. One of no tokens is dropped.
+    """Of rows (number, tokens or cost, fate): every id of row k is k + 1. One of no tokens is dropped.
 
     hangs: (row, epoch) that is never done.
     """
@@ -82,7 +88,7 @@ class Observer:
         self.hangs, self.seen = hangs, Counter[int]()
 
     def __call__(self, row: tuple[Any, ...]) -> tuple[dict[str, Any], Cost]:
-        number, length, *fate = row
+        number, size, *fate = row
         if self.hangs == (number, self.seen[number]):
             time.sleep(3600)
         self.seen[number] += 1
@@ -91,11 +97,13 @@ class Observer:
                 raise OSError("image file is truncated\nat byte 17")
             case ["cut"]:
                 raise MediaCut("cutoff_len 8 cuts its visual placeholders.")
-        if not length:
+        if not size:
             raise RowDropped("invalid", "it is empty")
-        ids = [number + 1] * length
-        units = 0 if fate == ["unsupervised"] else max(length - 1, 1)
-        return {"input_ids": ids, "labels": ids, "fate": "".join(fate)}, Cost(length, 0, units)
+        cost = cost_of(size)
+        if fate == ["unsupervised"]:
+            cost = replace(cost, units=0)
+        ids = [number + 1] * cost.tokens
+        return {"input_ids": ids, "labels": ids, "patches": cost.patches, "fate": "".join(fate)}, cost
 
     def describe(self, dataset: Any, index: int) -> str:
         return f"row {index}"
@@ -132,12 +140,13 @@ def core_loader(
 
     config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False} | of(ODBConfig)
     rule = OptimizerStepRule(**of(OptimizerStepRule))
-    random_order = SeedableRandomSampler(rows, generator=torch.Generator(), data_seed=seed)  # type: ignore[arg-type]
     parts: dict[str, Any] = {
         "dataset": [row if isinstance(row, tuple) else (k, row) for k, row in enumerate(rows)],
-        "sampler": random_order if shuffle else range(len(rows)),
+        "sampler": range(len(rows)),
         "collate_fn": collate,
     }
+    if shuffle:
+        parts["sampler"] = SeedableRandomSampler(rows, generator=torch.Generator(), data_seed=seed)  # type: ignore[arg-type]
     if stream is not None:
         parts |= {"dataset": stream, "sampler": None, "already_split": stream.is_split}
     parts |= of(DataLoaderParts)

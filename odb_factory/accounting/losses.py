@@ -18,8 +18,7 @@ from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.model.chunked import AfterHead, without_autocast
 from odb_factory.model.flat_row import copy_to, forward_replaced
-from odb_factory.model.head import WithoutLogits, has_routers
-from odb_factory.model.own_loss import model_with_labels, own_loss
+from odb_factory.model.head import WithoutLogits, has_routers, model_with_labels, own_loss
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The loss that is made of the weights of units (I8, I9).

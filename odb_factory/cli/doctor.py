@@ -21,7 +21,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RELEASES = {
     "python": (">=3.11", "3.11"),
     "torch": (">=2.8", "2.14.1"),
-    "transformers": (">=5", "5.24.0"),
+    "transformers": (">=5.6", "5.24.0"),
     "accelerate": (">=0", "1.15.0"),
     "llamafactory": (SUPPORTED, NEWEST_TESTED),
 }

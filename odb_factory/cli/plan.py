@@ -134,7 +134,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
     world_size, *_ = [os.environ.pop(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     devices, launched = get_device_count(), int(os.environ.get("NNODES") or 1)
     launched *= int(os.environ.get("NPROC_PER_NODE") or devices or 1)
-    ranks = ranks or int(world_size or (launched if devices > 1 or is_enabled("FORCE_TORCHRUN", os.environ) else 1))
+    ranks = ranks or int(world_size or (launched if devices > 1 or is_enabled("FORCE_TORCHRUN") else 1))
     model, data, training, finetuning, _ = get_train_args(plannable)
     config = ODBConfig.from_block(rewritten(plannable, logs=False)["odb"])
     batch_size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps

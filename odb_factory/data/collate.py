@@ -56,7 +56,6 @@ class CollatedDataset:
 
     collate_fn: Callable[[list[Any]], Any]
     patch_size: int
-    dataset: Any
     budget: Budget
     measure: Measure = measure_batch
     counts_labels: bool = True

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pickle
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
+import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
@@ -21,15 +24,24 @@ from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Salvaged
 from odb_factory.data.cursor import RESTART, Cursor, TrainingData, epoch_of
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
-from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, Start, checksum, length_of
-from odb_factory.data.pool import POLL_S, LoaderPool, Pending, ends_of, size
+from odb_factory.data.order import (
+    DataLoaderParts,
+    OptimizerStepRule,
+    ShardSampler,
+    Start,
+    StreamReader,
+    checksum,
+    length_of,
+)
+from odb_factory.data.pool import CLOSED, POLL_S, Draws, Pending, Pool, Row, Work, ends_of, size
 from odb_factory.data.ranks import Ranks
-from odb_factory.data.samples import LeftOut, MicroBatch, OptimizerStep, Sample
+from odb_factory.data.samples import LeftOut, MicroBatch, OptimizerStep, Rejection, Sample, no_usable_row
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
-from odb_factory.errors import CollectiveError, DataError, one_line
+from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planner import Budget, Collation, Limits
+from odb_factory.random_numbers import random_seed
 
 logger = get_logger(__name__)
 
@@ -61,15 +73,18 @@ samples beyond these steps: `buffer_size`."""
 class Pass:
     """One pass over an epoch.
 
-    planner: iterated by a thread of its own where there are worker processes, else by who asks for a micro-batch.
+    planner: iterated by a thread of its own or, without a window, by who asks for a micro-batch. collate: begins to
+    collate samples. window: micro-batches that are collated ahead; 0: there are no worker processes.
     planned: micro-batches, not yet handed to the pool. in_flight: those being collated, in order. epoch_steps:
     optimizer steps of the epoch according to its first plan.
     is_taken: an iterator over its micro-batches has been handed out. is_empty: nothing was left of a resumed epoch but
     rows that cannot be used.
     """
 
-    def __init__(self, planner: EpochPlanner, workers: LoaderPool, *, most_samples: int):
-        self.planner, self.workers, self._most_samples = planner, workers, most_samples
+    def __init__(
+        self, planner: EpochPlanner, collate: Callable[[Sequence[Sample]], Pending], window: int, most_samples: int
+    ):
+        self.planner, self._collate, self._window, self._most_samples = planner, collate, window, most_samples
         self.planned: deque[MicroBatch] = deque()
         self.in_flight: deque[tuple[MicroBatch, Pending]] = deque()
         self.epoch_steps = 0
@@ -78,12 +93,12 @@ class Pass:
         self._plans: deque[list[MicroBatch]] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._is_stopped = self._is_over = False
+        self._is_over = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to plan."""
-        if self.workers.num_workers:
+        if self._window:
             self._thread = threading.Thread(target=self._run, name="odb-planner", daemon=True)
             self._thread.start()
 
@@ -114,11 +129,11 @@ class Pass:
 
     def next(self, check: Callable[[], None]) -> tuple[MicroBatch, Salvaged] | None:
         """The next micro-batch, None at the end of the epoch. check: called while it waits; may raise."""
-        has_more = not (self.is_empty or self._is_stopped)
-        while has_more and len(self.in_flight) < max(self.workers.window, 1):
+        has_more = not (self.is_empty or self.planner.is_left)
+        while has_more and len(self.in_flight) < max(self._window, 1):
             if self.planned:
                 micro_batch = self.planned.popleft()
-                self.in_flight.append((micro_batch, self.workers.collate(micro_batch.light)))
+                self.in_flight.append((micro_batch, self._collate(micro_batch.light)))
             elif self.in_flight:
                 has_more = self.plan(0) and bool(self.planned)
             else:
@@ -132,12 +147,11 @@ class Pass:
     def stop(self) -> None:
         """Let the thread end when it can."""
         with self._changed:
-            self._is_stopped = self.planner.is_left = True
+            self.planner.is_left = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, within `timeout_s` if it is stuck in a worker or a peer; then the workers, unless they
-        live on."""
+        """End the thread, within `timeout_s` if it is stuck in a worker or a peer."""
         self.stop()
         if self._thread is None:
             self._source.close()
@@ -145,7 +159,6 @@ class Pass:
             self._thread.join(timeout_s)
         for _, pending in self.in_flight:
             pending.cancel()
-        self.workers.end_epoch()
         self.planned.clear()
         self.in_flight.clear()
 
@@ -155,12 +168,12 @@ class Pass:
                 with self._changed:
                     self._plans.append(plan)
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._is_stopped or self._has_room())
-                    if self._is_stopped:
+                    self._changed.wait_for(lambda: self.planner.is_left or self._has_room())
+                    if self.planner.is_left:
                         break
             self._source.close()
         except BaseException as error:
-            if not self._is_stopped:  # nobody would take it, and its frames hold the workers
+            if not self.planner.is_left:  # nobody would take it, and its frames hold the workers
                 self._error = error
         with self._changed:
             self._is_over = True
@@ -177,6 +190,10 @@ class Pass:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+OBSERVE_CHUNK = 8
+"""Rows that a worker observes at a time: fewer messages, still a short first wait."""
+STAND_IN_CHUNK = 16
+"""Rows of which the smallest that can be collated stands in for the samples of an idle micro-batch."""
 ROWS_TO_TRY = 64
 """Rows from which those of the check of a layout are chosen."""
 ABORT_S = 7.0
@@ -195,10 +212,9 @@ class ODBLoader:
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     fingerprint: of the dataset, where a framework has taken columns away (default: its own). keeps_samples: a
     micro-batch keeps its light samples, to be collated again. is_evaluated: of `ObservedDataset`.
-    counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out.
-    groups: what collates its micro-batches, in its layout.
+    groups: what collates its micro-batches, in its layout. has_rows: rows have numbers; those of a stream have none.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     Call `close` when done; it ends the worker processes.
     """
@@ -223,12 +239,11 @@ class ODBLoader:
         keeps_samples: bool = False,
         is_evaluated: bool = False,
     ):
-        self.dataset, self.config, self.layout, self.rule = parts.dataset, config, layout, rule
+        self.dataset, self.config, self.rule = parts.dataset, config, rule
         self._keeps_samples, self._seed = keeps_samples, seed
         # The Trainer wraps its collator to remove columns from items.
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
         collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
-        self.counts_labels = bool(getattr(observer, "counts_labels", True))
         self._ranks = ranks or Ranks()
         self.rank, self.world_size = rank, world_size = self._ranks.rank, self._ranks.world_size
         self.budget = budget = make_budget(config, collation, layout)
@@ -237,17 +252,29 @@ class ODBLoader:
         self.groups = CollatedDataset(
             Picklable(parts.collate_fn, "collate_fn"),
             patch_size,
-            parts.dataset,
             budget,
             measure,
-            self.counts_labels,
-            with_boundaries,
+            # Units are counted from the labels of batches; otherwise a `cost_fn` gives them.
+            counts_labels=bool(getattr(observer, "counts_labels", True)),
+            with_boundaries=with_boundaries,
             falls_back=config.layout == "auto",
             positions=None if positions is None else Picklable(positions, "get_rope_index"),
         )
         self._rows = rows = ObservedDataset(parts.dataset, observer, config, budget, is_evaluated=is_evaluated)
-        self._workers = LoaderPool(parts, rows, self.groups, rank, world_size)
-        self._order = self._workers.order
+        self._parts, self._pool = parts, Pool(Work(rows, self.groups), parts)
+        self._window = parts.prefetch_factor * parts.num_workers  # also chunks of rows that are observed ahead
+        self.has_rows = parts.sampler is not None
+        self._order: Any
+        if self.has_rows:
+            self._order = ShardSampler(parts.sampler, rank, world_size)
+        else:
+            whole = parts.batch_size if parts.drop_last else None
+            self._order = StreamReader(
+                parts.dataset, rank, world_size, is_split=parts.already_split, whole_batches_of=whole
+            )
+        self._stand_in: Sample | None = None
+        self._first_seen: list[Sample | Rejection] = []  # of a stream
+        self._lock, self._is_closed = threading.Lock(), False
         # The length of a split stream may be that of this rank's part or of the whole.
         is_split = getattr(self._order, "is_split", False)
         self.num_samples: int | None = (
@@ -316,14 +343,23 @@ class ODBLoader:
         current, self.under_way = self.under_way, None
         if current is not None:
             current.close(self._ranks.silence_s if timeout_s is None else timeout_s)
+            if not self._parts.persistent_workers:
+                self._pool.close()
 
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
         self.lowered = limits.least(self.lowered)
 
     def stand_in(self, collated: Sequence[Sample] = ()) -> Sample:
-        """The smallest of these samples and of `LoaderPool.stand_in`: for a micro-batch that weighs nothing."""
-        return min([*collated, self._workers.stand_in()], key=size)
+        """The smallest of these samples and of one that is found once, by any thread: for a micro-batch that weighs
+        nothing.
+
+        The one is the smallest of the first usable rows in the order of all ranks, and has been collated. Raises
+        `DataError` if no row can be used.
+        """
+        with self._lock:
+            self._stand_in = self._stand_in or self._find_stand_in()
+        return min([*collated, self._stand_in], key=size)
 
     def over_all_ranks(self, counts: Counter[str]) -> Counter[str]:
         """The sum of these counts over all ranks. Collective; main thread."""
@@ -371,15 +407,11 @@ class ODBLoader:
         an_epoch = self.num_optimizer_steps
         return self.begin().epoch_steps if an_epoch is None else an_epoch
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether rows can be read by their index, which a stream does not allow."""
-        return self._workers.has_rows
-
     def first_samples(self) -> Iterator[Sample]:
         """The first samples of the epoch under way in the order of all ranks."""
         if self.has_rows:
-            rows = self._workers.read_rows(dict.fromkeys(self._order.order[:ROWS_TO_TRY].tolist()))
+            self._start_workers()
+            rows = self._observe(dict.fromkeys(self._order.order[:ROWS_TO_TRY].tolist()))
             yield from (row for row in rows if isinstance(row, Sample))
 
     def begin(self) -> Pass:
@@ -409,7 +441,8 @@ class ODBLoader:
     def close(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, end the worker processes, release the connections of the ranks. timeout_s: see `leave`."""
         self.leave(timeout_s)
-        self._workers.close()
+        self._is_closed = True
+        self._pool.close()
         self._ranks.close()
 
     def abort(self, message: str) -> None:
@@ -425,7 +458,8 @@ class ODBLoader:
         current, self.under_way = self.under_way, None
         if current is not None:
             current.stop()
-        self._workers.close()
+        self._is_closed = True
+        self._pool.close()
 
         def close_rest() -> None:
             if current is not None:
@@ -435,7 +469,7 @@ class ODBLoader:
         threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
 
     def _begin(self) -> Pass:
-        workers, cursor, ranks = self._workers, self._cursor, self._ranks
+        cursor, ranks = self._cursor, self._ranks
         cursor.turn_to(self.epoch)
         place = cursor.place
         self._order.set_epoch(self.epoch)
@@ -446,15 +480,18 @@ class ODBLoader:
             balance=bool(self.config.balance),
             seed=self._seed,
             ranks=ranks,
-            stand_in=workers.stand_in,
+            stand_in=self.stand_in,
             leave_out=self.left_out.leave_out,
             order=functools.partial(self._checked_order, cursor.order if self.has_rows else None),
             compare_orders=self._order.compare,
             lowered=lambda: self.lowered,
-            compute=workers.compute,
+            compute=self._compute,
             loss_scaling=self.config.loss_scaling,
         )
-        observed, stock = workers.begin(self.epoch), self._stock  # starts processes, before there are threads
+        if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
+            self._pool.close()
+        self._start_workers()  # before there are threads
+        observed, stock = self._observed(iter(self._order)), self._stock
         planner: EpochPlanner
         if stock is not None:
             planner = KeepEpoch(observed, context, place, stock=stock)
@@ -467,7 +504,7 @@ class ODBLoader:
                 accumulation=self.rule.accumulation,
                 join=self.config.join,
             )
-        self.under_way = current = Pass(planner, workers, most_samples=self.config.buffer_size)
+        self.under_way = current = Pass(planner, self._collate, self._window, self.config.buffer_size)
         compare({**self._settings, **place.settings}, ranks.compare)
         current.start()
         while not current.planned:
@@ -496,6 +533,60 @@ class ODBLoader:
         positions = (held[self.rank] // self.world_size).tolist()
         return Start(first=int(firsts[self.rank]) // self.world_size, held=positions)
 
+    # What its workers do
+
+    def _start_workers(self) -> None:
+        """Start them, unless they run. In the main thread."""
+        if self._is_closed:
+            raise ConfigError(CLOSED)
+        self._pool.start(random_seed(self._draws[0], self.rank))
+
+    @property
+    def _draws(self) -> Draws:
+        """The seed follows torch's global one, or that of the user's generator, of which nothing is drawn."""
+        generator = self._parts.generator
+        return torch.initial_seed() if generator is None else generator.initial_seed(), self.epoch
+
+    def _collate(self, samples: Sequence[Sample]) -> Pending:
+        return self._pool.submit("collate", self._draws, samples, rows=[sample.id for sample in samples])
+
+    def _compute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
+        return self._pool.submit("compute", function, args, kwargs).result()
+
+    def _observed(self, rows: Iterator[Any]) -> Iterator[Sample | Rejection]:
+        for row in self._observe(rows):
+            if not self.has_rows and len(self._first_seen) < STAND_IN_CHUNK:
+                self._first_seen.append(row)
+            yield row
+
+    def _observe(self, rows: Iterable[Row]) -> Iterator[Sample | Rejection]:
+        calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, OBSERVE_CHUNK))
+        with closing(self._pool.map("observe", calls, self._window)) as observed:
+            yield from itertools.chain.from_iterable(observed)
+
+    def _find_stand_in(self) -> Sample:
+        self._start_workers()
+        reasons: dict[int, str] = {}  # a row may be looked at twice
+        for rows in self._rows_to_try():
+            for chunk in batched(rows, STAND_IN_CHUNK):
+                sample, unusable = self._pool.submit("stand_in", self._draws, chunk, rows=_ids(chunk)).result()
+                if sample is not None:
+                    return sample
+                reasons |= unusable
+        raise DataError(no_usable_row(Counter(reasons.values())))
+
+    def _rows_to_try(self) -> Iterator[Iterable[Row]]:
+        """Rows in the order of all ranks. Of a stream first those that this rank has drawn: a second iterator may move
+        the file of the one under way, or end it."""
+        if self.has_rows:
+            yield (self._order.order if len(self._order.order) else self._order.peek()).tolist()
+        else:
+            yield list(self._first_seen)
+            yield StreamReader(self._parts.dataset, 0, 1)
+
+    # Its micro-batches
+
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
             while (result := current.next(self._ranks.check)) is not None:
@@ -523,8 +614,8 @@ class ODBLoader:
             causes = tuple((sample, f"cannot be collated: {cause}") for sample, cause in late)
             micro_batch = micro_batch.only(usable, causes)
         if measured is None:
-            micro_batch = dataclasses.replace(micro_batch, light=[self.stand_in()])
             try:
+                micro_batch = dataclasses.replace(micro_batch, light=[self.stand_in()])
                 measured, batch = self.groups.collate(micro_batch.light)
             except DataError:
                 raise self._not_collated(failed) from None
@@ -565,3 +656,14 @@ class ODBLoader:
             return self._order.fingerprint
         self._order.set_epoch(epoch)
         return checksum(self._order.peek())
+
+
+def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
+    """Lists of `count` rows; the last may have fewer."""
+    rest = iter(rows)
+    while chunk := list(itertools.islice(rest, count)):
+        yield chunk
+
+
+def _ids(rows: Sequence[Row]) -> list[int]:
+    return [row if isinstance(row, int) else row.id for row in rows]

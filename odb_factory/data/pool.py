@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import multiprocessing
 import os
@@ -24,8 +23,8 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -41,11 +40,10 @@ import torch.multiprocessing  # tensors travel in shared memory
 from torch.utils.data import _utils as torch_utils
 
 from odb_factory.data.collate import CollatedDataset, Salvaged
-from odb_factory.data.memory_file import Dumped, dump, load
 from odb_factory.data.observe import ItemError, ItemObserver, ObservedDataset, RawItem, UnitsFrom
-from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
-from odb_factory.data.samples import Rejection, Sample, name_rows, no_usable_row
-from odb_factory.data.serialize import NOT_SENT, fingerprint
+from odb_factory.data.order import DataLoaderParts
+from odb_factory.data.samples import Rejection, Sample, name_rows
+from odb_factory.data.serialize import NOT_SENT, Dumped, dump, fingerprint, load
 from odb_factory.ending import why_no_space, why_worker_died
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.random_numbers import kept_random_numbers, random_seed, seed_random_numbers
@@ -73,7 +71,7 @@ class _Setup:
 
     work, init_fn: make what they stand for, see `_Shipped`. table: int64[num_workers, 2] in shared memory, the process
     id of each worker (0: it has not begun) and the row that it is at (-1: none). lock: over the choice of a line of it.
-    connections: for each worker, see `memory_file`. outlives: SIGTERM does not end the worker.
+    connections: for each worker, see `serialize.dump`. outlives: SIGTERM does not end the worker.
     """
 
     work: Callable[[], Any]
@@ -445,12 +443,8 @@ def _close_all() -> None:
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The pool of a loader.
+# What the pool of a loader computes.
 
-OBSERVE_CHUNK = 8
-"""Rows that a worker observes at a time: fewer messages, still a short first wait."""
-STAND_IN_CHUNK = 16
-"""Rows of which the smallest that can be collated stands in for the samples of an idle micro-batch."""
 OBSERVES, COLLATES = range(2)
 """By which random numbers of the same sample differ."""
 Draws = tuple[int, int]
@@ -460,7 +454,7 @@ Row = int | RawItem | Rejection | Sample
 
 
 class Work:
-    """What the pool of a loader computes."""
+    """rows: observed; groups: collates them."""
 
     def __init__(self, rows: ObservedDataset, groups: CollatedDataset):
         self.rows, self.groups = rows, groups
@@ -505,128 +499,6 @@ class Work:
 
 def size(sample: Sample) -> tuple[int, int]:
     return sample.cost.patches + sample.cost.padded, sample.id
-
-
-class LoaderPool:
-    """The rows of a rank, observed and collated in a pool that is made of `parts`.
-
-    order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. window: micro-batches
-    that are collated ahead, and chunks of rows that are observed ahead. has_rows: rows have numbers, which those of a
-    stream have not.
-    """
-
-    def __init__(self, parts: DataLoaderParts, rows: ObservedDataset, groups: CollatedDataset, rank: int, size: int):
-        self._parts, self._rank = parts, rank
-        self._pool = Pool(Work(rows, groups), parts)
-        self.num_workers, self.window = parts.num_workers, parts.prefetch_factor * parts.num_workers
-        self.has_rows = parts.sampler is not None
-        self.order: Any
-        if self.has_rows:
-            self.order = ShardSampler(parts.sampler, rank, size)
-        else:
-            whole = parts.batch_size if parts.drop_last else None
-            self.order = StreamReader(parts.dataset, rank, size, is_split=parts.already_split, whole_batches_of=whole)
-        self._stand_in: Sample | None = None
-        self._first_seen: list[Sample | Rejection] = []
-        self._lock = threading.Lock()
-        self._epoch, self._is_closed = 0, False
-
-    def start(self) -> None:
-        """Start the workers, unless they run. In the main thread."""
-        if self._is_closed:
-            raise ConfigError(CLOSED)
-        self._pool.start(random_seed(self._seed, self._rank))
-
-    def begin(self, epoch: int) -> Iterator[Sample | Rejection]:
-        """The observed rows of this rank in the epoch that `order` is set to. Starts workers, unless they live on."""
-        if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
-            self._pool.close()
-        self.start()
-        self._epoch = epoch
-        return self._observed(iter(self.order))
-
-    def collate(self, samples: Sequence[Sample]) -> Pending:
-        return self._pool.submit("collate", self._draws, samples, rows=[sample.id for sample in samples])
-
-    def compute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
-        return self._pool.submit("compute", function, args, kwargs).result()
-
-    def read_rows(self, rows: Iterable[int]) -> Iterator[Sample | Rejection]:
-        """Observe rows by their numbers."""
-        self.start()
-        return self._observe(rows)
-
-    def stand_in(self) -> Sample:
-        """A sample for micro-batches that weigh nothing, which has been collated once: the smallest of the first usable
-        rows in the order of all ranks. Found once, by any thread.
-
-        Raises `DataError` if no row can be used.
-        """
-        with self._lock:
-            self._stand_in = self._stand_in or self._find_stand_in()
-            return self._stand_in
-
-    def end_epoch(self) -> None:
-        if not self._parts.persistent_workers:
-            self._pool.close()
-
-    def close(self) -> None:
-        """End the workers."""
-        self._is_closed = True
-        self._pool.close()
-
-    @property
-    def _seed(self) -> int:
-        """Follows torch's global one, or that of the user's generator, of which nothing is drawn."""
-        generator = self._parts.generator
-        return torch.initial_seed() if generator is None else generator.initial_seed()
-
-    @property
-    def _draws(self) -> Draws:
-        return self._seed, self._epoch
-
-    def _observed(self, rows: Iterator[Any]) -> Iterator[Sample | Rejection]:
-        for row in self._observe(rows):
-            if not self.has_rows and len(self._first_seen) < STAND_IN_CHUNK:
-                self._first_seen.append(row)
-            yield row
-
-    def _observe(self, rows: Iterable[Row]) -> Iterator[Sample | Rejection]:
-        calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, OBSERVE_CHUNK))
-        with closing(self._pool.map("observe", calls, self.window)) as observed:
-            yield from itertools.chain.from_iterable(observed)
-
-    def _find_stand_in(self) -> Sample:
-        self.start()
-        reasons: dict[int, str] = {}  # a row may be looked at twice
-        for rows in self._rows_to_try():
-            for chunk in batched(rows, STAND_IN_CHUNK):
-                sample, unusable = self._pool.submit("stand_in", self._draws, chunk, rows=_ids(chunk)).result()
-                if sample is not None:
-                    return sample
-                reasons |= unusable
-        raise DataError(no_usable_row(Counter(reasons.values())))
-
-    def _rows_to_try(self) -> Iterator[Iterable[Row]]:
-        """Rows in the order of all ranks. Of a stream first those that this rank has drawn: a second iterator may move
-        the file of the one under way, or end it."""
-        if self.has_rows:
-            yield (self.order.order if len(self.order.order) else self.order.peek()).tolist()
-        else:
-            yield list(self._first_seen)
-            yield StreamReader(self._parts.dataset, 0, 1)
-
-
-def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:
-    """Lists of `count` rows; the last may have fewer."""
-    rest = iter(rows)
-    while chunk := list(itertools.islice(rest, count)):
-        yield chunk
-
-
-def _ids(rows: Sequence[Row]) -> list[int]:
-    return [row if isinstance(row, int) else row.id for row in rows]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

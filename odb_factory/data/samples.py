@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from odb_factory.data.cursor import Remaining
+import numpy as np
+
 from odb_factory.log import get_logger
 from odb_factory.planner import Budget, Cost, Media, MicroStepTotals
 
@@ -30,6 +31,39 @@ class Rejection:
     reason: str
     message: str
     fatal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remaining:
+    """What is left of the order of an epoch with `fill`: the positions from `first` on, and those held back before it.
+
+    Position p is drawn by rank p % ranks, the held ones first. (Of streams that are split, item n of rank r counts as
+    position n * ranks + r.)
+    """
+
+    first: int = 0
+    held: list[int] = field(default_factory=list)
+
+    def of_ranks(self, world_size: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """Of each rank the positions that it holds, and its first one from `first` on."""
+        held, ranks = np.array(self.held, dtype=np.int64), np.arange(world_size)
+        owners = held % world_size
+        ends = np.cumsum(np.bincount(owners, minlength=world_size))
+        held_by_rank = np.split(held[np.argsort(owners, kind="stable")], ends[:-1])
+        return held_by_rank, self.first + (ranks - self.first) % world_size
+
+    def after(self, drawn: np.ndarray, waiting: np.ndarray) -> Remaining:
+        """What is left once each rank has drawn this many of its positions, of which `waiting` are not trained on."""
+        world_size = len(drawn)
+        held, starts = self.of_ranks(world_size)
+        num_beyond = np.maximum(drawn - [len(positions) for positions in held], 0)
+        nexts = starts + num_beyond * world_size
+        first = max(self.first, int((nexts - world_size + 1)[num_beyond > 0].max(initial=0)))
+        # A rank that is slower than others has not drawn all positions before `first`.
+        slower = [positions[number:] for positions, number in zip(held, drawn)]
+        slower += [np.arange(start, first, world_size) for start in nexts]
+        remaining = np.unique(np.concatenate([waiting, *slower]))
+        return Remaining(first=first, held=remaining.astype(np.int64).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

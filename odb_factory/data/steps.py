@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odb_factory.data.agreement import first_unlike
-from odb_factory.data.cursor import Place, Remaining
+from odb_factory.data.cursor import Place
 from odb_factory.data.order import StockSteps, split_by_weight
 from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
 from odb_factory.data.samples import (
     MicroBatch,
     OptimizerStep,
     Rejection,
+    Remaining,
     Sample,
     SampleInfo,
     no_usable_row,

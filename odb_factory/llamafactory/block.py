@@ -188,10 +188,9 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
 # The YAML, before LLaMA-Factory reads it.
 
 
-def is_enabled(name: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a variable switches something on, as LLaMA-Factory reads it. environment: None is that of this process,
-    which `datasets` puts another object in place of."""
-    return (os.environ if environment is None else environment).get(name, "").lower() in ("true", "y", "1")
+def is_enabled(name: str) -> bool:
+    """Whether a variable of the environment switches something on, as LLaMA-Factory reads it."""
+    return os.environ.get(name, "").lower() in ("true", "y", "1")
 
 
 def check_backend() -> None:

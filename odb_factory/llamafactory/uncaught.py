@@ -70,7 +70,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 def print_last(line: str, prefix: str = "") -> None:
-    print(f"{prefix}[odb] {' '.join(line.split())}", file=sys.stderr, flush=True)
+    # In one write: the lines of two ranks must not run into each other.
+    print(f"{prefix}[odb] {' '.join(line.split())}\n", end="", file=sys.stderr, flush=True)
 
 
 def end_process(failure: str) -> None:

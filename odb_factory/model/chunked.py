@@ -308,7 +308,7 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_unrounded(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` can be added to float32 without being rounded: with CUDA, from torch 2.8."""
+    """Whether products of `dtype` can be added to float32 without being rounded: with CUDA."""
     total, factor = torch.zeros(8, 8, device=device), torch.zeros(8, 8, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)

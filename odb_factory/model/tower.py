@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -36,17 +35,15 @@ from odb_factory.errors import DataError
 from odb_factory.model.attention import flash, sdpa, serves_flash
 from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import replace_forward
+from odb_factory.model.head import StandIn
 from odb_factory.model.known import Known, ordinary
-from odb_factory.model.own_loss import StandIn
 
 FAMILIES: tuple[str, ...] = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
-    "qwen3_5_moe",
+    "qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
 )  # fmt: skip
 """By the `model_type` of their config. GLM-4V and InternVL are none: with one token for images and for frames, a model
 refuses a batch with both, or gives the features to the wrong rows."""
-if int(transformers.__version__.partition(".")[0]) > 4:  # before, its forward fails on a batch with both
-    FAMILIES += ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
 PIXELS = ("pixel_values", "pixel_values_videos")
 TWICE = (
     "{} has both images and videos, for which this model ({}) runs its vision tower twice, and under ZeRO-3 and FSDP, "
@@ -133,7 +130,13 @@ class _Together:
             """Of images and of videos. features: of all patches, or one embedding for a number of them."""
             if not isinstance(features, Tensor):
                 return features, features
-            of_images = len(pixels) * len(features) // total
+            of_images, rest = divmod(len(pixels) * len(features), total)
+            if rest:
+                raise DataError(
+                    f"the vision tower's features of images and videos together are {list(features.shape)}, of {total} "
+                    "patches: this release of transformers computes them in another way; take one that docs/engines.md "
+                    "names, or leave rows with videos out."
+                )
             return features[:of_images], features[of_images:]
 
         leaves, structure = tree_flatten(output)

@@ -1,8 +1,8 @@
 """Training arguments that have other values while odb trains.
 
 The Trainer's accumulation is 1, so that it counts optimizer steps, and it skips no batches after a resume, because the
-loader starts at the right place. It makes no pass over all data beforehand to count tokens.
-DeepSpeed's engine is made for an accumulation of 1 as well.
+loader starts at the right place. It makes no pass over all data beforehand to count tokens. DeepSpeed's engine is made
+for an accumulation of 1 as well.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunArguments:
         args, kind = self._args, type(self._args)
         self.user_values.update({name: getattr(args, name) for name in RUNNING if hasattr(args, name)})
         for config in self._engine_configs:
-            sizes = {}
+            sizes = {key: config[key] for key in (TRAIN_BATCH,) if key in config}  # which the Trainer may fill in
             if isinstance(config.get(MICRO_BATCH), int):
                 sizes[TRAIN_BATCH] = config[MICRO_BATCH] * args.world_size
             self._restore.enter_context(_updated(config, {GAS: 1, **sizes}))

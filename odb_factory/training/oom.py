@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
@@ -141,93 +142,15 @@ def peak_memory(device: torch.device) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The mean of gradients over the ranks, taken once an optimizer step when all of them have been computed.
-# DDP reduces them inside the last backward: a rank that fails in it leaves the others waiting and its own buckets half
-# done. Here the model inside DDP is trained on each rank by itself, and the same reduction follows. ZeRO-1 of DeepSpeed
-# reduces gradients when an accumulation ends: no backward is the last one here, and its own reduction follows.
-# Both classes have the same methods:
-#     local               the model to train, in place of the Trainer's
-#     zero_grad()         drop the gradients of this rank
-#     has_gradient()      whether each parameter has a gradient on this rank: a text of 0 and 1
-#     synchronize(those of all ranks)     take the mean of gradients; collective
-
-BUCKET_BYTES = 25 * 2**20
-
-
-class ZeRO1:
-    """engine: of DeepSpeed, in ZeRO-1."""
-
-    def __init__(self, engine: Any):
-        self.local = self._engine = engine
-
-    def zero_grad(self) -> None:
-        self._engine.optimizer.zero_grad()
-
-    def has_gradient(self) -> str:
-        return ""
-
-    def synchronize(self, have_gradients: Sequence[str]) -> None:
-        """The optimizer's step too, which accelerate has the engine take with the last backward."""
-        self._engine.set_gradient_accumulation_boundary(True)
-        self._engine.allreduce_gradients()
-        self._engine.step()
-
-
-class DDP:
-    """model: the Trainer's wrapped model, on several ranks in DDP.
-
-    Raises `ConfigError` for DDP with a communication hook. policy: `oom`.
-    """
-
-    def __init__(self, model: Any, policy: str):
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
-        self.local: nn.Module = model if self.ddp is None else self.ddp.module
-        if getattr(self.ddp, "_comm_hooks", None):
-            raise ConfigError(
-                f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, whose communication hook would "
-                "not be called; leave one of both out."
-            )
-        ignored: set[str] = getattr(self.ddp, "parameters_to_ignore", set())
-        self._parameters = [
-            parameter
-            for name, parameter in self.local.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        ]
-        self._buffers = [buffer for name, buffer in self.local.named_buffers() if name not in ignored]
-
-    def zero_grad(self) -> None:
-        self.local.zero_grad()
-
-    def has_gradient(self) -> str:
-        return "".join("01"[parameter.grad is not None] for parameter in self._parameters)
-
-    def synchronize(self, have_gradients: Sequence[str]) -> None:
-        """Afterwards a parameter that any rank has used has a gradient on all of them."""
-        if self.ddp is None or len(have_gradients) == 1:
-            return
-        gradients, group = [], self.ddp.process_group
-        for parameter, has in zip(self._parameters, zip(*have_gradients)):
-            if "1" in has:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        for bucket in _take_tensors(gradients, BUCKET_BYTES):
-            mean = _flatten_dense_tensors(bucket).div_(group.size())
-            dist.all_reduce(mean, group=group)
-            for gradient, part in zip(bucket, _unflatten_dense_tensors(mean, bucket)):
-                gradient.copy_(part)
-        if self.ddp.broadcast_buffers:
-            for buffer in self._buffers:
-                dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # `oom: split` and `skip`: an optimizer step whose micro-batches are cut in two, or left out, if memory does not hold
 # them; `recompute: auto`: one whose micro-batch ran without gradient checkpointing, and runs with it now. A backward
 # that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped, and all its
 # micro-batches so far are collated and computed again, the failing one in two parts, or with a small sample that weighs
 # nothing in its place. A rank does so by itself, because no collective runs inside forward and backward: gradients are
-# synchronised when every rank has reported that its part of the optimizer step went through.
+# synchronised when every rank has reported that its part of the optimizer step went through. DDP would do so inside the
+# last backward: a rank that fails in it leaves the others waiting and its own buckets half done. So the model inside
+# DDP is trained on each rank by itself, and the same reduction follows. ZeRO-1 of DeepSpeed reduces gradients when an
+# accumulation ends: no backward is the last one here, and its own reduction follows.
 
 
 def cut(micro_batch: MicroBatch, budget: Budget) -> tuple[MicroBatch, MicroBatch]:
@@ -247,6 +170,7 @@ def cut(micro_batch: MicroBatch, budget: Budget) -> tuple[MicroBatch, MicroBatch
 
 COLLECTIVES = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 """Methods of accelerate's `Accelerator` in which each rank waits for all others."""
+BUCKET_BYTES = 25 * 2**20
 MOST_LOST = 0.5
 """`oom: skip`: the largest share of the loss of an optimizer step that may be left out."""
 
@@ -266,15 +190,30 @@ class _Attempt:
 
 
 class RestartedSteps:
-    """Takes the optimizer steps of a `Training`, whose model is wrapped. The ranks agree on each."""
+    """Takes the optimizer steps of a `Training`, whose model is wrapped. The ranks agree on each.
+
+    Raises `ConfigError` for DDP with a communication hook.
+    """
 
     def __init__(self, training: Any):
         self.training, self.trainer = training, training.trainer
         self.run: ODBRun = training.run
         self.watch: MemoryWatch = training.memory
         model, config = self.trainer.model_wrapped, self.run.config
-        is_zero = engine_of(model) == "deepspeed"
-        self._synchronizer: DDP | ZeRO1 = ZeRO1(model) if is_zero else DDP(model, config.oom)
+        self._zero1 = model if engine_of(model) == "deepspeed" else None
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._local: Any = model if self._ddp is None else self._ddp.module
+        self._parameters: list[Tensor] = []
+        self._buffers: list[Tensor] = []
+        if self._ddp is not None:
+            if getattr(self._ddp, "_comm_hooks", None):
+                raise ConfigError(
+                    f"odb.oom: {config.oom!r} takes the mean of gradients in the place of DDP, whose communication "
+                    "hook would not be called; leave one of both out."
+                )
+            ignored = self._ddp.parameters_to_ignore
+            self._parameters = [weight for name, weight in self._local.named_parameters() if name not in ignored]
+            self._buffers = [buffer for name, buffer in self._local.named_buffers() if name not in ignored]
         self._exchange = ring_of(training.odb.process_group, config.exchange_timeout_s).main
 
     def take(self, micro_batches: Iterator[Collated]) -> Tensor:
@@ -291,7 +230,7 @@ class RestartedSteps:
             step.done.append([])
             is_done = self._runs(step, box)
             while not is_done:
-                self._synchronizer.zero_grad()
+                (self._local if self._zero1 is None else self._zero1.optimizer).zero_grad()
                 step.done, step.losses = [[] for _ in step.parts], []
                 parts = [part for parts in step.parts for part in parts]
                 is_done = all(self._runs(step, [loader.collate(part)]) for part in parts)
@@ -313,7 +252,7 @@ class RestartedSteps:
         recompute, oom = self.training.recompute, self.watch.config.oom
         skips = oom == "skip"
         try:
-            computing, local = run.begin_micro_batch(micro_batch, measured), self._synchronizer.local
+            computing, local = run.begin_micro_batch(micro_batch, measured), self._local
             with self._no_gathering(), self.training.gradients_summed(local, is_last=False):
                 loss = self.trainer.odb_forward_backward(self.training, local, computing, [batch])
         except RuntimeError as error:
@@ -371,7 +310,7 @@ class RestartedSteps:
             "cuts": step.cuts,
             "lost": step.lost,
             "lowered": None if step.lowered is None else asdict(step.lowered),
-            "has_gradient": self._synchronizer.has_gradient(),
+            "has_gradient": "".join("01"[parameter.grad is not None] for parameter in self._parameters),
         }
         about = f"optimizer step {self.run.optimizer_steps + 1}"
         answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(answer).encode(), about)]
@@ -391,7 +330,28 @@ class RestartedSteps:
             )
         self.run.accounting.total["oom_cuts"] += sum(answer["cuts"] for answer in answers)
         self.run.accounting.lose(lost, OUT_OF_MEMORY)
-        self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
+        self._synchronize(["1" in has for has in zip(*(answer["has_gradient"] for answer in answers))])
+
+    def _synchronize(self, have_gradients: Sequence[bool]) -> None:
+        """The mean of gradients over the ranks. have_gradients: the parameters that any rank has used. Collective."""
+        if self._zero1 is not None:  # the optimizer's step too, which accelerate has the engine take with a backward
+            self._zero1.set_gradient_accumulation_boundary(True)
+            self._zero1.allreduce_gradients()
+            self._zero1.step()
+        if self._ddp is None:
+            return
+        gradients, group = [], self._ddp.process_group
+        for parameter in itertools.compress(self._parameters, have_gradients):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        for bucket in _take_tensors(gradients, BUCKET_BYTES):
+            mean = _flatten_dense_tensors(bucket).div_(group.size())
+            dist.all_reduce(mean, group=group)
+            for gradient, part in zip(bucket, _unflatten_dense_tensors(mean, bucket)):
+                gradient.copy_(part)
+        for buffer in self._buffers if self._ddp.broadcast_buffers else ():
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
 
     def _check_lost(self, shares: Sequence[float]) -> None:
         """shares: of the rows that all ranks have left out of an optimizer step. All raise `OutOfMemoryError` if it has

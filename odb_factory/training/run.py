@@ -85,8 +85,9 @@ class FillSchedule:
         for group in optimizer.param_groups:
             group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
         scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+        for name in ("base_lrs", "_last_lr"):  # the second is what it says of its last step
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
         logger.info(
             "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, %d by the training arguments)",
             factor,

@@ -36,8 +36,7 @@ from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
 from odb_factory.model.flat_row import forward_replaced
-from odb_factory.model.head import has_routers
-from odb_factory.model.own_loss import StandIn, model_with_labels, without_layers
+from odb_factory.model.head import StandIn, has_routers, model_with_labels, without_layers
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
 from odb_factory.training.oom import is_out_of_memory

@@ -2,8 +2,8 @@
 
 The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so that all it
 counts, schedules, logs and saves is right by itself; `training_step` runs the micro-batches. Only methods with the same
-meaning in transformers 5 are overridden, and all but the dataloader call `super()`. How stock weighs samples
-is measured before training (`stock.py`).
+meaning in transformers 5 are overridden, and all but the dataloader call `super()`. How stock weighs samples is
+measured before training (`stock.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from distributed.rows import INVALID, row, write_uneven_rows
-from llamafactory.hparams import TrainingArguments
 from llamafactory.train.tuner import run_exp
 from same_training import write_rows
 from support import training_config, write_dataset
@@ -66,7 +65,7 @@ def test_the_plan_is_that_of_the_training(stage, dataset, layout, plan, tiny_tex
     """K and padding, to rounding, of rows in the order of the data set."""
     block = {"token_budget": 300, "layout": layout}
     config = training_config(tiny_text, rows_dir, tmp_path / "out", stage=stage, dataset=dataset, odb=block, **BATCHES)
-    if stage == "pt" and hasattr(TrainingArguments, "train_sampling_strategy"):
+    if stage == "pt":
         config |= {"train_sampling_strategy": "sequential"}
     figures = plan(config)
     run_exp(config | {"disable_gradient_checkpointing": True})

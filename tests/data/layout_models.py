@@ -1,83 +1,45 @@
-"""Tiny models of many families in float64, and padded batches for them as LLaMA-Factory's collator makes them."""
+"""A tiny vision-language model whose positions have three rows, and samples for it."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from training.flat_models import ALLOWED, COMMON, HEAD, SLIDING, WINDOW
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import flash_attention_mask
+from training.flat_models import COMMON
 
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153
 WORDS = (3, 140)
 """Ids of tokens that mean nothing in particular, from and up to."""
-
-_TEXT: dict[str, Any] = COMMON | HEAD | {"vocab_size": VOCABULARY, "attention_dropout": 0.0}
-
-TEXT = {family: changes for family, changes in ALLOWED.items() if family not in ("opt", "gpt_oss")}
-TEXT["gemma2"] = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}
-COMPUTES_IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gemma3", "cohere2")
-"""Whose norms are float32 in a model of float64."""
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2]}
 
 
 @dataclass(frozen=True)
 class Vision:
-    """A vision-language family. tokens: of an image. rows_of_positions: of mrope; 0 where the collator gives none."""
+    """tokens: of an image. pixels: of so many images of 4 x 4 patches."""
 
     tokens: int
     config: Callable[[], Any]
     model: str
     pixels: Callable[[int], dict[str, Tensor]]
-    rows_of_positions: int = 0
-    marks_images: bool = False
 
 
-def _images(count: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(count, 3, 28, 28, dtype=torch.float64)}
+def _patches(count: int) -> dict[str, Tensor]:
+    pixels = torch.randn(count * 16, 3 * 2 * 14 * 14, dtype=torch.float64)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]).repeat(count, 1)}
 
 
-def _patches(size: int) -> Callable[[int], dict[str, Tensor]]:
-    """Of images of 4 x 4 patches of `size` pixels, in frames of two."""
-
-    def make(count: int) -> dict[str, Tensor]:
-        pixels = torch.randn(count * 16, 3 * 2 * size * size, dtype=torch.float64)
-        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]).repeat(count, 1)}
-
-    return make
-
-
-_TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-    "num_channels": 3,
-}
-_NO_HEAD = {key: value for key, value in _TEXT.items() if key != "head_dim"}
-_MROPE = {
-    "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]},
-    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
-}
-_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": OPENS, "vision_end_token_id": CLOSES}
-_GRID = {"num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
-
-# One family for each way to tell a model where images stand: positions of three rows and of four, none, marks.
-VISION: dict[str, Vision] = {
+VISION = {
     "qwen2_5_vl": Vision(
         4,
         lambda: transformers.Qwen2_5_VLConfig(
-            text_config=_NO_HEAD | _MROPE,
+            text_config=COMMON
+            | {"vocab_size": VOCABULARY, "attention_dropout": 0.0}
+            | {"rope_scaling": MROPE | {"type": "mrope"}, "rope_parameters": MROPE | {"rope_theta": 10000.0}},
             vision_config={
                 "depth": 2,
                 "hidden_size": 16,
@@ -86,60 +48,18 @@ VISION: dict[str, Vision] = {
                 "patch_size": 14,
                 "window_size": 56,
                 "fullatt_block_indexes": [1],
-            }
-            | _GRID,
-            **_IDS,
+                "num_heads": 2,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=OPENS,
+            vision_end_token_id=CLOSES,
         ),
         "Qwen2_5_VLForConditionalGeneration",
-        _patches(14),
-        rows_of_positions=3,
-    ),
-    "qwen3_vl": Vision(
-        4,
-        lambda: transformers.Qwen3VLConfig(
-            text_config=_TEXT | _MROPE,
-            vision_config={
-                "depth": 2,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "out_hidden_size": 32,
-                "patch_size": 16,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0],
-            }
-            | _GRID,
-            **_IDS,
-        ),
-        "Qwen3VLForConditionalGeneration",
-        _patches(16),
-        rows_of_positions=4,
-    ),
-    "llava": Vision(
-        4,
-        lambda: transformers.LlavaConfig(
-            text_config={"model_type": "llama"} | _TEXT,
-            vision_config={"model_type": "clip_vision_model"} | _TOWER,
-            image_token_id=IMAGE,
-            image_token_index=IMAGE,
-            vision_feature_select_strategy="default",
-            vision_feature_layer=-1,
-        ),
-        "LlavaForConditionalGeneration",
-        _images,
-    ),
-    "gemma3": Vision(
-        4,
-        lambda: transformers.Gemma3Config(
-            text_config={"query_pre_attn_scalar": 8} | SLIDING | _TEXT,
-            vision_config={"model_type": "siglip_vision_model"} | _TOWER,
-            mm_tokens_per_image=4,
-            image_token_id=IMAGE,
-            image_token_index=IMAGE,
-        ),
-        "Gemma3ForConditionalGeneration",
-        _images,
-        marks_images=True,
-    ),
+        _patches,
+    )
 }
 
 
@@ -150,16 +70,6 @@ class Sample:
     ids: list[int]
     labels: list[int]
     images: int = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """A padded batch, and what `flatten` is told of it. dummy: tokens of the dummy image that the first row holds."""
-
-    batch: dict[str, Tensor]
-    tokens: list[int]
-    has_media: bool
-    dummy: int = 0
 
 
 @dataclass
@@ -183,145 +93,19 @@ class Drawn:
         return Sample(asked + said, [IGNORE] * len(asked) + said, images)
 
 
-def prepared(model: Any, attention: str) -> Any:
-    """In float64, for training, without dropout, its weights drawn anew: as made, attention would hardly matter."""
+def vision_model(family: str, attention: str) -> Any:
+    """In float64, without dropout, its weights drawn anew: as made, attention would hardly matter."""
+    vision = VISION[family]
+    model = getattr(transformers, vision.model)._from_config(vision.config(), attn_implementation=attention)
     model = model.double().train()
-    for config in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
+    for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
-        config._experts_implementation = "eager"  # the grouped kernel knows no float64
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.15, generator=generator)
-    set_attention(model, attention)
     return model
-
-
-def set_attention(model: Any, attention: str) -> None:
-    """Of the language model, by the name of an attention function."""
-    model.config.get_text_config()._attn_implementation = attention
-
-
-FLASH = "flash_on_cpu"
-
-
-def register_flash() -> None:
-    """An attention function for the CPU that is handed what flash attention is, and cuts rows where that does."""
-    AttentionInterface.register(FLASH, _flash)
-    AttentionMaskInterface.register(FLASH, flash_attention_mask)
-
-
-def _flash(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """By a mask of padding, by `cu_seq_lens_q`, or where the positions of a single row begin anew; else whole rows."""
-    rows, heads, length, size = query.shape
-    key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
-    if attention_mask is not None:
-        cuts = [[0, int(count), length] for count in attention_mask.sum(-1)]
-    elif cu_seq_lens_q is not None:
-        cuts = [cu_seq_lens_q.tolist()]
-    elif rows == 1 and position_ids is not None:
-        assert position_ids.dim() == 2, "the positions of text"
-        cuts = [[*(position_ids[0] == 0).nonzero().flatten().tolist(), length]]
-    else:
-        cuts = [[0, length]] * rows
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    out = []
-    for row, borders in enumerate(cuts):
-        parts = []
-        for start, end in itertools.pairwise(borders):
-            scores = query[row, :, start:end] @ key[row, :, start:end].mT * (scaling or size**-0.5)
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            sees = torch.ones(end - start, end - start, dtype=torch.bool)
-            if causal:
-                sees = sees.tril()
-            if sliding_window:
-                sees = sees.triu(1 - sliding_window)
-            parts.append(scores.masked_fill(~sees, float("-inf")).softmax(-1) @ value[row, :, start:end])
-        out.append(torch.cat(parts, 1).transpose(0, 1))
-    return torch.stack(out), None
-
-
-def text_model(family: str, attention: str) -> Any:
-    config = AutoConfig.for_model(family, **_TEXT | TEXT[family])
-    for name in ("residual_dropout", "attention_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    config._experts_implementation = "eager"
-    try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except ValueError as error:  # the newest transformers refuses sdpa for Gemma 2
-        pytest.skip(str(error).partition(".")[0])
-    return prepared(model, attention)
-
-
-def vision_model(family: str, attention: str) -> Any:
-    vision = VISION[family]
-    made = getattr(transformers, vision.model)._from_config(vision.config(), attn_implementation="sdpa")
-    return prepared(made, attention)
-
-
-def text_case(samples: Sequence[Sample]) -> Case:
-    return Case(_padded(samples), [len(sample.ids) for sample in samples], has_media=False)
-
-
-def vision_case(family: str, model: Any, samples: Sequence[Sample], *, with_dummy: bool = True) -> Case:
-    """As LLaMA-Factory does it: where no sample has an image, the first row is given one, masked, behind its tokens."""
-    vision = VISION[family]
-    images = sum(sample.images for sample in samples)
-    dummy = [] if images or not with_dummy else [OPENS, *[IMAGE] * vision.tokens, CLOSES]
-    pixels = []
-    for sample in samples if images else samples[:1]:
-        torch.manual_seed(sum(sample.ids))  # the same pictures in whatever batch
-        pixels.append(vision.pixels(sample.images if images else 1))
-    batch = _padded(samples, dummy)
-    if images or dummy:
-        batch |= {key: torch.cat([one[key] for one in pixels]) for key in pixels[0]}
-    marks = (batch["input_ids"] == IMAGE).long()
-    if vision.marks_images:
-        batch["token_type_ids"] = marks
-    if vision.rows_of_positions:
-        get_rope_index = model.model.get_rope_index
-        known = inspect.signature(get_rope_index).parameters
-        given = {key: batch.get(key) for key in ("input_ids", "image_grid_thw", "attention_mask")}
-        positions, _ = get_rope_index(**given, **({"mm_token_type_ids": marks} if "mm_token_type_ids" in known else {}))
-        if vision.rows_of_positions == 4:  # 0.9.5 puts the temporal row in front
-            positions = torch.cat([positions[:1], positions])
-        batch["position_ids"] = positions
-        batch["rope_deltas"] = torch.zeros(len(samples), 1)
-    return Case(batch, [len(sample.ids) for sample in samples], bool(images), len(dummy))
-
-
-def _padded(samples: Sequence[Sample], dummy: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Right, to a multiple of 8; one sample alone not at all."""
-    length = max(len(sample.ids) + (len(dummy) if k == 0 else 0) for k, sample in enumerate(samples))
-    if len(samples) > 1:
-        length = -(-length // 8) * 8
-    shape = (len(samples), length)
-    ids, mask, labels = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.full(shape, IGNORE)
-    for k, sample in enumerate(samples):
-        count = len(sample.ids)
-        ids[k, :count], labels[k, :count] = torch.tensor(sample.ids), torch.tensor(sample.labels)
-        mask[k, :count] = 1
-    if dummy:
-        first = len(samples[0].ids)
-        ids[0, first : first + len(dummy)] = torch.tensor(dummy)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -167,17 +167,18 @@ def _changed(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("falls_back", [False, True], ids=["flat", "auto"])
 def test_what_only_padded_rows_hold(batch: dict[str, Any], named: str, falls_back: bool) -> None:
     """Through the collating worker: no fault of a row, and with `auto` the batch as the collator made it."""
-    groups = CollatedDataset(lambda rows: dict(batch), 14, None, Budget(1, layout="flat"), falls_back=falls_back)
+    groups = CollatedDataset(lambda rows: dict(batch), 14, Budget(1, layout="flat"), falls_back=falls_back)
     groups.counts_labels = False  # some have none of tokens
     samples = [Sample(70 + k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
-    outcome = groups.outcome((None, samples))  # type: ignore[arg-type]  # the micro-batch is handed through
-    assert outcome is not None and not outcome.failed
-    message = outcome.problem
     if falls_back:
-        assert outcome.measured is not None and not message
-        assert outcome.batch == batch and outcome.measured.segments == ()
-        message = outcome.measured.why_padded
+        failed, measured, laid_out = groups.salvage(samples)
+        assert not failed and measured is not None
+        assert laid_out == batch and measured.segments == ()
+        message = measured.why_padded
     else:
+        with pytest.raises(LayoutError) as refused:
+            groups.salvage(samples)
+        message = str(refused.value)
         assert "odb.layout" in message
     assert named in message and "\n" not in message
 

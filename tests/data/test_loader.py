@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from toy import Observer, core_loader
 
-from odb_factory.data.loader import ODBLoader
-from odb_factory.data.pool import OBSERVE_CHUNK
+from odb_factory.data.loader import OBSERVE_CHUNK, ODBLoader
 from odb_factory.errors import DataError
 from odb_factory.planner import Cost
 

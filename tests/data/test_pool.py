@@ -152,6 +152,8 @@ class Failing(Rows):
                 sys.exit(3)
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sleeps":
+                time.sleep(30)
             if self.how == "odd error":
                 raise Odd(lambda: None)
         return item(k)
@@ -169,6 +171,14 @@ def killed(items: list[dict[str, Any]]) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def sleeping(items: list[dict[str, Any]]) -> Any:
+    time.sleep(30)
+
+
+def unsendable(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return pad(items) | {"made_by": lambda: None}
+
+
 def fails_to_begin(worker_id: int) -> None:
     raise ValueError("no such disk")
 
@@ -184,6 +194,10 @@ def fails_to_begin(worker_id: int) -> None:
         ({"collate_fn": odd, "cost_fn": lambda item: 5}, r"row.* \d+.*Odd"),
         ({"collate_fn": killed, "cost_fn": lambda item: 5}, "out-of-memory killer"),
         ({"worker_init_fn": fails_to_begin}, "no such disk"),
+        ({"dataset": Failing("sleeps"), "timeout": 1}, "timeout: 1 s.*row 100"),
+        ({"collate_fn": sleeping, "cost_fn": lambda item: 5, "timeout": 1}, "timeout: 1 s.*row "),
+        # A queue of torch would lose it, and the trainer wait for ever.
+        ({"collate_fn": unsendable, "cost_fn": lambda item: 5}, "^rows .*cannot be sent to the training process"),
     ],
 )
 def test_a_worker_that_fails_is_one_line_with_row_and_cause(options: dict[str, Any], words: str) -> None:

@@ -12,23 +12,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from data.stops import (
-    KEEP,
-    LENGTHS,
-    SplitStream,
-    Stream,
-    ids_of,
-    loader_of,
-    num_steps,
-    of_steps,
-    run,
-    usable,
-)
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import run_ranks
 from toy import Observer
+from worlds import (
+    KEEP,
+    LENGTHS,
+    SplitStream,
+    Stream,
+    ids_of,
+    num_steps,
+    of_steps,
+    open_loader,
+    run,
+    usable,
+)
 
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH
 from odb_factory.errors import CollectiveError, ConfigError, DataError
@@ -152,7 +152,7 @@ def test_a_loop_may_fetch_ahead_of_what_it_has_trained_on() -> None:
 
     def drive(seat: Any) -> list[dict[str, Any]]:
         states, before = [], None
-        with loader_of(LENGTHS, seat, **EIGHT) as loader:
+        with open_loader(LENGTHS, seat, shuffle=True, **EIGHT) as loader:
             for one, _, _ in loader:
                 if before is not None and before.ends_optimizer_step and before.step.index not in (1, 2, 3):
                     loader.consume(before.step)
@@ -276,7 +276,7 @@ def test_orders_that_differ_anywhere_are_noticed(alike: int, size: int, drop_las
     def drive(seat: Any) -> Any:
         options = KEEP | {"global_batch_size": size, "drop_last": drop_last}
         steps = []
-        with loader_of([5] * 200, seat, sampler=Turned(200, alike, seat.rank), **options) as loader:
+        with open_loader([5] * 200, seat, sampler=Turned(200, alike, seat.rank), **options) as loader:
             try:
                 for one, _, _ in loader:
                     steps.append(one.step.index)
@@ -293,7 +293,7 @@ def test_ranks_that_stand_at_different_optimizer_steps_stop_before_the_first() -
     _, state = run(LENGTHS, stop_after=4, **EIGHT)
 
     def drive(seat: Any) -> None:
-        with loader_of(LENGTHS, seat, **EIGHT) as loader:
+        with open_loader(LENGTHS, seat, shuffle=True, **EIGHT) as loader:
             if seat.rank:
                 loader.load_state_dict(state)
             loader.begin()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import a_micro_batch
 
 from odb_factory.data.serialize import fingerprint, pack, unpack
 from odb_factory.llamafactory.media import EncodedImage
@@ -27,7 +26,8 @@ def same(value: Any, other: Any) -> bool:
         return type(value) is type(other) and len(value) == len(other) and all(map(same, value, other))
     if isinstance(value, (torch.Tensor, np.ndarray)):
         is_alike = type(value) is type(other) and (value.dtype, value.shape) == (other.dtype, other.shape)
-        return is_alike and value.tolist() == other.tolist()
+        dense = [one.to_dense() if isinstance(one, torch.Tensor) else one for one in (value, other)]
+        return is_alike and dense[0].tolist() == dense[1].tolist()
     return type(value) is type(other) and (value is other or value == other)
 
 
@@ -39,17 +39,7 @@ def test_lists_of_ints_come_back_as_they_were(features: dict[str, list[int]]) ->
 
 
 LISTS: list[Any] = [[1, True], [1, [2, 3]], [1, 2.5], [1, None], [1, "b"], [True, False], [None], [b"x"], [2**63], []]
-OTHERS: list[Any] = [
-    (1, 2),
-    "text",
-    None,
-    7,
-    {"a": [1, 2]},
-    range(3),
-    Path("a", "b.png"),
-    np.int64(-3),
-    np.float32(0.5),
-]
+OTHERS: list[Any] = [(1, 2), "text", None, 7, {"a": [1, 2]}, range(3), Path("a", "b.png"), np.int64(-3)]
 MEDIA: list[Any] = [[EncodedImage(b"file", None, 2), "a.png", {"bytes": None, "path": "b.png"}]]
 TENSORS: list[Any] = [
     torch.tensor(3),
@@ -61,6 +51,7 @@ TENSORS: list[Any] = [
     np.array(2.5),
     np.zeros((0, 3), np.float32),
     np.array(["a", "bc"]),
+    torch.eye(3).to_sparse(),
 ]
 
 
@@ -70,11 +61,6 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     features = {"x": value}
     arrived = unpack(pack(features))["x"]
     assert same(value, arrived) and features == {"x": value} and features["x"] is value
-
-
-def test_a_tensor_without_a_storage_is_pickled() -> None:
-    sparse = torch.eye(3).to_sparse()
-    assert torch.equal(unpack(pack({"x": sparse}))["x"].to_dense(), torch.eye(3))
 
 
 def test_a_packed_sample_is_a_fraction_of_its_lists() -> None:
@@ -122,9 +108,3 @@ def test_what_a_row_says_are_its_whole_numbers_and_texts(kind: Any) -> None:
     row = said([1, 2, 3], text="a", pixels=torch.zeros(2))
     assert said([1, 2, 3], pixels=torch.ones(2), text="a") == row, "augmentation may change pixels"
     assert len({row, said([1, 2, 4], text="a"), said([1, 2, 3], text="b"), said([[1], [2]]), said([1, 2])}) == 5
-
-
-@pytest.mark.parametrize(("ids", "idle"), [((), True), ((0,), False), ((3, 4), False)])
-def test_a_micro_batch_without_samples_is_idle(ids: tuple[int, ...], idle: bool) -> None:
-    """Row 0 is a sample like any other."""
-    assert a_micro_batch(ids=ids).idle is idle

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.stops import LENGTHS, Stream, ids_of, run, usable
 from torch.utils.data import IterableDataset
 from toy import Observer, item, pad
+from worlds import LENGTHS, Stream, ids_of, run, usable
 
 from odb_factory import ODBDataLoader, pop_step_info
 from odb_factory.errors import DataError

@@ -1,48 +1,30 @@
-"""What a wrapped DataLoader says of its workers holds for ours: options, seeds, start method, pinned memory."""
+"""What a loop says of its workers holds: options, seeds, start methods, pinned memory. What fails: test_pool.py."""
 
 from __future__ import annotations
 
-import gc
 import os
 import random
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from distributed.ranks import run_ranks
-from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
-from toy import NUM_ROWS, Rows, item, pad
+from loop.loops import make
+from torch.utils.data import get_worker_info
+from toy import NUM_ROWS, Rows, core_loader, item, pad
 from transformers.trainer_utils import seed_worker
 
-from odb_factory import DataError
-from odb_factory.config import ODBConfig
-from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import OptimizerStepRule, dismantle
-from odb_factory.data.ranks import Ranks
-from odb_factory.data.serialize import Picklable
-
-BLOCK = {"token_budget": 128, "buffer_size": 16, "global_batch_size": "fill"}
+from odb_factory import DataError, pop_step_info
 
 
-@contextmanager
-def wrapped(dataset: Any = None, collate_fn: Any = pad, **options: Any) -> Iterator[ODBLoader]:
-    """Ours for the DataLoader with these options."""
-    options = {"num_workers": 1} | options
-    stock = DataLoader(Rows() if dataset is None else dataset, collate_fn=collate_fn, **options)
-    parts = dismantle(stock, seed=0)
-    rule = OptimizerStepRule(batch_size=parts.batch_size, drop_last=parts.drop_last)
-    observer = ItemObserver(Picklable(collate_fn, "collate_fn"))
-    loader = ODBLoader(parts, ODBConfig(**BLOCK), observer=observer, rule=rule, ranks=Ranks(None, 60))
-    try:
-        yield loader
-    finally:
-        loader.close()
+def batches_of(loader: Any) -> list[Any]:
+    batches = []
+    for batch in loader:
+        pop_step_info(batch)
+        batches.append(batch)
+    return batches
 
 
 def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,16 +32,6 @@ def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
     worker = get_worker_info()
     seed = None if worker is None else worker.seed
     return pad(items) | {"drawn": (torch.rand(1).item(), random.random(), float(np.random.rand())), "seed": seed}
-
-
-def drawn(**options: Any) -> list[tuple[float, ...]]:
-    with wrapped(collate_fn=drawing, **options) as loader:
-        return [batch["drawn"] for epoch in range(2) for _, _, batch in an_epoch(loader, epoch)]
-
-
-def an_epoch(loader: ODBLoader, epoch: int = 0) -> list[Any]:
-    loader.set_epoch(epoch)
-    return list(loader)
 
 
 # Options
@@ -90,30 +62,10 @@ def tell_begun(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_worker_init_fn_runs_in_every_worker_and_finds_the_dataset() -> None:
-    with wrapped(Opened(), tell_begun, worker_init_fn=open_file, multiprocessing_context="fork") as loader:
-        assert {tuple(batch["begun"]) for _, _, batch in loader} == {(0,)}
+    options = {"worker_init_fn": open_file, "multiprocessing_context": "fork", "num_workers": 1}
+    with make(Opened(), collate_fn=tell_begun, **options) as loader:
+        assert {tuple(batch["begun"]) for batch in batches_of(loader)} == {(0,)}
     assert not begun, "not in this process"
-
-
-class Frozen(Rows):
-    before: int
-
-    def __getitem__(self, k: int) -> Any:
-        assert gc.get_freeze_count() > self.before
-        return item(k)
-
-
-def tell_frozen(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return pad(items) | {"frozen": gc.get_freeze_count()}
-
-
-def test_no_collection_looks_through_what_a_worker_was_forked_with() -> None:
-    """It would copy all that the processes share."""
-    rows = Frozen()
-    rows.before = gc.get_freeze_count()
-    with wrapped(rows, tell_frozen, multiprocessing_context="fork") as loader:
-        assert all(batch["frozen"] > rows.before for _, _, batch in loader)
-    assert gc.get_freeze_count() <= rows.before, "in this process nothing has changed"
 
 
 class Changing(Rows):
@@ -128,30 +80,11 @@ class Changing(Rows):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_dataset_that_changes_between_epochs_is_seen_as_in_torch(persistent: bool) -> None:
     dataset = Changing()
-    with wrapped(dataset, persistent_workers=persistent) as loader:
-        an_epoch(loader)
+    with make(dataset, num_workers=1, persistent_workers=persistent) as loader:
+        batches_of(loader)
         dataset.shift = 1000
-        first_ids = {int(batch["input_ids"][0, 0]) for _, _, batch in an_epoch(loader, 1)}
+        first_ids = {int(batch["input_ids"][0, 0]) for batch in batches_of(loader)}
     assert (min(first_ids) > 1000) is not persistent
-
-
-class Slow(Rows):
-    def __getitem__(self, k: int) -> Any:
-        time.sleep(30)
-
-
-def sleeping(items: list[dict[str, Any]]) -> Any:
-    time.sleep(30)
-
-
-@pytest.mark.parametrize(("dataset", "collate_fn"), [(Slow(), pad), (Rows(), sleeping)], ids=["observes", "collates"])
-def test_timeout_bounds_the_wait_for_a_worker(dataset: Rows, collate_fn: Any) -> None:
-    started = time.monotonic()
-    with pytest.raises(Exception, match="timeout: 1 s.*row ") as error:
-        with wrapped(dataset, collate_fn, timeout=1) as loader:
-            list(loader)
-    assert "\n" not in str(error.value)
-    assert time.monotonic() - started < 25
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -160,19 +93,8 @@ def test_pinned_memory_is_not_warned_of_where_there_is_none(num_workers: int) ->
         pytest.skip("this machine can pin")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with wrapped(pin_memory=True, num_workers=num_workers) as loader:
-            list(loader)
-
-
-@pytest.mark.parametrize(("device", "pins"), [("xpu", True), ("mps", False)])
-def test_memory_is_pinned_for_every_accelerator_that_torch_pins_for(
-    device: str, pins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No such device is here: torch's answers are put into its mouth."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
-    parts = dismantle(DataLoader(Rows(), collate_fn=pad, pin_memory=True), seed=0)
-    assert parts.pin_memory is pins
+        with make(pin_memory=True, num_workers=num_workers) as loader:
+            batches_of(loader)
 
 
 # Seeds
@@ -184,33 +106,22 @@ def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) ->
 
     def numbers(seed: int) -> list[Any]:
         torch.manual_seed(77 if by_generator else seed)
-        return drawn(generator=torch.Generator().manual_seed(seed) if by_generator else None)
+        generator = torch.Generator().manual_seed(seed) if by_generator else None
+        with make(collate_fn=drawing, num_workers=1, generator=generator) as loader:
+            return [batch["drawn"] for _ in range(2) for batch in batches_of(loader)]
 
     with_5 = numbers(5)
     assert numbers(5) == with_5 and not set(numbers(1005)) & set(with_5)
-
-
-class Hurried(Rows):
-    """Rows that sometimes come late, so that a plan is late at another moment each time."""
-
-    def __getitem__(self, k: int) -> Any:
-        time.sleep(random.SystemRandom().choice([0, 0, 0.004]))
-        return item(k)
-
-
-def test_random_numbers_do_not_depend_on_the_timing_of_workers() -> None:
-    """I6 for a collator that draws."""
-    torch.manual_seed(5)
-    options = {"num_workers": 3, "multiprocessing_context": "fork"}
-    assert len({str(drawn(dataset=Hurried(), **options)) for _ in range(3)}) == 1
 
 
 def seeds_of(rank: int) -> list[int]:
     torch.manual_seed(5)  # on both ranks the same, as trainers do
     # As the Trainer of transformers gives it, which adds the rank itself.
     init_fn = None if rank < 0 else lambda worker_id: seed_worker(worker_id, num_workers=1, rank=rank)
-    with wrapped(collate_fn=drawing, worker_init_fn=init_fn, multiprocessing_context="fork") as loader:
-        return sorted({batch["seed"] for _, _, batch in loader}) + [batch["drawn"][0] for _, _, batch in loader]
+    options = {"worker_init_fn": init_fn, "multiprocessing_context": "fork", "num_workers": 1}
+    with make(collate_fn=drawing, **options) as loader:
+        batches = batches_of(loader)
+    return sorted({batch["seed"] for batch in batches}) + [batch["drawn"][0] for batch in batches]
 
 
 def test_ranks_draw_other_random_numbers(tmp_path: Any) -> None:
@@ -236,48 +147,23 @@ class WithModel:
 
 
 def test_a_model_in_the_collator_is_sent_without_weights() -> None:
-    with wrapped(collate_fn=WithModel(), multiprocessing_context="forkserver") as loader:
-        batches = [batch for _, _, batch in loader]
+    with make(collate_fn=WithModel(), multiprocessing_context="forkserver", num_workers=1) as loader:
+        batches = batches_of(loader)
     assert {batch["told"] for batch in batches} == {("meta", 3, "in_features=1000, out_features=1000, bias=True")}
     assert all(batch["sent"] == NUM_ROWS for batch in batches)
-
-
-def unsendable(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return pad(items) | {"made_by": lambda: None}
-
-
-@pytest.mark.timeout(60)
-def test_a_batch_that_cannot_be_sent_to_the_trainer_is_named() -> None:
-    """A queue of torch would lose it, and the trainer wait for ever."""
-    with wrapped(collate_fn=unsendable) as loader, pytest.raises(DataError) as caught:
-        list(loader)
-    message = str(caught.value)
-    assert message.startswith("rows ") and "cannot be sent to the training process" in message and "\n" not in message
 
 
 # Idle micro-batches
 
 
 def test_a_sample_for_idle_micro_batches_is_the_smallest_of_the_first_that_can_be_collated() -> None:
-    """One of the sampler, whose next order stays what it was. Where none can, a line counts them."""
-    subset = SubsetRandomSampler(range(40, NUM_ROWS), generator=torch.Generator().manual_seed(1))
-    with wrapped(sampler=subset, num_workers=0) as loader:
-        before = subset.generator.get_state()
+    """One of the sampler. Where none can, a line counts them."""
+    with core_loader([5] * 60, sampler=range(40, 60)) as loader:
         assert loader.stand_in().id >= 40
-        assert torch.equal(subset.generator.get_state(), before)
-    lengths = {number: len(Rows()[number]["input_ids"]) for number in range(16)}
-    smallest, second = sorted(lengths, key=lambda number: (lengths[number], number))[:2]
-    broken = {smallest}
-
-    def collate(items: list[dict[str, Any]]) -> Any:
-        if any(len(item["input_ids"]) in {lengths[number] for number in broken} for item in items):
-            raise ValueError("a picture is broken")
-        return pad(items)
-
-    with wrapped(collate_fn=collate, num_workers=0) as loader:
-        assert loader.stand_in().id == second
-        broken |= set(lengths)
-        assert loader.stand_in().id == second
-    with wrapped(dataset=Rows(num_rows=16), collate_fn=collate, num_workers=0) as loader:
+    lengths = [20, 9, 3, 4, *[30] * 12]
+    rows = [(k, length, "uncollatable" if length == 3 else "") for k, length in enumerate(lengths)]
+    with core_loader(rows) as loader:
+        assert loader.stand_in().id == 3
+    with core_loader([(*row[:2], "uncollatable") for row in rows]) as loader:
         with pytest.raises(DataError, match="16 that cannot be collated"):
             loader.stand_in()

@@ -1,7 +1,8 @@
 """Processes that are forked from one that has imported what they need: for a rank of a test an import takes most time.
 
-`start` asks a server for one, which imports the modules that it is told of, if it has not yet, and forks. The child is
-a session of its own with the environment that is asked for; it ends as any Python process does.
+`start` asks a server for one, which imports the modules that it is told of, if it has not yet, and forks. The child
+leads a process group, has the environment that is asked for, and ends as any Python process does: atexit and threads
+included, which children of `multiprocessing` leave out.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import faulthandler
 import functools
 import gc
 import importlib
-import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class _Server:
 
     def __init__(self, shims: frozenset[str]) -> None:
         self.ended: dict[int, int] = {}
-        self._socket, other = socket.socketpair()
+        own, other = socket.socketpair()
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
         others = {name: value for name, value in os.environ.items() if not name.startswith(SHIM_PREFIX)}
         self.process = subprocess.Popen(
@@ -70,31 +70,26 @@ class _Server:
             start_new_session=True,
         )
         other.close()
-        self._rest, self._pids = b"", []
+        self._connection, self._pids = Connection(own.detach()), list[int]()
         atexit.register(self.close)
 
     def start(self, request: dict[str, Any]) -> Forked:
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        self._connection.send(request)
         while not self._pids:
             self.read(None)
         return Forked(self, self._pids.pop())
 
     def close(self) -> None:
         """The server ends when nobody can ask any more."""
-        self._socket.close()
+        self._connection.close()
         self.process.wait(10)
 
     def read(self, timeout_s: float | None) -> None:
-        """What has come from the server within so many seconds (None: wait for it)."""
-        if not select.select([self._socket], [], [], timeout_s)[0]:
-            return
-        chunk = self._socket.recv(1 << 16)
-        if not chunk:
-            raise RuntimeError("the server of forked processes has ended")
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            kind, pid, code = json.loads(line)
-            if kind == "started":
+        """What comes from the server within so many seconds (None: wait for it)."""
+        while self._connection.poll(timeout_s):
+            pid, code = self._connection.recv()
+            timeout_s = 0
+            if code is None:
                 self._pids.append(pid)
             else:
                 self.ended[pid] = code
@@ -108,55 +103,40 @@ def _server(shims: frozenset[str]) -> _Server:
 
 def start(function: str, arguments: list[str], *, modules: list[str], env: dict[str, str], log: Path) -> Forked:
     """Run `module:function(*arguments)` in a new process, which writes to `log`; the server imports `modules` first."""
-    request = {
-        "function": function,
-        "modules": modules,
-        "arguments": arguments,
-        "env": env,
-        "log": str(log),
-        "cwd": os.getcwd(),
-    }
+    request = {"function": function, "arguments": arguments, "modules": modules, "env": env}
+    request |= {"log": str(log), "cwd": os.getcwd()}
     return _server(frozenset(name for name in env if name.startswith(SHIM_PREFIX))).start(request)
 
 
-def serve(number: int) -> dict[str, Any] | None:
+def serve(asked: Connection) -> dict[str, Any] | None:
     """Fork for each request; returns the request in the child, and None in the server when nobody asks any more."""
-    asked = socket.socket(fileno=number)
-    rest, alive = b"", set()
+    alive: set[int] = set()
     while True:
-        ready, _, _ = select.select([asked], [], [], POLL_S if alive else None)
+        has_asked = asked.poll(POLL_S if alive else None)
         for pid in list(alive):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 alive.remove(pid)
-                asked.sendall(json.dumps(["ended", pid, os.waitstatus_to_exitcode(status)]).encode() + b"\n")
-        if not ready:
+                asked.send((pid, os.waitstatus_to_exitcode(status)))
+        if not has_asked:
             continue
-        chunk = asked.recv(1 << 16)
-        if not chunk:
+        try:
+            request: dict[str, Any] = asked.recv()
+        except EOFError:
             for pid in alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             return None
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
-            with contextlib.suppress(Exception):  # the child meets it again, and tells
-                for name in request["modules"]:
-                    importlib.import_module(name)
-            gc.freeze()  # a collection in the child need not look through the modules
-            begun, begins = os.pipe()
-            pid = os.fork()
-            if not pid:
-                os.setsid()
-                for one in (begun, begins, asked.detach()):
-                    os.close(one)
-                return request
-            os.close(begins)
-            os.read(begun, 1)  # ends when the child leads a session
-            os.close(begun)
-            alive.add(pid)
-            asked.sendall(json.dumps(["started", pid, 0]).encode() + b"\n")
+        with contextlib.suppress(Exception):  # the child meets it again, and tells
+            for name in request["modules"]:
+                importlib.import_module(name)
+        gc.freeze()  # a collection in the child need not look through the modules
+        pid = os.fork()
+        if not pid:
+            asked.close()
+            return request
+        os.setpgid(pid, pid)
+        alive.add(pid)
+        asked.send((pid, None))
 
 
 def run(request: dict[str, Any]) -> None:
@@ -176,7 +156,7 @@ if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
     faulthandler.enable()
     gc.disable()  # it imports, and nothing else
-    found = serve(int(sys.argv[1]))
+    found = serve(Connection(int(sys.argv[1])))
     if found is None:
         os._exit(0)  # it holds nothing that would have to be put in order
     gc.enable()

@@ -10,11 +10,11 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import yaml
@@ -49,61 +49,60 @@ class Ended:
         return "\n".join(parts)
 
 
-class Run:
-    """A training of `num_ranks` ranks, started at once; a context manager that leaves no process behind."""
+class Marked:
+    """Commands, and all processes that they start; a context manager that leaves none behind."""
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        *,
-        num_ranks: int = 2,
-        nodes: Sequence[Node] = (Node(),),
-        env: dict[str, str] | None = None,
-        master: str = "127.0.0.1",
-        logs: Path | None = None,
-    ):
-        self.num_ranks, self.output_dir = num_ranks, Path(config["output_dir"])
+    def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
-        self.folder = logs or self.output_dir.with_name(f"{self.output_dir.name}_logs")
-        self.folder.mkdir(parents=True)
-        path = self.folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        per_node = num_ranks // len(nodes)
-        common = {
-            MARK: self.mark,
-            "FORCE_TORCHRUN": "1",
-            "NPROC_PER_NODE": str(per_node),
-            "NNODES": str(len(nodes)),
-            "MASTER_ADDR": master,
-            "MASTER_PORT": str(free_port()),
-            # torchrun writes what each rank says to files of its own.
-            "PET_REDIRECTS": "3",
-        }
-        self.started = time.monotonic()
         self.launchers: list[subprocess.Popen] = []
-        try:
-            for number, node in enumerate(nodes):
-                mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
-                self.launchers.append(
-                    subprocess.Popen(
-                        [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path), *node.overrides],
-                        stdout=(self.folder / f"launcher{number}.log").open("w"),
-                        stderr=subprocess.STDOUT,
-                        env=os.environ | common | mine | node.env | (env or {}),
-                        start_new_session=True,
-                    )
-                )
-        except BaseException:
-            self.kill()
-            raise
 
-    def __enter__(self) -> Run:
+    def launch(self, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        """env: beside the environment of this process."""
+        with log.open("w") as file:
+            self.launchers.append(
+                subprocess.Popen(
+                    words,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, MARK: self.mark, **env},
+                    start_new_session=True,
+                )
+            )
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
 
-    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+    def so_far(self) -> object:
+        """What is shown of a run that fails a test."""
+        raise NotImplementedError
+
+    def processes(self) -> dict[int, list[str]]:
+        """Every living process of the run: its command line by its id."""
+        return marked_processes(self.mark)
+
+    def rank_pid(self, rank: int) -> int:
+        """The main process of a rank; there must be one."""
+        ranks = {pid for pid in self.processes() if f"RANK={rank}" in proc_words(pid, "environ")}
+        return next(pid for pid in ranks if parent(pid) not in ranks)
+
+    def wait_until(self, condition: Callable[[], Any], otherwise: str, timeout_s: float = TIMEOUT_S) -> None:
+        until = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > until or all(launcher.poll() is not None for launcher in self.launchers):
+                pytest.fail(f"{otherwise}\n{self.so_far()}")
+            time.sleep(POLL_S)
+
+    def left_behind(self, patience_s: float = 5.0) -> dict[int, list[str]]:
+        """Processes of the run still alive `patience_s` seconds after its end (torch's own helpers need a moment)."""
+        until = time.monotonic() + patience_s
+        while (alive := self.processes()) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return alive
+
+    def wait(self, timeout_s: float) -> None:
         """Wait for the end of all launchers; kills the run and fails the test after `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         for launcher in self.launchers:
@@ -113,6 +112,53 @@ class Run:
                 hung = "\n".join(f"{pid}: {' '.join(words[:6])}" for pid, words in self.processes().items())
                 self.kill()
                 pytest.fail(f"no end within {timeout_s} s; alive until killed:\n{hung}\n{self.so_far()}")
+
+    def kill(self) -> None:
+        """End every process of the run, stopped ones too; by their ids."""
+        end_marked_processes(self.mark)
+        for launcher in self.launchers:
+            launcher.wait(10)
+
+
+class Run(Marked):
+    """A training of `num_ranks` ranks, started at once."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        num_ranks: int = 2,
+        nodes: Sequence[Node] = (Node(),),
+        env: Mapping[str, str] = {},
+        master: str = "127.0.0.1",
+    ):
+        super().__init__()
+        self.num_ranks, self.output_dir = num_ranks, Path(config["output_dir"])
+        self.folder = self.output_dir.with_name(f"{self.output_dir.name}_logs")
+        self.folder.mkdir(parents=True)
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        common = {
+            "FORCE_TORCHRUN": "1",
+            "NPROC_PER_NODE": str(num_ranks // len(nodes)),
+            "NNODES": str(len(nodes)),
+            "MASTER_ADDR": master,
+            "MASTER_PORT": str(free_port()),
+            # torchrun writes what each rank says to files of its own.
+            "PET_REDIRECTS": "3",
+        }
+        self.started = time.monotonic()
+        try:
+            for number, node in enumerate(nodes):
+                mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
+                words = [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path), *node.overrides]
+                self.launch(words, self.folder / f"launcher{number}.log", common | mine | node.env | dict(env))
+        except BaseException:
+            self.kill()
+            raise
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        self.wait(timeout_s)
         return self.so_far()
 
     def so_far(self) -> Ended:
@@ -128,15 +174,6 @@ class Run:
         files = sorted((self.folder / f"node{node}").glob(f"*/attempt_0/{local}/std*.log"), reverse=True)
         return "\n".join(path.read_text(errors="replace") for path in files)
 
-    def processes(self) -> dict[int, list[str]]:
-        """Every living process of the run: its command line by its id."""
-        return marked_processes(self.mark)
-
-    def rank_pid(self, rank: int) -> int:
-        """The main process of a rank; there must be one."""
-        ranks = {pid for pid in self.processes() if f"RANK={rank}" in proc_words(pid, "environ")}
-        return next(pid for pid in ranks if parent(pid) not in ranks)
-
     def workers(self, rank: int) -> list[int]:
         """The data workers of a rank, in the order of their start: those that observe, what plans, what collates."""
         return sorted(pid for pid in self.processes() if parent(pid) == self.rank_pid(rank))
@@ -144,26 +181,6 @@ class Run:
     def wait_for(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Return once a rank has written `text`."""
         self.wait_until(lambda: text in self.said(rank), f"rank {rank} never wrote {text!r}", timeout_s)
-
-    def wait_until(self, condition: Callable[[], bool], otherwise: str, timeout_s: float = TIMEOUT_S) -> None:
-        until = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > until or all(launcher.poll() is not None for launcher in self.launchers):
-                pytest.fail(f"{otherwise}\n{self.so_far()}")
-            time.sleep(POLL_S)
-
-    def left_behind(self, patience_s: float = 5.0) -> dict[int, list[str]]:
-        """Processes of the run still alive `patience_s` seconds after its end (torch's own helpers need a moment)."""
-        until = time.monotonic() + patience_s
-        while (alive := self.processes()) and time.monotonic() < until:
-            time.sleep(POLL_S)
-        return alive
-
-    def kill(self) -> None:
-        """End every process of the run, stopped ones too; by their ids."""
-        end_marked_processes(self.mark)
-        for launcher in self.launchers:
-            launcher.wait(10)
 
 
 def parent(pid: int) -> int:

@@ -45,6 +45,7 @@ DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"seed": 1}, {"seed": 2}, "seed"),
     ({**KEEP, "balance": True}, KEEP, "odb.balance"),
     ({"sampler": ORDER}, {"sampler": ORDER[::-1]}, "different orders"),
+    ({"resolved": "flat"}, {}, "layout of the micro-batches ('flat' on rank 0; 'padded' on rank 1)"),
     ({"agree_on": {"x": 1}}, {"agree_on": {"x": True}}, "x (1 on rank 0; True on rank 1)"),
 ]
 """The options of rank 0 and of rank 1, and what both say."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 import yaml
-from distributed.launch import Run
+from distributed.launch import Marked, Run
 from same_training import RELATIVE, configurations, write_rows
-from support import BIN, MARK, end_marked_processes, marked_processes, proc_words, read_log
+from support import BIN, MARK, end_marked_processes, read_log
 
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install -e '.[ray]'")
 
@@ -30,55 +27,32 @@ RAY = {"ray_num_workers": 2, "ray_init_kwargs": {"num_cpus": 20, "object_store_m
 CLI = (str(BIN / "llamafactory-cli"), "train")
 
 
-class Command:
-    """A command that uses Ray; a context manager that leaves no process behind. log: what it has printed.
-
-    It starts a Ray of its own, whatever cluster runs on the machine or has left its address there.
-    """
+class Command(Marked):
+    """A command that uses Ray. It starts one of its own, whatever cluster runs on the machine or has left its address
+    there."""
 
     def __init__(self, words: Sequence[str], log: Path, **env: str):
-        self.mark, self._log = uuid.uuid4().hex, log
-        env = {"RAY_ADDRESS": "local"} | env
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {MARK: self.mark} | env
-            )
-
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        end_marked_processes(self.mark)
-        self.process.wait(10)
+        super().__init__()
+        self._log = log
+        self.launch(words, log, {"RAY_ADDRESS": "local"} | env)
 
     @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
+    def so_far(self) -> str:
+        return self.log[-6000:]
+
     def own_lines(self) -> list[str]:
         """Without what Ray passes on from its workers."""
         return [line for line in self.log.splitlines() if not re.match(r"(\x1b\[\d+m)?\(", line)]
 
-    def wait_until(self, condition: Callable[[], Any], limit_s: float = START_S) -> None:
-        until = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < until and self.process.poll() is None, self.log[-6000:]
-            time.sleep(0.05)
-
     def end(self, limit_s: float = START_S) -> int:
         """Its exit code. Fails the test if it, or any process that it has started, lives on."""
-        try:
-            code = self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"no end within {limit_s} s: {self.log[-6000:]}")
-        until = time.monotonic() + 10
-        while (left := marked_processes(self.mark)) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not left, f"{left}\n{self.log[-6000:]}"
-        return code
-
-    def pid_of(self, rank: int) -> int:
-        return min(pid for pid in marked_processes(self.mark) if f"RANK={rank}" in proc_words(pid, "environ"))
+        self.wait(limit_s)
+        left = self.left_behind(10)
+        assert not left, f"{left}\n{self.so_far()}"
+        return self.launchers[0].returncode
 
 
 @pytest.fixture
@@ -129,8 +103,8 @@ def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
     config = config_of(num_train_epochs=500, eval_strategy="no")
     audit = Path(config["output_dir"], "odb_audit_rank1.jsonl")
     with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
-        run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8)
-        os.kill(run.pid_of(victim), signal.SIGKILL)
+        run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8, "no step was taken")
+        os.kill(run.rank_pid(victim), signal.SIGKILL)
         assert run.end(END_S) != 0
         lines = run.own_lines()
         (ours,) = [
@@ -168,7 +142,9 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
     try:
         other = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
         with Command(words, tmp_path / "log", RAY_ADDRESS=cluster.address) as run:
-            run.wait_until(lambda: any(storage.glob("*/checkpoint_*/checkpoint/trainer_state.json")))
+            run.wait_until(
+                lambda: any(storage.glob("*/checkpoint_*/checkpoint/trainer_state.json")), "no checkpoint came"
+            )
             cluster.remove_node(other, allow_graceful=False)
             assert run.end(2 * START_S) == 0, run.log[-6000:]
             assert re.search(r"Result\(.*'loss': ", run.log, re.DOTALL), run.log[-6000:]

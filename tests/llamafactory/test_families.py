@@ -94,7 +94,7 @@ def why_not_here(family: Family) -> str | None:
         return f"LLaMA-Factory {version('llamafactory')} has no {family.template}"
     try:
         family.make(make_tokenizer(family))
-    except (AttributeError, StopIteration) as error:
+    except AttributeError as error:
         return f"transformers {version('transformers')} cannot build it: {error}"
     return None
 

@@ -1,18 +1,13 @@
-"""What is observed by size and by length is what the real processor says; if not, the processor is asked."""
+"""What is observed by size is what the real processor says; if not, the processor is asked."""
 
 from __future__ import annotations
 
 import logging
-import wave
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
-import torch
-import torchaudio
 from families import FAMILIES, make_tokenizer
 from llamafactory.data.mm_plugin import get_mm_plugin
 from llamafactory.hparams import ModelArguments
@@ -23,7 +18,7 @@ from support import noise
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.attach import _check_tiles
-from odb_factory.llamafactory.media import MediaObserver, clips_by_length, images_by_size
+from odb_factory.llamafactory.media import MediaObserver, images_by_size
 from odb_factory.planner import Media
 
 
@@ -33,9 +28,7 @@ def build(name: str) -> tuple[Any, Any, Any]:
     tokenizer = make_tokenizer(family)
     processor = family.make(tokenizer)
     patch_processor(processor, tokenizer, ModelArguments(model_name_or_path="none"))
-    is_audio = name == "qwen2_audio"
-    tokens = {"audio_token": "<|AUDIO|>"} if is_audio else {"image_token": "<image>", "audio_token": None}
-    return get_mm_plugin(name, **tokens), tokenizer, processor
+    return get_mm_plugin(name, image_token="<image>", audio_token=None), tokenizer, processor
 
 
 def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkeypatch) -> None:
@@ -63,38 +56,3 @@ def test_a_cap_that_would_not_be_kept_is_refused() -> None:
         _check_tiles(ODBConfig(token_budget=1024), media)
         with expected:
             _check_tiles(ODBConfig(token_budget=1024, max_patches=4096), media)
-
-
-def write_wav(path: Path, samples: int, rate: int) -> str:
-    with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, rate, 0, "NONE", ""))
-        file.writeframes(np.zeros(samples, dtype="<i2").tobytes())
-    return str(path)
-
-
-def write_flac(path: Path, samples: int, rate: int) -> str:
-    with av.open(str(path), "w", format="flac") as container:
-        stream = container.add_stream("flac", rate=rate, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, samples), dtype="<i2"), format="s16", layout="mono")
-        frame.sample_rate = rate
-        for packet in (*stream.encode(frame), *stream.encode()):
-            container.mux(packet)
-    return str(path)
-
-
-@pytest.mark.parametrize("rate", [16000, 44100, 8000])
-def test_the_header_of_a_file_tells_the_length_of_its_clip(tmp_path: Path, rate: int) -> None:
-    plugin, _, processor = build("qwen2_audio")
-    clips = clips_by_length(plugin, processor)
-    assert clips is not None
-    for samples in (4000, 4001, 12_345):
-        files = [write_wav(tmp_path / "clip.wav", samples, rate), write_flac(tmp_path / "clip.flac", samples, rate)]
-        taken = torchaudio.functional.resample(torch.zeros(samples), rate, 16000)
-        assert clips.lengths_of([*files, taken.numpy()]) == [len(taken)] * 3
-        real = plugin._get_mm_inputs([], [], [taken.numpy()], processor)
-        assert torch.equal(clips.answer([len(taken)])["feature_attention_mask"], real["feature_attention_mask"])
-    # A header that cannot be believed: the file is decoded.
-    other = tmp_path / "other.mp3"
-    other.write_bytes(b"ID3" + bytes(100))
-    for file in (str(other), str(tmp_path / "none.wav"), b"bytes"):
-        assert clips.lengths_of([str(tmp_path / "clip.wav"), file]) is None

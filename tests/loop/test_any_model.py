@@ -71,20 +71,6 @@ def regression_of_a_named_tuple() -> tuple[Any, ...]:
     return items, named, cost_fn, budget, model, lambda model, batch: loss(model, (*batch.inputs, batch.targets))
 
 
-def names_of_its_own() -> tuple[Any, ...]:
-    items = [{"x": x, "y": float(x.sum())} for x in SERIES]
-
-    def collate(items: list[Any]) -> Any:
-        x, lengths = pad_series([(item["x"], None) for item in items])
-        return {"x": x, "lengths": lengths, "y": torch.tensor([item["y"] for item in items])}
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        y = batch.pop("y")
-        return functional.l1_loss(model(**batch), y)
-
-    return items, collate, lambda item: Cost(len(item["x"])), 64, Series(), loss
-
-
 def images_and_classes() -> tuple[Any, ...]:
     """`labels` has a class for each row, as transformers' image classifiers have it."""
     items = [{"pixel_values": image, "labels": k % 5} for k, image in enumerate(IMAGES)]
@@ -124,7 +110,7 @@ def tagged_tokens() -> tuple[Any, ...]:
     return items, collate, cost, 64, nn.Sequential(nn.Embedding(32, 6), nn.Linear(6, 32)), loss
 
 
-WORLDS = [regression_of_tuples, regression_of_a_named_tuple, names_of_its_own, images_and_classes, tagged_tokens]
+WORLDS = [regression_of_tuples, regression_of_a_named_tuple, images_and_classes, tagged_tokens]
 
 
 def loader_of(world: Callable[[], tuple[Any, ...]] = regression_of_tuples, **changes: Any) -> ODBDataLoader[Any]:
@@ -206,7 +192,7 @@ def test_what_is_missing_is_said_when_the_loader_is_made(
 
 def test_a_flat_layout_is_refused_without_token_rows() -> None:
     with loader_of(layout="flat") as loader:
-        with pytest.raises(RuntimeError, match="layout.*the collator returned a tuple"):
+        with pytest.raises(ConfigError, match="layout.*the collator returned a tuple"):
             list(loader)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 from distributed.ranks import run_ranks
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, get_worker_info
 from toy import NUM_ROWS, Opening, Rows, item, pad
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
@@ -42,27 +41,6 @@ def epoch_of(loader: Any) -> list[list[int]]:
 
 def flat(batches: list[list[int]]) -> Counter:
     return Counter(row for batch in batches for row in batch)
-
-
-WORKERS = [
-    {"num_workers": 0},
-    {"num_workers": 2},
-    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.nightly),
-]
-
-
-@pytest.mark.parametrize("workers", WORKERS, ids=str)
-def test_every_row_once_an_epoch_whatever_the_workers(workers: dict[str, Any]) -> None:
-    """I2, I4, I6; the next iteration is the next epoch, and `set_epoch` chooses one."""
-    with make(shuffle=True, **workers) as loader:
-        assert loader.num_optimizer_steps == 4
-        first, second = epoch_of(loader), epoch_of(loader)
-        loader.set_epoch(0)
-        again = epoch_of(loader)
-    assert flat(first) == flat(second) == EVERY_ROW
-    assert first != second and first == again
-    with make(shuffle=True) as loader:
-        assert epoch_of(loader) == first
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
@@ -290,38 +268,6 @@ def test_a_stream_of_the_datasets_library_goes_on() -> None:
 
 
 # Two ranks
-
-
-def two_ranks(rank: int) -> dict[str, Any]:
-    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
-    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist()
-    options: dict[str, Any] = {"batch_size": 4, "collate_fn": pad, "num_workers": 1}
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
-    loaders = {
-        "distributed": DataLoader(Rows(), sampler=DistributedSampler(Rows(), shuffle=True), **options),
-        "own order": DataLoader(Rows(), sampler=order, **options),
-        "accelerate": accelerator.prepare(DataLoader(Rows(), shuffle=True, **options)),
-    }
-    found: dict[str, Any] = {}
-    for name, loader in loaders.items():
-        try:
-            with apply_odb(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
-                infos = [pop_step_info(batch) for batch in loader]
-        except DataError as error:
-            found[name] = str(error)
-        else:
-            found[name] = [row for info in infos for row in info.ids], [info.samples_all_ranks for info in infos]
-    return found
-
-
-def test_two_ranks_share_what_a_distributed_sampler_or_accelerate_would_pad(tmp_path: Path) -> None:
-    """I1, I2; orders that differ are refused."""
-    first, second = (outcome.value for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path))
-    for name in ("distributed", "accelerate"):
-        (mine, samples), (others, theirs) = first[name], second[name]
-        assert Counter(mine + others) == EVERY_ROW and samples == theirs and sum(samples) == NUM_ROWS
-    assert "different orders" in first["own order"] and "different orders" in second["own order"]
 
 
 def raises_in_its_loop(rank: int) -> None:

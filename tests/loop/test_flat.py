@@ -24,6 +24,7 @@ from loop import loops
 from loop.loops import BUDGET
 from toy import NUM_ROWS, Rows, item
 from training.flat_models import make_model
+from training.toy_training import collate
 from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
 
 from odb_factory import ConfigError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
@@ -40,17 +41,6 @@ def labelled(k: int) -> dict[str, Any]:
     """Row k of the toy data; about its last half has labels."""
     ids = [(7 * k + 3 * t) % 90 + 5 for t in range(2 + k * 7 % 39)]
     return {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :]}
-
-
-def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Padded, with a mask, as most collators do it."""
-    length = max(len(one["input_ids"]) for one in items)
-
-    def rows(key: str, fill: int) -> torch.Tensor:
-        return torch.tensor([one[key] + [fill] * (length - len(one[key])) for one in items])
-
-    ids = rows("input_ids", 0)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": rows("labels", -100)}
 
 
 def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:

@@ -199,23 +199,6 @@ def test_a_collator_that_leaves_samples_out_is_refused(loss_scaling: Any) -> Non
         rows_of(loader)
 
 
-def test_a_first_row_that_cannot_be_read_changes_no_check() -> None:
-    """What units are counted from was then taken for unknown."""
-
-    def bad(k: int) -> Any:
-        if k == 0:
-            raise OSError("no such file")
-        return item(k)
-
-    def negative(items: list[Any]) -> Any:
-        batch = pad(items)
-        return batch | {"labels": torch.where(batch["labels"] == -100, -1, batch["labels"])}
-
-    with make(Rows(bad), on_error="skip", collate_fn=negative) as loader:
-        with pytest.raises(DataError, match="a label is negative and not -100|units of"):
-            rows_of(loader)
-
-
 def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
     """I2: a micro-batch is handed over before the next one is collated, whatever the accumulation."""
     place = torch.zeros(16, 40, dtype=torch.long)

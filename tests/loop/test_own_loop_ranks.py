@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -20,11 +21,12 @@ from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
 from packaging.version import Version
 from support import need
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 from toy import NUM_ROWS, Opening, Rows, Stream, item, pad
 from training.flat_models import make_model
+from training.toy_training import collate
 
-from odb_factory import ODBDataLoader, ODBError, pop_step_info, unpad
+from odb_factory import ODBDataLoader, ODBError, apply_odb, pop_step_info, unpad
 from odb_factory.refusals import SUMS_OFFLOADED_GRADIENTS
 
 SETTINGS = {"token_budget": 128, "batch_size": 8, "collate_fn": pad}
@@ -94,60 +96,71 @@ class PartOfAStream(IterableDataset):
         return map(item, range(dist.get_rank(), NUM_ROWS, 2))
 
 
-def streams(rank: int, num_workers: int) -> dict[str, Any]:
-    def rows(stream: IterableDataset, **settings: Any) -> Any:
-        with ODBDataLoader(stream, num_workers=num_workers, **SETTINGS, **settings) as loader:
-            try:
-                busy = [batch for batch in loader if not pop_step_info(batch).is_idle]
-                return [int(row[0]) - 1 for batch in busy for row in batch["input_ids"]]
-            except ODBError as error:
-                return str(error)
-
-    return {
-        "whole": rows(Stream()),
-        "part": rows(PartOfAStream()),
-        "part, said": rows(PartOfAStream(), already_split=True),
-        "whole, said": rows(Stream(), already_split=True),
-    }
-
-
-def test_a_stream_that_splits_itself_is_found_out(tmp_path: Path) -> None:
-    """I2: no sample is lost or trained on twice because of who splits a stream."""
-    for num_workers in (0, 1):
-        runs = run_ranks("loop.test_own_loop_ranks:streams", tmp_path, num_workers=num_workers)
-        first, second = (run.value for run in runs)
-        for case in ("whole", "part, said"):
-            assert every_row_once(first[case], second[case]), case
-        for rank in (first, second):
-            assert "iterate different streams" in rank["part"] and "already_split=True" in rank["part"]
-            assert "ranks iterate the same stream" in rank["whole, said"]
-
-
-def parts_of_a_dataset(rank: int) -> dict[str, Any]:
-    def rows(dataset: Any) -> Any:
-        try:
-            with ODBDataLoader(dataset, **SETTINGS) as loader:
-                return rows_of(loader)
-        except ODBError as error:
-            return str(error)
+def shares(rank: int, num_workers: int) -> dict[str, Any]:
+    """The rows that this rank has of each dataset, or why there are none."""
+    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
+    accelerator = Accelerator(cpu=True)
+    own_order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist()
 
     def masked(k: int) -> Any:
         """As a dataset that draws its masks at random, on each rank others."""
         return item(k) | {"mask": [random.randrange(1000 * (rank + 1)) for _ in range(9)]}
 
-    return {"part": rows(Subset(Rows(), range(rank, NUM_ROWS, 2))), "random": rows(Rows(masked))}
+    def ours(dataset: Any, **options: Any) -> Any:
+        return ODBDataLoader(dataset, num_workers=num_workers, **SETTINGS | options)
+
+    def of_torch(prepare: Any = lambda loader: loader, **options: Any) -> Any:
+        loader = prepare(DataLoader(Rows(), 4, collate_fn=pad, num_workers=num_workers, **options))
+        return apply_odb(loader, token_budget=128, gradient_accumulation_steps=2)
+
+    loaders: dict[str, Callable[[], Any]] = {
+        "stream": lambda: ours(Stream()),
+        "part of a stream, said": lambda: ours(PartOfAStream(), already_split=True),
+        "random masks": lambda: ours(Rows(masked)),
+        # The workers of the epochs would inherit what this process had opened to compare rows.
+        "opened file": lambda: ours(Opening()),
+        "distributed sampler": lambda: of_torch(sampler=DistributedSampler(Rows(), shuffle=True)),
+        "accelerate": lambda: of_torch(accelerator.prepare, shuffle=True),
+        "part of a stream": lambda: ours(PartOfAStream()),
+        "stream, said to be a part": lambda: ours(Stream(), already_split=True),
+        "part of the rows": lambda: ours(Subset(Rows(), range(rank, NUM_ROWS, 2))),
+        "own order": lambda: of_torch(sampler=own_order),
+    }
+
+    def rows(make: Callable[[], Any]) -> Any:
+        try:
+            with make() as loader:
+                return rows_of(loader)
+        except ODBError as error:
+            return str(error)
+
+    return {name: rows(make) for name, make in loaders.items() if num_workers or name != "opened file"}
 
 
-def test_a_rank_with_a_part_of_its_own_is_found_out(tmp_path: Path) -> None:
-    """I2, I11: each rank would take its share of that part alone, and the rest would be lost without a word."""
-    first, second = (run.value for run in run_ranks("loop.test_own_loop_ranks:parts_of_a_dataset", tmp_path))
-    for rank in (first, second):
-        assert "the ranks differ in what the first and the last row of the dataset say" in rank["part"]
-    assert every_row_once(first["random"], second["random"])
+REFUSED = {
+    "part of a stream": "iterate different streams",
+    "stream, said to be a part": "ranks iterate the same stream",
+    # Each rank would take its share of that part alone, and the rest would be lost without a word.
+    "part of the rows": "the ranks differ in what the first and the last row of the dataset say",
+    "own order": "different orders",
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_no_row_is_lost_or_trained_on_twice_because_of_who_shares_it_out(num_workers: int, tmp_path: Path) -> None:
+    """I1, I2, I11: streams, samplers and datasets that all ranks have alike, or of which each has a part."""
+    runs = run_ranks("loop.test_own_loop_ranks:shares", tmp_path, limit_s=120, num_workers=num_workers)
+    first, second = (run.value for run in runs)
+    for name, rows in first.items():
+        if name in REFUSED:
+            assert REFUSED[name] in rows and REFUSED[name] in second[name], (name, rows)
+        else:
+            assert every_row_once(rows, second[name]), (name, rows)
+    assert "already_split=True" in first["part of a stream"]
 
 
 def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
-    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
+    os.environ["LOCAL_RANK"] = str(rank)
     settings = SETTINGS | {"shuffle": True, "num_workers": 1}
     found: dict[str, Any] = {"before": []}
     accelerator = Accelerator(cpu=True)
@@ -260,15 +273,10 @@ def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
         assert second.value < 15
 
 
-def with_a_mask(items: list[Any]) -> dict[str, Any]:
-    batch = pad(items)
-    return batch | {"attention_mask": (batch["input_ids"] != 0).long()}
-
-
 def flat_in_a_group(rank: int) -> float:
     group, started = dist.new_group([0, 1]), time.monotonic()
     if rank < 2:
-        settings = SETTINGS | {"collate_fn": with_a_mask, "layout": "flat"}
+        settings = SETTINGS | {"collate_fn": collate, "layout": "flat"}
         with ODBDataLoader(Rows(), process_group=group, **settings) as loader:
             unpad(make_model("qwen2"), loader)
             rows_of(loader)
@@ -279,13 +287,3 @@ def flat_in_a_group(rank: int) -> float:
 def test_a_model_is_tried_by_the_ranks_of_the_process_group_alone(tmp_path: Path) -> None:
     """The third rank does something else."""
     assert max(run.value for run in run_ranks("loop.test_own_loop_ranks:flat_in_a_group", tmp_path, world_size=3)) < 45
-
-
-def opens_its_data(rank: int) -> list[int]:
-    with ODBDataLoader(Opening(), num_workers=1, **SETTINGS) as loader:
-        return rows_of(loader)
-
-
-def test_ranks_compare_rows_that_workers_have_read(tmp_path: Path) -> None:
-    """The workers of the epochs would inherit what this process had opened."""
-    assert every_row_once(*(run.value for run in run_ranks("loop.test_own_loop_ranks:opens_its_data", tmp_path)))

@@ -471,8 +471,6 @@ def test_fsdp2(of_its_own: bool, request: pytest.FixtureRequest) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if not hasattr(torch.cpu.Stream, "record_event"):
-        pytest.skip("this torch has no FSDP2 on a CPU")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     request.addfinalizer(torch.distributed.destroy_process_group)
     model, (batch, weights) = text_model("plain"), batch_of()

@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from training.flat_models import COMMON
 
 from odb_factory.model.chunked import AfterHead
-from odb_factory.model.head import WithoutLogits
-from odb_factory.model.own_loss import own_loss
+from odb_factory.model.head import WithoutLogits, own_loss
 
 TEXT = COMMON | {"vocab_size": 200, "head_dim": 8}
 SIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

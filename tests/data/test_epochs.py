@@ -1,0 +1,298 @@
+"""Whole epochs of one to four ranks, by the loader: every small world, and random ones with little in common. Resumed
+ones: test_resume.py."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from worlds import KEEP, Claims, Row, SplitStream, Stream, check_epoch, ids_of, of_steps, run, train, usable
+
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean
+from odb_factory.errors import CollectiveError, DataError
+from odb_factory.planner import Collation, Cost
+
+SMALL = (2, 3, 7)
+"""Of a budget of 6 three rows of 2 or two of 3 are a full group, and 7 breaks it alone. In one row 2 and 3 go together
+too."""
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """Optimizer steps without a usable sample are warned of; here there are hundreds."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# Every small world
+
+
+def small(most: int, kinds: tuple[int, ...] = SMALL) -> Iterator[list[int]]:
+    return (list(rows) for n in range(most + 1) for rows in itertools.product(kinds, repeat=n))
+
+
+def kept_worlds(most: int, ranks: range, sizes: range) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Every order of up to so many samples, whole and as `drop_last` cuts it for batches of 1 and 2. Some rows of
+    short ones are left out."""
+    orders = itertools.chain(small(most), (rows for rows in small(3, (0, 3, 7)) if 0 in rows))
+    for rows, world_size in itertools.product(orders, ranks):
+        rules: list[dict[str, Any]] = [{"global_batch_size": size} for size in sizes]
+        rules += [
+            {"global_batch_size": "keep", "batch_size": batch_size, "drop_last": True}
+            for batch_size in (1, 2)
+            if len(rows) % (batch_size * world_size)  # else nothing is left out
+        ]
+        for rule, balance in itertools.product(rules, (True, False)[: 1 + (world_size > 1)]):
+            yield rows, {"world_size": world_size, "balance": balance, **rule}
+
+
+def filled_worlds(most: int, ranks: range, accumulations: range) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    for rows, world_size in itertools.product(small(most), ranks):
+        for accumulation, kind in itertools.product(accumulations, ("join", "balance", "closes")):
+            for buffer_size in range(accumulation, 4):
+                options = {"join": kind != "closes", "balance": kind == "balance", "buffer_size": buffer_size}
+                yield rows, {"world_size": world_size, "accumulation": accumulation, **options}
+
+
+@pytest.mark.parametrize("layout", ["padded", "flat"])
+@pytest.mark.parametrize(
+    ("worlds", "least"),
+    [
+        pytest.param(lambda: kept_worlds(3, range(1, 4), range(1, 4)), 500, id="keep"),
+        pytest.param(lambda: filled_worlds(3, range(1, 3), range(1, 3)), 500, id="fill"),
+        pytest.param(lambda: kept_worlds(5, range(1, 5), range(1, 7)), 9_000, id="all keep", marks=pytest.mark.nightly),
+        pytest.param(
+            lambda: filled_worlds(5, range(1, 5), range(1, 4)), 9_000, id="all fill", marks=pytest.mark.nightly
+        ),
+    ],
+)
+@pytest.mark.timeout(0)
+def test_every_small_world_keeps_its_promises(worlds: Any, least: int, layout: str) -> None:
+    """least: worlds that there are."""
+    count = 0
+    for rows, options in worlds():
+        options |= {"token_budget": 6, "layout": layout}
+        try:
+            check_epoch(rows, train(rows, **options), **options)
+        except AssertionError as error:
+            raise AssertionError(f"{rows} {options}") from error
+        count += 1
+    assert count > least
+
+
+# Random worlds
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> Cost:
+    """Text, an image, a video; now and then beyond every budget."""
+    tokens = draw(st.integers(2, 30) | st.sampled_from([2, 50, 100, 101]))
+    patches = draw(st.just(0) | st.integers(1, 8) | st.sampled_from([12, 13]))
+    return Cost(
+        tokens, patches, tokens - 1, patches > 0, draw(st.integers(0, 1)) if patches else 0, draw(st.booleans())
+    )
+
+
+@st.composite
+def datasets(draw: st.DrawFn) -> list[Row]:
+    """Some rows are left out: singly, or in a streak that may be longer than an optimizer step."""
+    rows: list[Row] = draw(st.lists(costs() | st.sampled_from([2, 17, 0, "unreadable", "unsupervised"]), max_size=30))
+    start, length = draw(st.integers(0, 30)), draw(st.sampled_from([0, 0, 5, 20]))
+    return [0 if start <= k < start + length else row for k, row in enumerate(rows)]
+
+
+budgets = st.fixed_dictionaries(
+    {
+        "token_budget": st.integers(8, 100),
+        "max_patches": st.none() | st.integers(1, 12),
+        "collation": st.builds(Collation, st.sampled_from([1, 4]), st.sampled_from([0, 3]), st.sampled_from([0, 2])),
+    }
+)
+layouts = st.sampled_from(
+    [{}, {"row_multiple": 2}, {"layout": "flat"}, {"layout": "flat", "pad_to_multiple_of": 8, "with_boundaries": True}]
+)
+kept = st.fixed_dictionaries(
+    {
+        "global_batch_size": st.just("keep") | st.integers(1, 12),
+        "batch_size": st.integers(1, 3),
+        "drop_last": st.booleans(),
+        "stock_mean": st.sampled_from(
+            [MEAN_OF_STEP, StockMean("step", counts="labels"), StockMean("rank"), MEAN_OF_MICRO_BATCH]
+        ),
+        "equal_weights": st.booleans(),
+        "balance": st.booleans(),
+    }
+)
+filled = st.fixed_dictionaries({"buffer_size": st.integers(1, 16), "seed": st.integers(0, 3)}).flatmap(
+    lambda options: st.sampled_from([options | {"join": join, "balance": balance} for join, balance in JOINS])
+)
+JOINS = [(True, False), (True, True), (False, False)]
+AUDIO = Collation(dummy_audio_tokens=2)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    datasets(),
+    st.fixed_dictionaries({"world_size": st.integers(1, 4), "accumulation": st.integers(1, 4)}),
+    budgets,
+    layouts,
+    kept | filled,
+    st.sampled_from([None, None, None, Stream]),
+)
+# The half without media gets dummy media, which are too much for two rows (I4).
+@example(
+    [Cost(2, 1, 1, True) if k == 6 else 2 for k in range(7)],
+    {"world_size": 3},
+    {"token_budget": 8, "collation": Collation(dummy_media_tokens=4)},
+    {"row_multiple": 2},
+    {"buffer_size": 3, "balance": True},
+    None,
+)
+# The epoch may turn out to have ended with the step before.
+@example([8] * 3, {"accumulation": 2}, {"token_budget": 8}, {}, {"buffer_size": 2, "join": False}, None)
+# Samples that stock weighs differently.
+@example(
+    [3, 9, 4, 20, 7, 5, 6, 8, 9, 10],
+    {"world_size": 2, "accumulation": 2},
+    {"token_budget": 100},
+    {},
+    {
+        "global_batch_size": "keep",
+        "batch_size": 2,
+        "stock_mean": MEAN_OF_MICRO_BATCH,
+        "equal_weights": True,
+        "balance": True,
+    },
+    None,
+)
+# One group a round goes out, with the oldest sample. Were it always the fullest, the rows of 17 would wait (I5).
+@example([17 if k in (1, 3, 5, 7) else 4 + 26 * (k % 2) for k in range(60)], {"world_size": 2}, {}, {}, {}, None)
+def test_an_epoch_of_any_world_keeps_its_promises(
+    rows: list[Row], world: Any, budget: Any, layout: Any, mode: Any, stream: Any
+) -> None:
+    """I1 to I7, I9, measured on the collated tensors; the same again in another run, whatever rank runs ahead (I6)."""
+    options = budget | layout | mode | world | {"stream": stream}
+    if stream is not None:
+        options["drop_last"] = False
+    epochs = [train(rows, **options) for _ in range(2)]
+    check_epoch(rows, epochs[0], **options)
+    first, second = ([rank.micro_batches for rank in ranks] for ranks in epochs)
+    assert first == second, "I6"
+    assert [str(rank.error) for rank in epochs[0]] == [str(rank.error) for rank in epochs[1]]
+
+
+def test_the_estimate_of_the_epoch_follows_the_steps_planned_so_far() -> None:
+    """The learning rate and the progress bar read it: even data make it exact from the first round on."""
+    ((*_, last),) = (taken := run([8] * 400, buffer_size=40, accumulation=2)[0])
+    assert {one.step.epoch_steps for one in taken[0]} == {50} == {last.step.index + 1}
+
+
+# Datasets whose length is not known, or wrong
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize(("said", "found", "word"), [(8, 12, "more"), (40, 12, "fewer"), (4, 0, None), (0, 12, "more")])
+def test_a_length_that_is_wrong_ends_all_ranks(said: int, found: int, word: str | None, balance: bool) -> None:
+    """The steps of the epoch, its schedule and its end are counted by it; at the last step that it allows."""
+    options = KEEP | {"global_batch_size": 4, "balance": balance, "sampler": Claims(range(found), said)}
+    for rank in train([5] * 12, world_size=2, **options):
+        assert isinstance(rank.error, CollectiveError)
+        steps = sum(one.ends_optimizer_step for one in rank.micro_batches)
+        assert steps == (max(min(math.ceil(said / 4), found // 4) - 1, 0) if word else 0)
+        assert (f"{said} samples by its `__len__`, and yields {word}" if word else "it is empty") in str(rank.error)
+
+
+@pytest.mark.parametrize("said", [9, 10, 12])
+def test_a_length_that_is_wrong_within_the_last_step_loses_nothing(said: int) -> None:
+    taken, _ = run([5] * 11, world_size=2, **KEEP | {"global_batch_size": 4, "sampler": Claims(range(11), said)})
+    assert list(of_steps(taken).values()) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(2, 20), min_size=3, max_size=30), st.integers(2, 3), st.integers(1, 2), st.integers(1, 2))
+def test_streams_that_were_split_before_keep_stocks_micro_batches(
+    rows: list[int], world_size: int, batch_size: int, accumulation: int
+) -> None:
+    """Each rank takes `batch_size` of its own in each micro-step, as long as it has any; the others go on."""
+    options = KEEP | {"batch_size": batch_size, "accumulation": accumulation, "stock_mean": MEAN_OF_MICRO_BATCH}
+    taken, _ = run(rows, world_size=world_size, stream=SplitStream, **options)
+    share, parts = batch_size * accumulation, [range(rank, len(rows), world_size) for rank in range(world_size)]
+    for (_, t), ids in of_steps(taken).items():
+        own = [part[t * share : (t + 1) * share] for part in parts]
+        assert list(ids) == sorted(itertools.chain(*own))
+        batches = [part[i : i + batch_size] for part in own for i in range(0, len(part), batch_size)]
+        divided_by = {id: sum(rows[other] - 1 for other in batch) for batch in batches for id in batch}
+        for one in (one for rank in taken for one in rank if one.step.index == t):
+            assert one.step.num_stock_means == len(batches)
+            assert [sample.stock_units for sample in one.samples] == [divided_by[id] for id in one.ids]
+    assert ids_of(taken) == usable(rows)
+
+
+# Ranks that do not reach the end of an epoch
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.integers(1, 40), st.integers(1, 4), st.sampled_from([None, 1, 5, 12]), st.booleans())
+def test_rows_that_cannot_be_read_end_all_ranks_alike(
+    data: Any, count: int, world_size: int, size: int | None, balance: bool
+) -> None:
+    """Also in the first round, and on several ranks in the same round: each names a row, its own if it has one. With
+    kept steps at the optimizer step that the first of them is in, and not before it."""
+    bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=3))
+    options = {"balance": balance, "on_error": "raise"} | ({"global_batch_size": size} if size else {"buffer_size": 8})
+    rows = ["unreadable" if k in bad else 2 + k % 7 for k in range(count)]
+    ranks = train(rows, world_size=world_size, **options)
+    steps = [sum(one.ends_optimizer_step for one in rank.micro_batches) for rank in ranks]
+    assert steps == steps[:1] * world_size
+    assert not any(one.step.last for rank in ranks for one in rank.micro_batches)
+    assert size is None or steps[0] == min(bad) // size
+    for number, rank in enumerate(ranks):
+        assert isinstance(rank.error, (CollectiveError, DataError)) and "image file is truncated" in str(rank.error)
+        assert str(rank.error).startswith("rank ") or any(k % world_size == number for k in bad)
+
+
+@pytest.mark.parametrize("mode", [{}, {"join": False, "accumulation": 2}, KEEP], ids=["join", "no join", "keep"])
+@pytest.mark.parametrize("leavers", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
+def test_ranks_that_leave_keep_nobody_waiting(mode: dict[str, Any], leavers: tuple[int, ...]) -> None:
+    """Some leave after the first optimizer step while the others go on: these end with an error at once."""
+    ranks = train([5] * 60, world_size=3, leaves=dict.fromkeys(leavers, 1), **mode)
+    for number, rank in enumerate(ranks):
+        if number in leavers:
+            assert rank.error is None
+        else:
+            assert isinstance(rank.error, CollectiveError) and "stopped: it left" in str(rank.error)
+
+
+REJECTED: list[Row] = ["unsupervised", 0] * 6
+WITHOUT_A_USABLE_ROW: list[tuple[list[Row], dict[str, Any], list[str]]] = [
+    (REJECTED, {}, ["6 invalid", "6 unsupervised", "; the warnings above name the first of them"]),
+    (["unreadable"], {}, ["1 unreadable"]),
+    ([], {}, ["it is empty."]),
+    ([4] * 5, {"batch_size": 6, "drop_last": True}, ["5 dropped by drop_last."]),
+    # Some of the ranks would look beyond what `drop_last` leaves, and take the order of the others for another.
+    ([4] * 2, {"drop_last": True, "world_size": 4}, ["2 dropped by drop_last."]),
+]
+
+
+@pytest.mark.parametrize("mode", [KEEP, {}, {"stream": Stream}], ids=["keep", "fill", "stream"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("rows", "rule", "words"), WITHOUT_A_USABLE_ROW)
+def test_an_epoch_without_a_usable_row_is_an_error(
+    rows: list[Row], rule: dict[str, Any], words: list[str], world_size: int, mode: dict[str, Any]
+) -> None:
+    """Never lose silently: on every rank, in one line that counts the reasons."""
+    if rule and mode is not KEEP:
+        return  # refused with `fill`
+    for rank in train(rows, **{"world_size": world_size} | mode | rule):
+        message = str(rank.error)
+        assert isinstance(rank.error, CollectiveError) and "\n" not in message
+        assert message.startswith("no row of the training dataset can be trained on: ")
+        assert all(word in message for word in words) and ("empty" in message) == (not rows)
+        assert "remain" not in message
