@@ -51,8 +51,7 @@ NAMES = {
 class Family:
     """A plugin: a template that has it, how its processor is made, what its tokenizer calls its placeholders.
 
-    templates: others of the same plugin, for the table. tokenizer: the class without which its processor cannot be made
-    by transformers 4.
+    templates: others of the same plugin, for the table.
     """
 
     plugin: str
@@ -60,7 +59,6 @@ class Family:
     make: Callable[[Any], Any]
     names: dict[str, str] = field(default_factory=dict)
     templates: tuple[str, ...] = ()
-    tokenizer: str = "PreTrainedTokenizerFast"
 
 
 def make_tokenizer(family: Family) -> Any:
@@ -70,8 +68,7 @@ def make_tokenizer(family: Family) -> Any:
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    name = "PreTrainedTokenizerFast" if int(transformers.__version__.split(".")[0]) > 4 else family.tokenizer
-    tokenizer = getattr(transformers, name)(
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -243,30 +240,27 @@ _ERNIE |= {
     "video_start_token": "<|VIDEO_START|>",
     "video_end_token": "<|VIDEO_END|>",
 }
-_QWEN = "Qwen2TokenizerFast"
 _LLAVA_NEXT = ("granite3_vision", "llava_next_llama3", "llava_next_mistral", "llava_next_qwen", "llava_next_yi")
 _LLAVA_NEXT_VIDEO = ("llava_next_video_mistral", "llava_next_video_yi")
 
 FAMILIES = (
-    Family("qwen2_vl", "qwen2_vl", qwen2_vl, _PADS, ("mimo_vl", "keye_vl", "dots_ocr"), _QWEN),
-    Family(
-        "qwen3_vl", "qwen3_vl", qwen3_vl, _PADS, ("qwen3_vl_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_6"), _QWEN
-    ),
-    Family("qwen2_omni", "qwen2_omni", qwen2_omni, _OMNI, (), _QWEN),
-    Family("qwen2_omni", "qwen3_omni", qwen3_omni, _PADS, ("qwen3_omni_nothink",), _QWEN),
+    Family("qwen2_vl", "qwen2_vl", qwen2_vl, _PADS, ("mimo_vl", "keye_vl", "dots_ocr")),
+    Family("qwen3_vl", "qwen3_vl", qwen3_vl, _PADS, ("qwen3_vl_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_6")),
+    Family("qwen2_omni", "qwen2_omni", qwen2_omni, _OMNI),
+    Family("qwen2_omni", "qwen3_omni", qwen3_omni, _PADS, ("qwen3_omni_nothink",)),
     Family("qwen2_audio", "qwen2_audio", qwen2_audio, _OMNI),
     Family("glm4v", "glm4v", glm4v, _BARS, ("glm4_5v", "glm_ocr")),
     Family("ernie_vl", "ernie_vl", ernie_vl, _ERNIE),
     Family("intern_vl", "intern_vl", intern_vl, {}, ("intern_s1",)),
     Family("llava", "llava", llava, {}, ("yi_vl",)),
     Family("llava_next", "llava_next", llava_next, {}, _LLAVA_NEXT),
-    Family("llava_next_video", "llava_next_video", llava_next_video, {}, _LLAVA_NEXT_VIDEO, "LlamaTokenizerFast"),
+    Family("llava_next_video", "llava_next_video", llava_next_video, {}, _LLAVA_NEXT_VIDEO),
     Family("video_llava", "video_llava", video_llava),
     Family("gemma3", "gemma3", gemma3, _GEMMA),
     Family("gemma3n", "gemma3n", gemma3n, _GEMMA),
     Family("gemma4", "gemma4", gemma4, _GEMMA4),
     Family("gemma4", "gemma4n", gemma4, _GEMMA4),
-    Family("paligemma", "paligemma", paligemma, {}, ("paligemma_chat",), "GemmaTokenizerFast"),
+    Family("paligemma", "paligemma", paligemma, {}, ("paligemma_chat",)),
     Family("pixtral", "pixtral", pixtral, {"image_token": "[IMG]"}, ("mistral_small", "ministral3")),
     Family("mllama", "mllama", mllama, _BARS),
     Family("llama4", "llama4", llama4, _BARS),

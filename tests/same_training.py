@@ -31,6 +31,8 @@ from odb_factory import memory
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
+EXACT = 1e-12
+"""Largest difference of any other figure: a mean may be taken in another order."""
 PREFERENCES = {"rewards/": 2e-4, "logps/": 2e-3, "kl": 2e-3, "odds_ratio_loss": 2e-4, "sft_loss": 2e-4}
 """Largest differences of what trainers for preferences log, themselves: log-probabilities of some hundred, and their
 differences."""
@@ -87,7 +89,7 @@ class Deviation:
     tensor: float
     """Of the norm of one tensor."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Of every other figure that differs at all."""
+    """Of every other figure that differs."""
     preferences: dict[str, float] = field(default_factory=dict)
     """Of the figures of a trainer for preferences, the difference itself."""
 
@@ -201,7 +203,7 @@ def deviation(ours: Training, stock: Training) -> Deviation:
             difference = _relative(mine[name], its[name])
             if kind is not None:
                 losses[kind] = max(losses[kind], difference)
-            elif difference:
+            elif difference > EXACT:
                 figures[name] = max(figures.get(name, 0.0), difference)
     for name in ("global_step", "max_steps", "num_train_epochs", "epoch", "total_flos", "num_input_tokens_seen"):
         if ours.state[name] != stock.state[name]:

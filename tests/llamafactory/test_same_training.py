@@ -8,8 +8,8 @@ is from stock's. docs/engines.md has the table.
 from __future__ import annotations
 
 import wave
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from same_training import (
     train,
 )
 from support import CHECKPOINTS, once, read_jsonl, shimmed, training_config, write_dataset
-from transformers import TrainerCallback
 
 LIMIT_S, GRID_LIMIT_S = 540, 1500
 PADDED, AUTO = {"layout": "padded"}, {"layout": "auto"}
@@ -179,6 +178,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 CELLS |= {f"sft, {name}": Cell("sft", changes, block=TIGHT) for name, changes in SETTINGS.items()}
+EVALUATED = {"val_size": 18, "per_device_eval_batch_size": 4, "eval_steps": 1}
+"""On two ranks two rounds, and a last one of two rows, which stock fills up by repeating some."""
+CELLS |= {
+    f"evaluation, {name}": Cell(
+        stage, ONCE | EVALUATED | dict(changes), model, TIGHT | {"eval_token_budget": 400} | block
+    )
+    for name, (stage, changes, model, block) in {
+        "all labels": ("sft", {"train_on_prompt": True, "compute_accuracy": True}, "text", {}),
+        "means of ranks": ("sft", ON_EACH, "text", PADDED),
+        "images": (
+            "sft",
+            IMAGES | {"dataset": "albums", "val_size": 6, "per_device_eval_batch_size": 2},
+            "vl",
+            OF_IMAGES,
+        ),
+        "smoothed": ("sft", SMOOTHED, "text", {}),
+    }.items()
+}
 CELLS |= {
     f"{name}, {tuning}": Cell(CELLS[name].stage, CELLS[name].changes | changes, CELLS[name].model, CELLS[name].block)
     for name in ("sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
@@ -192,7 +209,8 @@ ON_ONE = (
     "sft, Qwen2-Audio", "sft, Mamba", "sft, accuracy", "asft, images", "dft", "eaft, images",
     "smoothed, images", "pt, padded", "dpo, images, lora", "orpo", "simpo", "kto", "kto, exact",
 )  # fmt: skip
-ON_TWO = ("sft", "sft, images", "sft, qlora", "pt", "rm", "dpo", "kto", "encoder, lora")
+EVALUATIONS = tuple(name for name in CELLS if name.startswith("evaluation"))
+ON_TWO = ("sft", "sft, images", "sft, qlora", "pt", "rm", "dpo", "kto", "encoder, lora", *EVALUATIONS)
 TUNED = ("sft", "sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
 ON_ENGINES = {
     "full": (*TUNED, "sft, padded", "pt, padded", "sft, Qwen3.5", "orpo", "dft", "eaft", "asft, images"),
@@ -215,17 +233,26 @@ EVIDENCE = {
 """What the model or its optimizer is where the engine is in use; accelerate falls back to DDP without a word."""
 
 
+@dataclass(frozen=True)
 class Set:
-    """Cells that the processes of one launch train: starting them costs most."""
+    """Cells that the processes of one launch train: starting them costs most. env: beside that of this process."""
 
-    def __init__(self, num_ranks: int, cells: tuple[str, ...], engine: str = "ddp"):
-        self.num_ranks, self.engine = num_ranks, engine
-        # Stock splits what it has saved whole, and FSDP saves no whole reward model on CPU.
-        self.cells = tuple(name for name in cells if not (engine.startswith("fsdp") and CELLS[name].stage == "rm"))
+    num_ranks: int
+    cells: tuple[str, ...]
+    engine: str = "ddp"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def of_engine(engine: str, names: tuple[str, ...]) -> Set:
+    # Stock splits what it has saved whole, and FSDP saves no whole reward model on CPU.
+    names = tuple(name for name in names if not (engine.startswith("fsdp") and CELLS[name].stage == "rm"))
+    # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
+    return Set(2, names, engine, shimmed("small_groups") if engine in ("zero3", "fsdp2") else {})
 
 
 ON_TWO_COMPILED = ("sft, compiled", "sft, images, compiled")
-MORE_ON_ONE = tuple(name for name in CELLS if name not in ON_ONE and not name.startswith("encoder"))
+IN_OTHER_SETS = (*ON_TWO_COMPILED, *(name for name in CELLS if name.startswith("encoder")))
+MORE_ON_ONE = tuple(name for name in CELLS if name not in (*ON_ONE, *EVALUATIONS, *IN_OTHER_SETS))
 MORE_ON_TWO = tuple(
     name for name in CELLS if name not in (*ON_TWO, *ON_TWO_COMPILED, "sft, Qwen2-Audio") and not CELLS[name].stock
 )
@@ -235,14 +262,17 @@ GRID = (
     | {"2_ranks_compiled": Set(2, ON_TWO_COMPILED)}
     | {"4_ranks": Set(4, ("sft", "sft, images", "sft, 1 x 1 rows", "dpo", "kto"))}
     | {
-        f"{engine}_encoder": Set(2, tuple(f"encoder{one}" for one in (", lora", ", videos", ", merger")), engine)
+        f"{engine}_encoder": of_engine(engine, tuple(f"encoder, {name}" for name in ("lora", "videos", "merger")))
         for engine in EVIDENCE
     }
-    | {f"{engine}_{tuning}": Set(2, cells, engine) for engine in EVIDENCE for tuning, cells in ON_ENGINES.items()}
+    | {f"{engine}_{tuning}": of_engine(engine, names) for engine in EVIDENCE for tuning, names in ON_ENGINES.items()}
 )
 FINETUNING = FinetuningArguments.__dataclass_fields__
 VERSIONS = {("1_rank", "kto"), ("1_rank", "sft, images, saved"), ("2_ranks", "sft")}
 """Cells that are run with every supported release, too."""
+
+BY_BUDGET = {"sft, accuracy": True, "dpo, images, lora": True, "kto": False, "smoothed, images": False}
+"""Whether an evaluation goes by the budget: not if a figure depends on which rows share a batch, or on the trainer."""
 
 Trained = Callable[[str, str], tuple[Training, Training]]
 
@@ -260,24 +290,21 @@ def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory) -> Trai
 
     @once
     def of_set(name: str) -> dict[str, tuple[Training, Training]]:
-        one, folder = (SETS | GRID)[name], tmp_path_factory.mktemp("set")
-        by = ENGINES[one.engine]
-        common: dict[str, Any] = by.changes | ONCE | (NO_EVAL if one.engine != "ddp" else {})
-        if by.deepspeed_stage:
-            common["deepspeed"] = deepspeed_config(by.deepspeed_stage, folder)
+        group, folder = (SETS | GRID)[name], tmp_path_factory.mktemp("set")
+        engine = ENGINES[group.engine]
+        common: dict[str, Any] = engine.changes | ONCE | (NO_EVAL if group.engine != "ddp" else {})
+        if engine.deepspeed_stage:
+            common["deepspeed"] = deepspeed_config(engine.deepspeed_stage, folder)
         cells = {}
-        for cell in filter(is_here, one.cells):
-            given = CELLS[cell]
-            changes = dict(given.changes) | common
+        for cell in filter(is_here, group.cells):
+            changes = dict(CELLS[cell].changes) | common
             if "fsdp" in common:
-                layers = OF_FSDP[given.model]
+                layers = OF_FSDP[CELLS[cell].model]
                 changes["fsdp_config"] = common["fsdp_config"] | {"transformer_layer_cls_to_wrap": layers}
-            cells[cell] = replace(given, changes=changes)
-        # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
-        env = by.env | shimmed("qlora_on_cpu")
-        env |= shimmed("small_groups") if one.engine in ("zero3", "fsdp2") else {}
+            cells[cell] = replace(CELLS[cell], changes=changes)
         limit_s = LIMIT_S if name in SETS else GRID_LIMIT_S
-        return run_cells(cells, config_of, folder, one.num_ranks, limit_s=limit_s, env=env)
+        env = engine.env | shimmed("qlora_on_cpu") | group.env
+        return run_cells(cells, config_of, folder, group.num_ranks, limit_s=limit_s, env=env)
 
     def trained(name: str, cell: str) -> tuple[Training, Training]:
         if (SETS | GRID)[name].num_ranks > 1:
@@ -295,15 +322,15 @@ def is_here(cell: str) -> bool:
 
 
 def parameters() -> list[Any]:
-    found = []
-    for name, one in (SETS | GRID).items():
-        for cell in one.cells:
+    cells = []
+    for name, group in (SETS | GRID).items():
+        for cell in group.cells:
             marks = [pytest.mark.timeout(LIMIT_S + 60)]
             if name in GRID:
                 marks = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + 300)]
             marks += [pytest.mark.versions] * ((name, cell) in VERSIONS)
-            found.append(pytest.param(name, cell, id=f"{name}: {cell}", marks=marks))
-    return found
+            cells.append(pytest.param(name, cell, id=f"{name}: {cell}", marks=marks))
+    return cells
 
 
 @pytest.mark.parametrize(("name", "cell"), parameters())
@@ -314,33 +341,35 @@ def test_the_same_training(trained, name: str, cell: str, monkeypatch, caplog) -
     monkeypatch.setattr(torchaudio, "load", load_wav)
     if "qlora" in cell:
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)  # as the module `qlora_on_cpu`
-    one = (SETS | GRID)[name]
+    group = (SETS | GRID)[name]
     ours, stock = trained(name, cell)
-    shards = one.engine in ("zero3", "fsdp", "fsdp2")
-    found = check_cell(f"{name}: {cell}", CELLS[cell], ours, stock, one.num_ranks, shards)
-    assert EVIDENCE.get(one.engine, "AdamW") in ours.engine & stock.engine
-    assert not one.engine.startswith("fsdp") or not stock.weights, "shards"
-    assert found.grad_norm < (NORM_TOLERANCE if one.engine.startswith("zero") else RELATIVE)
+    shards = group.engine in ("zero3", "fsdp", "fsdp2")
+    found = check_cell(f"{name}: {cell}", CELLS[cell], ours, stock, group.num_ranks, shards)
+    assert EVIDENCE.get(group.engine, "AdamW") in ours.engine & stock.engine
+    assert not group.engine.startswith("fsdp") or not stock.weights, "shards"
+    assert found.grad_norm < (NORM_TOLERANCE if group.engine.startswith("zero") else RELATIVE)
     if cell.startswith("encoder"):
         passes = 2 if "dpo" in cell else 1  # of the tower, one for the reference
         assert any(line["encoder_patches"] != passes * line["patches"] for line in ours.audit), "images move"
     logits = [line for line in caplog.messages if line.startswith("loss: with logits")]
     assert not logits or cell not in ("sft, Qwen2-Audio", "sft, Mamba")
+    if group.num_ranks == 1 and cell in BY_BUDGET:
+        assert any(line.startswith("evaluated ") for line in caplog.messages) == BY_BUDGET[cell]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("cell", ["sft", "sft, images", "pt", "dpo", "kto", "sft, lora", "kto, lora"])
 def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: Path) -> None:
     """In the middle of an epoch; LLaMA-Factory resumes no full training of a reward model."""
-    one, out = CELLS[cell], tmp_path / "out"
-    saves = {"save_strategy": "steps", "save_steps": 3, "odb": ODB | dict(one.block) | {"layout": "flat"}}
-    given = dict(one.changes) | saves
-    whole = train(config_of(one.stage, out, model=one.model, **given))
-    again = {"resume_from_checkpoint": str(out / "checkpoint-3"), "overwrite_output_dir": False}
-    (saved,) = (path for path in out.glob("*model.safetensors"))
+    training, out = CELLS[cell], tmp_path / "out"
+    changes = dict(training.changes) | {"save_strategy": "steps", "save_steps": 3}
+    changes["odb"] = ODB | dict(training.block) | {"layout": "flat"}
+    whole = train(config_of(training.stage, out, model=training.model, **changes))
+    (saved,) = out.glob("*model.safetensors")
     saved.unlink()
     (out / "odb_audit_rank0.jsonl").unlink()
-    run_exp(config_of(one.stage, out, model=one.model, **(given | again)))
+    changes |= {"resume_from_checkpoint": str(out / "checkpoint-3"), "overwrite_output_dir": False}
+    run_exp(config_of(training.stage, out, model=training.model, **changes))
     assert read_jsonl(out / "odb_audit_rank0.jsonl")[0]["optimizer_step"] == 4
     weights = load_file(saved)
     assert weights.keys() == whole.weights.keys()
@@ -349,13 +378,12 @@ def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: 
 
 def test_the_comparison_finds_another_loss(config_of: Config, tmp_path: Path) -> None:
     """Two stock trainings on the same samples: the mean of means depends on how they are cut, and that is seen."""
-    cuts: tuple[dict[str, Any], ...] = ({}, AT_ONCE)
-    one, other = (
-        train(config_of("sft", tmp_path / str(number), model="tied_vl", **ALBUMS, **cut))
-        for number, cut in enumerate(cuts)
-    )
-    assert one.rows == other.rows
-    found = deviation(one, other)
+    cuts: dict[str, dict[str, Any]] = {"stock": {}, "at once": AT_ONCE}
+    trainings = [
+        train(config_of("sft", tmp_path / name, model="tied_vl", **ALBUMS, **cut)) for name, cut in cuts.items()
+    ]
+    assert trainings[0].rows == trainings[1].rows
+    found = deviation(*trainings)
     report("stock, cut in another way", found)
     assert found.loss > 5 * RELATIVE and found.weights > 20 * RELATIVE
 
@@ -365,32 +393,5 @@ def test_rows_that_llamafactory_drops_are_told(tiny_text, tmp_path, caplog) -> N
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(16)]})
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_shuffling": True}
     run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TIGHT, **steps))
-    told = [message for message in caplog.messages if "LLaMA-Factory's preprocessing drops" in message]
-    assert len(told) == 1 and "(1 by optimizer step 1)" in told[0] and "tokenized_path" in told[0]
-
-
-class Generates(TrainerCallback):
-    """Greedy tokens after every optimizer step: `generate` of the model that is being trained."""
-
-    def __init__(self) -> None:
-        self.tokens: list[list[list[int]]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        prompts = torch.tensor([[0, 0, 11, 12, 13], [21, 22, 23, 24, 25]])
-        model.eval()
-        with torch.no_grad():
-            made = model.generate(input_ids=prompts, attention_mask=prompts.ne(0), max_new_tokens=8, do_sample=False)
-        self.tokens.append(made.tolist())
-        model.train()
-
-
-@pytest.mark.parametrize("cell", ["sft, images", "sft, Qwen3.5"])
-def test_what_a_callback_generates_in_mid_training_is_stocks(cell: str, config_of: Config, tmp_path: Path) -> None:
-    one, made, fast = CELLS[cell], [], {"learning_rate": 1e-2}
-    for name, more in (("odb", {"odb": ODB | dict(one.block) | {"layout": "flat"}}), ("stock", {})):
-        made.append(Generates())
-        config = config_of(one.stage, tmp_path / name, model=one.model, **one.changes, **fast, **more)
-        run_exp(config, callbacks=[made[-1]])
-    assert made[0].tokens == made[1].tokens
-    assert len({str(tokens) for tokens in made[0].tokens}) > 1, "the model learns in between"
-    assert all(line["segments"] for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"))
+    (message,) = [message for message in caplog.messages if "LLaMA-Factory's preprocessing drops" in message]
+    assert "(1 by optimizer step 1)" in message and "tokenized_path" in message
