@@ -31,17 +31,15 @@ def _samples(
     assert cum_q.dtype == cum_k.dtype == torch.int32 and cum_q.dim() == 1 and cum_q.is_contiguous()
     assert cum_q.device == q.device == k.device == v.device and torch.equal(cum_q, cum_k)
     assert type(max_q) is type(max_k) is int and dropout == 0.0
-    ends = [int(end) for end in cum_q.numpy()]  # `ReadBacks` counts `tolist`
+    ends = cum_q.tolist()
     samples = list(itertools.pairwise(ends))
     lengths = [end - start for start, end in samples]
     assert ends[0] == 0 and ends[-1] == len(q) and max(lengths) <= max_q == max_k and min(lengths) > 0
     return samples
 
 
-def chances(
-    q: Tensor, k: Tensor, causal: bool, scale: float | None, left: int | None, right: int | None = None
-) -> Tensor:
-    """Of one sample [heads, tokens, tokens]. left, right: visible neighbours; None or -1: all."""
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None, left: int | None, right: int | None) -> Tensor:
+    """[heads, tokens, tokens], -inf outside of the window. left, right: visible neighbours; None or -1: all."""
     scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
     right = 0 if causal else right
@@ -50,42 +48,68 @@ def chances(
         hidden |= distance > left
     if right is not None and right >= 0:
         hidden |= -distance > right
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return scores.masked_fill(hidden, -torch.inf)
 
 
-def wide(x: Tensor, start: int, end: int, heads: int) -> Tensor:
+def _wide(x: Tensor, start: int, end: int, heads: int) -> Tensor:
     return x[start:end].double().repeat_interleave(heads // x.shape[1], 1)
 
 
-HOW = ("scale", "window_size_left", "window_size_right")
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, *told: Any, **options: Any) -> tuple[Tensor, ...]:
-    """told: ends and longest samples of queries and keys, dropout, causal, debug."""
-    *of_samples, causal, debug = told
-    how = [options.pop(name, None) for name in HOW]
-    assert not debug and not any(value is not None for value in options.values())
-    outs, heads = [], q.shape[1]
-    for start, end in _samples(q, k, v, *of_samples):
-        queries, keys, values = (wide(x, start, end, heads) for x in (q, k, v))
-        outs.append(torch.einsum("hij,jhd->ihd", chances(queries, keys, causal, *how), values).to(q.dtype))
-    state, sums = torch.zeros(2, dtype=torch.uint64), torch.zeros(heads, len(q))
-    return torch.cat(outs), sums, state, state.clone(), q.new_empty(0)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cum_q: Tensor,
+    cum_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, ...]:
+    assert not debug and not any(value is not None for value in unused.values())
+    outs, sums, heads = [], [], q.shape[1]
+    for start, end in _samples(q, k, v, cum_q, cum_k, max_q, max_k, dropout):
+        queries, keys, values = (_wide(x, start, end, heads) for x in (q, k, v))
+        scores = _scores(queries, keys, causal, scale, window_size_left, window_size_right)
+        outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values).to(q.dtype))
+        sums.append(scores.logsumexp(-1).float())
+    state = torch.zeros(2, dtype=torch.uint64)
+    return torch.cat(outs), torch.cat(sums, 1), state, state.clone(), q.new_empty(0)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *told: Any, **options: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cum_q: Tensor,
+    cum_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    causal: bool,
+    *states: Tensor,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    *of_samples, causal, _, _ = told
-    how = [options.pop(name, None) for name in HOW]
     grads, heads, key_heads = [], q.shape[1], k.shape[1]
-    for start, end in _samples(q, k, v, *of_samples):
-        queries, keys, values, outs, above = (wide(x, start, end, heads) for x in (q, k, v, out, grad))
-        weights = chances(queries, keys, causal, *how)
+    for start, end in _samples(q, k, v, cum_q, cum_k, max_q, max_k, dropout):
+        queries, keys, values, outs, above = (_wide(x, start, end, heads) for x in (q, k, v, out, grad))
+        scores = _scores(queries, keys, causal, scale, window_size_left, window_size_right)
+        chances = (scores - lse[:, start:end, None]).exp()
         of_chances = torch.einsum("ihd,jhd->hij", above, values) - (above * outs).sum(-1).T[..., None]
-        of_scores = weights * of_chances * (q.shape[-1] ** -0.5 if how[0] is None else how[0])
+        of_scores = chances * of_chances * (q.shape[-1] ** -0.5 if scale is None else scale)
         of_keys = torch.einsum("hij,ihd->jhd", of_scores, queries).unflatten(1, (key_heads, -1)).sum(2)
-        of_values = torch.einsum("hij,ihd->jhd", weights, above).unflatten(1, (key_heads, -1)).sum(2)
+        of_values = torch.einsum("hij,ihd->jhd", chances, above).unflatten(1, (key_heads, -1)).sum(2)
         grads.append((torch.einsum("hij,jhd->ihd", of_scores, keys), of_keys, of_values))
     return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*grads))
 
