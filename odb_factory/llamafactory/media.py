@@ -1,22 +1,25 @@
 """Learn what media cost without processing their pixels.
 
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
-processor is answered from image sizes (`ImagesBySize`), which is compared with the real processor at start; if they
-differ, and for videos and audio, the processor is asked each time, and its pixels are dropped. The plugin that collates
-is never touched.
+processor is answered from image sizes (`ImagesBySize`), its call for audio from the lengths of clips (`ClipsByLength`).
+Both are compared with the real processor at start; if they differ, and for videos, the processor is asked each time,
+and its pixels are dropped. The plugin that collates is never touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from io import BytesIO
 from typing import Any
 
+import av
 import datasets
 import numpy as np
 import torch
@@ -25,7 +28,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from odb_factory.data.observe import DEFAULT_PATCH_SIZE, count_media
+from odb_factory.data.observe import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_media
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planner import Media
@@ -204,13 +207,19 @@ def images_by_size(plugin: Any, processor: Any) -> ImagesBySize | None:
             memory.one_by_one = equal(_put_together(alone), together)
         return memory
 
+    by_size: ImagesBySize | None = _if_exact(make, "images")
+    return by_size
+
+
+def _if_exact(make: Callable[[], Any], media: str) -> Any:
+    """What `make` makes; None, with a log line, if it raises or makes nothing: the processor is asked each time."""
     try:
-        if (by_size := make()) is not None:
-            return by_size
+        if (exact := make()) is not None:
+            return exact
         why = "its answers hold more than sizes tell"
     except Exception as error:  # whatever a processor raises: it raises it again for the medium
         why = f"{type(error).__name__}: {error}"
-    logger.info("images are observed through the real processor (%s)", why)
+    logger.info("%s are observed through the real processor (%s)", media, why)
     return None
 
 
@@ -267,6 +276,80 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What audio costs, by the length of each clip: read from the header of its file, where the format has it.
+# LLaMA-Factory pads every clip to one length; what differs is how much of that its mask says is real. Whether that
+# follows from the length is tried at start, on a few clips of noise.
+
+
+CHECK_LENGTHS = (1600, 161, 40_001, 480_161)
+"""Samples of a clip (at the sampling rate of the model); the last is longer than the 30 s that most models take."""
+
+
+class ClipsByLength:
+    """`plugin._get_mm_inputs` for audio, given the length of each clip in samples."""
+
+    def __init__(self, plugin: Any, processor: Any):
+        extractor: Any = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+        self.rate: int = getattr(processor, "audio_sampling_rate", 16000)
+        self.hop: int = extractor.hop_length
+        self._example = _ask_clips(plugin, processor, CHECK_LENGTHS[:1])
+        self._mask = next(key for key in AUDIO_KEYS if self._example.get(key) is not None)
+
+    def lengths_of(self, clips: Sequence[Any]) -> list[int] | None:
+        """In samples as the model takes them; None where a file must be decoded to know."""
+        lengths = [_length_of(clip, self.rate) for clip in clips]
+        return None if None in lengths else [length for length in lengths if length is not None]
+
+    def answer(self, lengths: Sequence[int]) -> Answer:
+        """Features are tensors of the right shape that take no memory."""
+        mask = self._example[self._mask]
+        real = torch.tensor([-(-length // self.hop) for length in lengths])
+        inputs: Answer = {
+            key: None if value is None else stand_in(torch.Size([len(lengths), *value.shape[1:]]), value.dtype)
+            for key, value in self._example.items()
+        }
+        return inputs | {self._mask: (torch.arange(mask.shape[1]) < real[:, None]).to(mask.dtype)}
+
+
+def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
+    """For a plugin that takes audio whose masks follow from the lengths of clips; None, with a log line, for others."""
+    if plugin.audio_token is None or processor is None:
+        return None
+
+    def make() -> ClipsByLength | None:
+        clips = ClipsByLength(plugin, processor)
+        real = _ask_clips(plugin, processor, CHECK_LENGTHS)
+        return clips if equal(real, clips.answer(CHECK_LENGTHS)) else None
+
+    by_length: ClipsByLength | None = _if_exact(make, "audio clips")
+    return by_length
+
+
+def _ask_clips(plugin: Any, processor: Any, lengths: Sequence[int]) -> Answer:
+    noise = np.random.default_rng(0)
+    clips = [noise.standard_normal(length).astype(np.float32) for length in lengths]
+    return without_pixels(plugin._get_mm_inputs([], [], clips, processor))
+
+
+def _length_of(clip: Any, rate: int) -> int | None:
+    """Samples of a clip at this rate, as resampling makes them."""
+    if isinstance(clip, np.ndarray):
+        return len(clip)  # LLaMA-Factory takes arrays as they are
+    if not isinstance(clip, str | os.PathLike) or not os.path.isfile(clip):
+        return None
+    try:
+        with av.open(os.fspath(clip)) as file:
+            stream = file.streams.audio[0]
+            samples, own_rate, codec = stream.duration, stream.rate, stream.codec_context.codec.name
+    except (OSError, ValueError, IndexError):  # av's errors are these as well
+        return None
+    if not samples or stream.time_base != Fraction(1, own_rate) or not codec.startswith(("pcm_", "flac")):
+        return None  # codecs with a delay or padding have more samples than their header says
+    divisor = math.gcd(rate, own_rate)  # as torchaudio does it, in single precision
+    return int(torch.ceil(torch.as_tensor(rate // divisor * samples / (own_rate // divisor))))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # One row at a time: placeholders and patches.
 
 WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
@@ -284,6 +367,7 @@ class MediaObserver:
         self.original, self.processor = plugin, processor
         self._token_ids = _placeholder_ids(plugin, tokenizer)
         self._images = images_by_size(plugin, processor)
+        self._clips = clips_by_length(plugin, processor)
         self._by_formula = self._images is not None and self._images.by_formula
         self._answers: dict[Any, dict[str, Any]] = {}
         """Of the real processor for media of the row."""
@@ -388,7 +472,10 @@ class MediaObserver:
             images = []
         if images or videos:
             inputs |= self._asked((images, videos, []), processor, *args, **kwargs)
-        if audios:
+        lengths = self._clips.lengths_of(audios) if self._clips and audios and not (args or kwargs) else None
+        if self._clips and lengths:
+            inputs |= self._clips.answer(lengths)
+        elif audios:
             inputs |= self._asked(([], [], audios), processor, *args, **kwargs)
         return inputs
 
