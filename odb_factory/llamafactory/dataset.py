@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from llamafactory.data.converter import align_dataset, get_dataset_converter
-from llamafactory.data.loader import _get_dataset_processor
+from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
 from llamafactory.data.mm_plugin import get_mm_plugin
 from torch.utils.data import Dataset, IterableDataset
 
@@ -93,6 +95,12 @@ class Source:
         if self.converter is None:
             return self._stored[row]
         return self.converter(_Columns(self._stored[row], self))
+
+    def aligned(self, row: int, data_args: Any, training_args: Any) -> datasets.Dataset:
+        """A row alone, by LLaMA-Factory's pass; in memory, so that no file is written for it."""
+        table = self.rows.with_format("arrow")[row : row + 1]
+        rows = datasets.Dataset(table, info=datasets.DatasetInfo(features=self.rows.features))
+        return rows if self.converter is None else align_dataset(rows, self.attr, data_args, training_args)
 
     def contents(self, row: int, stage: Stage) -> str:
         """What a row holds in the columns that its description names, and by which tags its messages are read."""
@@ -471,10 +479,15 @@ MOST_TRIED = 1000
 """Rows of a source; if none of them can be used, its description is at fault."""
 
 
-def check_sources(dataset: OnlineDataset, *, prints: bool) -> None:
-    """prints: the first row, as LLaMA-Factory does. Raises `DataError` for a source of which none of the first rows can
-    be used, because its description in dataset_info.json is wrong; a row beside others that can is for `on_error`."""
-    rows = dataset.rows
+def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mapping[str, Any]]) -> None:
+    """Compare a row of each source with LLaMA-Factory's passes: a release that means something else by a name would
+    give wrong data in silence.
+
+    by_pass: makes the last of these rows by the passes; the first row is printed, as LLaMA-Factory does. Raises
+    `ConfigError` for a row that differs, and `DataError` for a source of which none of the first rows can be used,
+    because its description in dataset_info.json is wrong; a row beside others that can is for `on_error`.
+    """
+    rows, is_printed = dataset.rows, False
     for lines in rows.lines_by_source() if isinstance(rows, IndexedRows) else [np.arange(len(rows))]:
         errors: list[Exception] = []
         for line in map(int, lines[:MOST_TRIED]):
@@ -485,10 +498,18 @@ def check_sources(dataset: OnlineDataset, *, prints: bool) -> None:
             except Exception as error:
                 errors.append(error)
                 continue
-            if prints:
-                print("training example:")
-                dataset.processor.print_data_example(features)
-                prints = False
+            with _without_progress_bars(), contextlib.redirect_stdout(None if is_printed else sys.stdout):
+                stock, is_printed = by_pass(dataset.stage.together(line)), True
+            for name in dict.fromkeys((*features, *stock)):
+                value, expected = features.get(name), stock.get(name)
+                if name in MEDIA_COLUMNS:
+                    value, expected = len(value or []), len(expected or [])
+                if value != expected:
+                    raise ConfigError(
+                        f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
+                        f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
+                        "(`odb-factory doctor` names them)."
+                    )
             break
         else:
             if isinstance(rows, IndexedRows):
@@ -500,6 +521,17 @@ def check_sources(dataset: OnlineDataset, *, prints: bool) -> None:
                     f"dataset_info.json: none of the first {len(errors)} rows of {source.name} can be used; row "
                     f"{number}: {why.rstrip('.')}; correct `formatting`, `columns` or `tags` there, or the rows."
                 ) from errors[0]
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    are_shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if are_shown:
+            datasets.enable_progress_bars()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -560,7 +592,20 @@ def online_dataset(
     of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, of_rows)
-    check_sources(online, prints=training_args.should_log)
+    one_by_one = copy.copy(data_args)
+    one_by_one.preprocessing_num_workers, one_by_one.overwrite_cache = None, True
+
+    def by_pass(numbers: Sequence[int]) -> Any:
+        if isinstance(rows, IndexedRows):
+            source_rows = map(rows.find, numbers)
+            aligned = [source.aligned(row, one_by_one, training_args) for source, row in source_rows]
+            alone = datasets.concatenate_datasets(aligned)
+        else:
+            alone = datasets.Dataset.from_list([rows[number] for number in numbers])
+        arguments = alone, one_by_one, training_args, stage, template, tokenizer, processor
+        return _get_preprocessed_dataset(*arguments, is_eval=False)[-1]
+
+    check_sources(online, by_pass)
     if is_stream(dataset):
         config = config or ODBConfig.from_block(data_args.odb)
         return online_stream(dataset, online, config, data_args, training_args)

@@ -26,7 +26,6 @@ from odb_factory.llamafactory.attach import _check_tiles
 from odb_factory.llamafactory.media import MediaObserver, clips_by_length, images_by_size
 from odb_factory.planner import Media
 
-
 TOKENS = {"image_token": "<image>", "audio_token": None}
 
 

@@ -1,10 +1,11 @@
 """What odb_factory relies on in LLaMA-Factory, datasets and Pillow without their promise, with every release.
 
-That rows made one at a time are those of stock's pass: `test_conversion.py`.
+Rows made one at a time are also compared with stock's pass in every run: another meaning stops it before training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from PIL import Image
 from stock import load_data
 from support import training_config
 
-from odb_factory.llamafactory import media
+from odb_factory.errors import ConfigError
+from odb_factory.llamafactory import dataset, media
 
 pytestmark = pytest.mark.versions
 
@@ -67,3 +69,21 @@ def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path:
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
     assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._by_formula
+
+
+CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "_system": ("align_dataset", lambda row: {"_system": "be brief"}),
+    "input_ids": ("_get_preprocessed_dataset", lambda row: {"input_ids": row["input_ids"][:-1]}),
+    "labels": ("_get_preprocessed_dataset", lambda row: {"labels": row["input_ids"]}),
+    "weights": ("_get_preprocessed_dataset", lambda row: {"weights": 1.0}),
+}
+"""By column: a pass of stock that does more than what is called by row."""
+
+
+@pytest.mark.parametrize("column", CHANGED)
+def test_a_pass_that_does_more_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str) -> None:
+    name, change = CHANGED[column]
+    stock = getattr(dataset, name)
+    monkeypatch.setattr(dataset, name, lambda *args, **kwargs: stock(*args, **kwargs).map(change))
+    with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} by row"):
+        load(config)
