@@ -34,7 +34,7 @@ from odb_factory.llamafactory import activation
 
 activation.activate()
 for path in map(Path, sys.argv[1:]):
-    overrides = ["eval_strategy='no'"]  # a plan leaves out the data set that it needs
+    overrides = []
     if "model_name_or_path: ./" in path.read_text():  # one that is to be made first is not here
         overrides.append("model_name_or_path=.")
     planned = read(path, overrides, ranks=16)

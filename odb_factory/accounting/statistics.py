@@ -207,10 +207,12 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def summary_line(summary: Mapping[str, Any]) -> str:
-    """summary: as `StepAccounting.summary` returns it."""
+def summary_line(summary: Mapping[str, Any], steps: int) -> str:
+    """summary: as `StepAccounting.summary` returns it. steps: optimizer steps since the run began or was resumed."""
+    before = summary["optimizer_steps"] - steps
     parts = [
-        f"done: {summary['samples']} samples in {summary['optimizer_steps']} optimizer steps",
+        f"done: {summary['samples']} samples in {steps} optimizer steps"
+        + (f" after {before} of a run before" * (before > 0)),
         f"{summary['micro_steps']} micro-batches on each rank, {summary['idle_micro_batches']} idle on all ranks",
         f"padding {summary['padding_ratio']:.1%}, balance {summary['balance']:.3f}",
     ]

@@ -27,7 +27,10 @@ BUDGETS = (0.25, 0.5, 1, 2, 4)
 """The budgets of the table, as multiples of the YAML's."""
 SECONDS, MOST_WORKERS, ROWS_A_WORKER = 60, 8, 64
 """Limits of the observation; what has been observed when the time is over is planned."""
-NOT_PLANNED = ("tf32", "ddp_backend", "pure_bf16", "deepspeed", "fsdp", "fsdp_config", "eval_dataset", "val_size")
+NOT_PLANNED = (
+    "tf32", "ddp_backend", "pure_bf16", "deepspeed", "fsdp", "fsdp_config",
+    "eval_dataset", "val_size", "eval_strategy", "load_best_model_at_end",
+)  # fmt: skip
 """Keys on which no plan depends, and which need an accelerator, several processes or a second data set."""
 QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 FOOTNOTE = """\

@@ -383,7 +383,7 @@ def log_what_differs(trainer: Any) -> None:
         logger.info(
             "neftune_noise_alpha: %g: the noise of a sample goes by its own length (padded micro-batches: by that of "
             "its row), in stock by that of its row, padded to the longest of its micro-batch; so shorter samples have "
-            "more noise than in stock, but for per_device_train_batch_size: 1",
+            "more noise than in stock, unless per_device_train_batch_size is 1",
             trainer.args.neftune_noise_alpha,
         )
 

@@ -255,7 +255,7 @@ class ODBRun:
             return
         summary = {"epochs": round(self.epoch, 4), **self.accounting.summary()}
         write_summary(self.output_dir, summary)
-        logger.info(summary_line(summary))
+        logger.info(summary_line(summary, int(self.accounting.total["optimizer_steps"])))
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: report it to the others, unless they know, and end everything here."""
