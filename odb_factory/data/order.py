@@ -266,6 +266,10 @@ def length_of(source: Any) -> int | None:
         return None
 
 
+MOST_DRAWN = 100_000_000
+"""Indices of a sampler, beside its `__len__`."""
+
+
 def checksum(order: np.ndarray) -> int:
     """Of an order, to compare between ranks and runs."""
     return zlib.crc32(order.tobytes())
@@ -309,7 +313,14 @@ class ShardSampler(Sampler[int]):
         return map(int, self.order[np.append(np.array(held, np.int64), rest)])
 
     def _draw(self) -> np.ndarray:
-        return np.fromiter(map(_index, self.sampler), np.int64)
+        most = MOST_DRAWN + (length_of(self.sampler) or 0)
+        order = np.fromiter(map(_index, itertools.islice(self.sampler, most)), np.int64)
+        if len(order) == most:
+            raise ConfigError(
+                f"sampler: an epoch of it has {most:,} rows or more, or never ends; let it end, or take its rows from "
+                "a torch.utils.data.IterableDataset."
+            )
+        return order
 
     def compare(self, fingerprints: Sequence[int]) -> str | None:
         """Why the ranks, with these fingerprints, cannot go on; None if they can."""

@@ -204,15 +204,20 @@ class EpochPlanner(ABC):
         """
         start = plan.starts[self.rank]
         by_row = {start + i: entry.sample for i, entry in enumerate(held)}
-        self._task = "redistributing samples" if plan.moves else ""
-        if not plan.moves:
-            return by_row
         table, _, owner = self._table
+        # A rank that holds nothing and gets nothing, such as one whose part of a stream is empty, idles with a sample
+        # of another.
+        is_idle = np.bincount(owner, minlength=len(plan.groups)) == 0
+        is_idle &= [self.context.balance and len(table) > 0 and not any(groups) for groups in plan.groups]
+        if not plan.moves and not is_idle.any():
+            self._task = ""
+            return by_row
+        self._task = "redistributing samples"
         size_of, owner_of = table["bytes"].tolist(), owner.tolist()
         outgoing: dict[int, list[int]] = {}
         incoming: dict[int, list[int]] = {}
         for taker, groups in enumerate(plan.groups):
-            for number in itertools.chain.from_iterable(groups):
+            for number in [int(table["row_tokens"].argmin())] if is_idle[taker] else itertools.chain(*groups):
                 if taker == self.rank != owner_of[number]:
                     incoming.setdefault(owner_of[number], []).append(number)
                 elif taker != self.rank == owner_of[number]:
@@ -226,6 +231,7 @@ class EpochPlanner(ABC):
             for number in numbers:
                 by_row[number] = pickle.loads(content[place : place + size_of[number]])
                 place += size_of[number]
+        self._idle_sample = self._idle_sample or next(iter(by_row.values()), None)
         self._task = ""
         return by_row
 
@@ -297,7 +303,7 @@ class EpochPlanner(ABC):
         )
         micro_batches, context = [], self.context
         for number, (light, infos, totals, _) in enumerate(planned):
-            if not light:  # idle: the shortest sample of the last buffer, or any usable row
+            if not light:  # idle: the shortest sample of the last buffer, one of another rank's, or any usable row
                 self._idle_sample = self._idle_sample or context.stand_in()
                 light = [self._idle_sample]
             micro_batch = MicroBatch(step=step, index=number, samples=infos, totals=totals, light=light)

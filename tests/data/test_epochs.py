@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -233,6 +234,23 @@ def test_streams_that_were_split_before_keep_stocks_micro_batches(
             assert one.step.num_stock_means == len(batches)
             assert [sample.stock_units for sample in one.samples] == [divided_by[id] for id in one.ids]
     assert ids_of(taken) == usable(rows)
+
+
+class OneHasAll(SplitStream):
+    def __init__(self, rows: Sequence[Any], rank: int, world_size: int):
+        self.rows = [] if rank else rows
+
+
+SMALL_ROUNDS = {"fill": {"balance": True, "buffer_size": 1}, "keep": KEEP | {"batch_size": 1, "accumulation": 1}}
+
+
+@pytest.mark.parametrize("mode", SMALL_ROUNDS)
+def test_a_rank_whose_part_of_a_stream_is_empty_idles_with_what_others_have(mode: str) -> None:
+    """I2: also if there is one sample at a time for all ranks."""
+    options = {"stream": OneHasAll, "stock_mean": MEAN_OF_MICRO_BATCH} | SMALL_ROUNDS[mode]
+    taken, _ = run([5] * 9, world_size=2, **options)
+    assert ids_of(taken) == Counter(range(0, 18, 2))
+    assert any(one.idle for one in taken[1])
 
 
 # Ranks that do not reach the end of an epoch
