@@ -258,7 +258,7 @@ def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeyp
     assert max(len(line["ids"]) for line in audit(tmp_path / "flat")) > 1
     assert not models["flat"].get_input_embeddings()._forward_hooks
     (told,) = [message for message in caplog.messages if message.startswith("neftune_noise_alpha: 20: ")]
-    assert "per_device_train_batch_size: 1" in told and "\n" not in told
+    assert "per_device_train_batch_size" in told and "\n" not in told
 
 
 def test_a_stream_is_looked_at_only_where_flat_is_asked_for(
