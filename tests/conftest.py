@@ -12,6 +12,11 @@ import pytest
 
 from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
+# Here, where the process that starts those of pytest-xdist reads it: torch counts its threads when it is imported.
+# Tiny models gain nothing from threads, and worker processes share the cores with them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # No timed assertions: a machine may be busy. The same examples in every run, so that a change is judged by what it
 # changes; `pytest --hypothesis-profile=search` draws others.
 hypothesis.settings.register_profile("odb", deadline=None, derandomize=True)

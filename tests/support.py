@@ -32,9 +32,6 @@ from odb_factory.model.known import Known
 
 BIN = Path(sys.executable).parent
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as in an activated environment
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Tiny models gain nothing from threads, and worker processes share the cores with them.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHIMS = Path(__file__).parent / "distributed" / "shims"
 """Its `sitecustomize` runs first in every process that a test starts."""
