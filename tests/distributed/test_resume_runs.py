@@ -56,7 +56,8 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audi
         run.end(60)
     # A checkpoint that the kill has cut off would be refused in one line.
     for folder in out.glob("checkpoint-*"):
-        if not (folder / "trainer_state.json").exists():
+        state = folder / "trainer_state.json"
+        if not (state.exists() and state.read_text().endswith("}\n")):
             shutil.rmtree(folder)
     run.folder.rename(run.folder.with_name("first_logs"))  # those of a second run stand beside them
     audits = []
