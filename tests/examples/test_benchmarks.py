@@ -73,7 +73,7 @@ def test_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--quick"], id="quick", marks=pytest.mark.nightly),
+        pytest.param(["--quick"], id="quick"),
         *(
             pytest.param(["--model", model], id=model, marks=pytest.mark.nightly)
             for model in ("qwen3_1_7b", "qwen2_5_vl_7b")
