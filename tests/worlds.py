@@ -19,13 +19,9 @@ from thread_ranks import LOST, Seat, run_ranks
 from torch.utils.data import BatchSampler, IterableDataset
 from toy import core_loader, cost_of
 
-from odb_factory.data import loader
-from odb_factory.data.agreement import releases
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import CollectiveError
 from odb_factory.planner import Budget, Collation, Cost
-
-loader.releases = functools.cache(releases)  # they take more time than a tiny epoch
 
 Row = int | Cost | str
 """A sample of so many tokens or of this cost; 0, or the name of a fate (of `toy.Observer`): it is left out."""

@@ -210,9 +210,9 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 def summary_line(summary: Mapping[str, Any], steps: int) -> str:
     """summary: as `StepAccounting.summary` returns it. steps: optimizer steps since the run began or was resumed."""
     before = summary["optimizer_steps"] - steps
+    resumed = f" after {before} of a run before" if before else ""
     parts = [
-        f"done: {summary['samples']} samples in {steps} optimizer steps"
-        + (f" after {before} of a run before" * (before > 0)),
+        f"done: {summary['samples']} samples in {steps} optimizer steps{resumed}",
         f"{summary['micro_steps']} micro-batches on each rank, {summary['idle_micro_batches']} idle on all ranks",
         f"padding {summary['padding_ratio']:.1%}, balance {summary['balance']:.3f}",
     ]

@@ -109,25 +109,23 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
 
         training = read(Path("my.yaml"), ["odb.token_budget=8192"], ranks=8)
     """
-    from omegaconf import OmegaConf
-
     from odb_factory.llamafactory import launch
-    from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten, without_null
+    from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten
 
     # What is wrong with the YAML is reported before anything heavy is imported.
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         why = "not a YAML file" if path.exists() else "there is no such file"
         raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
-    if is_given(given := launch.read(str(path), overrides=overrides)):
-        checked(given, logs=False)
-    keys: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
-    if not isinstance(keys, dict) or not keys.get("do_train"):
+    keys = launch.arguments_of(str(path), overrides)
+    if is_given(keys):
+        checked(keys, logs=False)
+    if not keys.get("do_train"):
         raise ConfigError(f"{path}: do_train is not true, so it trains nothing; give the YAML that you train with.")
     from llamafactory.extras.misc import get_device_count
     from llamafactory.hparams.parser import get_train_args
 
     # Budgets that the training chooses, and what no plan depends on, are left out.
-    block = dict(without_null(keys, overrides).get("odb") or {})
+    block = dict(keys.get("odb") or {})
     if is_open := not isinstance(block.setdefault("token_budget", "auto"), int):
         block = {key: value for key, value in block.items() if key != "memory_fraction"} | {"token_budget": 1}
     block |= {"max_patches": None} if block.get("max_patches") == "auto" else {}

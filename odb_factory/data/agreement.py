@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import platform
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,6 +29,7 @@ def block_settings(config: ODBConfig) -> dict[str, object]:
     return {f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS}
 
 
+@functools.cache
 def releases() -> dict[str, object]:
     """The releases that ranks compare: major.minor.patch of `PACKAGES`, major.minor of Python."""
     of_packages = {f"release of {name}": _release(installed_version(name)) for name in PACKAGES}

@@ -580,7 +580,7 @@ class ODBLoader:
         """Rows in the order of all ranks. Of a stream first those that this rank has drawn: a second iterator may move
         the file of the one under way, or end it."""
         if self.has_rows:
-            yield (self._order.order if len(self._order.order) else self._order.peek()).tolist()
+            yield map(int, self._order.order if len(self._order.order) else self._order.peek())
         else:
             yield list(self._first_seen)
             yield StreamReader(self._parts.dataset, 0, 1)

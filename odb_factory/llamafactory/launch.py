@@ -51,12 +51,17 @@ def become_torchrun(command: list[str], env: Mapping[str, str], **_: Any) -> Non
 
 
 def read(path: str = "", *, overrides: Sequence[str]) -> dict[str, Any]:
-    """The arguments that a YAML and its overrides give, without a block that `odb=null` has emptied; none if no word in
-    them is meant for odb_factory. Raises `ConfigError` for a YAML that cannot be read."""
+    """As `arguments_of`; none for what is no YAML, or has no word in it that is meant for odb_factory."""
     if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
         return {}
     if not any(map(MEANT.search, [Path(path).read_text(encoding="utf-8", errors="replace"), *overrides])):
         return {}
+    return arguments_of(path, overrides)
+
+
+def arguments_of(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The arguments that a YAML and its overrides give, without a block that `odb=null` has emptied; none if it holds
+    no mapping. Raises `ConfigError` for a YAML that cannot be read."""
     try:
         args: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
     except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is no text

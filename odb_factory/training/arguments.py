@@ -51,17 +51,19 @@ class RunArguments:
 
     @property
     def accumulation(self) -> int:
-        return getattr(self._args, GAS) if GAS not in self.user_values else self.user_values[GAS]
+        return self.user_values.get(GAS, getattr(self._args, GAS))
 
     def hide(self) -> None:
         """From here on they are as a run needs them, for the Trainer and for DeepSpeed."""
         args, kind = self._args, type(self._args)
         self.user_values.update({name: getattr(args, name) for name in RUNNING if hasattr(args, name)})
         for config in self._engine_configs:
-            sizes = {key: config[key] for key in (TRAIN_BATCH,) if key in config}  # which the Trainer may fill in
+            values = {GAS: 1}
             if isinstance(config.get(MICRO_BATCH), int):
-                sizes[TRAIN_BATCH] = config[MICRO_BATCH] * args.world_size
-            self._restore.enter_context(_updated(config, {GAS: 1, **sizes}))
+                values[TRAIN_BATCH] = config[MICRO_BATCH] * args.world_size
+            elif TRAIN_BATCH in config:  # the Trainer may fill it in; as it is now it shall be afterwards
+                values[TRAIN_BATCH] = config[TRAIN_BATCH]
+            self._restore.enter_context(_updated(config, values))
         self._restore.enter_context(_updated(vars(args), {name: RUNNING[name] for name in self.user_values}))
         self._restore.callback(setattr, args, "__class__", kind)
         args.__class__ = _shows(kind, self.user_values)

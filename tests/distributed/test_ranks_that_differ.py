@@ -15,6 +15,7 @@ from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from support import training_config
 
+from odb_factory.data import agreement
 from odb_factory.errors import ODBError
 
 LORA = {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": 16}
@@ -51,7 +52,9 @@ def another_release(package: str, version: str | None) -> Iterator[None]:
 
     target, stand_in = (platform, "python_version") if package == "Python" else (metadata, "version")
     with mock.patch.object(target, stand_in, (lambda: version) if package == "Python" else found):
+        agreement.releases.cache_clear()
         yield
+    agreement.releases.cache_clear()
 
 
 def ended(config: dict[str, Any]) -> str:
