@@ -453,7 +453,8 @@ class ODBLoader:
     def release(self) -> None:
         """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
 
-        A thread ends the rest, the planning thread and the connections of the ranks.
+        A thread ends the rest, the planning thread and the connections of the ranks. At the end of the program this
+        one does: the interpreter must not be taken down under a thread that computes.
         """
         current, self.under_way = self.under_way, None
         if current is not None:
@@ -466,7 +467,10 @@ class ODBLoader:
                 current.close(ABORT_S)
             self._ranks.close()
 
-        threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
+        if threading.main_thread().is_alive():
+            threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
+        else:
+            close_rest()
 
     def _begin(self) -> Pass:
         cursor, ranks = self._cursor, self._ranks

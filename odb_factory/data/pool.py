@@ -56,6 +56,7 @@ POLL_S = 0.2
 """How often a thread that waits for a result looks at other things."""
 JOIN_S = 5.0
 """A killed process is waited for this long."""
+DECIDED_BY_PARENT = (signal.SIGINT, signal.SIGTERM)
 NO_WORKER = torch.zeros(0, 2, dtype=torch.int64)
 CLOSED = "odb: this loader has been closed; make another one."
 MOST_NAMED = 8
@@ -135,6 +136,7 @@ def _begin(setup: _Setup) -> None:
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the training process too, which ends the pool
     signal.signal(signal.SIGTERM, _pass_over if setup.outlives else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DECIDED_BY_PARENT)
     threading.Thread(target=_end_with_parent, name="odb-parent-watch", daemon=True).start()
     torch.set_num_threads(1)
     try:
@@ -315,6 +317,8 @@ class Pool:
         )
         self._processes, self._owner = context.processes, os.getpid()
         _pools.add(self)
+        # A worker that is being forked has the handlers of this process, which must not run in it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, DECIDED_BY_PARENT)
         try:
             for _ in range(self.num_workers):  # the first starts all workers that are forked, each starts a spawned one
                 executor.submit(os.getpid)
@@ -322,6 +326,7 @@ class Pool:
             self.close()
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for _, worker_end in pairs:
                 worker_end.close()
 
@@ -329,13 +334,14 @@ class Pool:
         """Have `work.name(*args)` computed. rows: that it is about."""
         if not self.num_workers:
             return Pending(self, partial(getattr(self.work, name), *args), rows)
-        executor = self._executor
-        if executor is None:
-            raise ConfigError(CLOSED)
         try:
-            return Pending(self, executor.submit(_run, name, args), rows)
+            if self._executor is None:
+                raise RuntimeError
+            return Pending(self, self._executor.submit(_run, name, args), rows)
         except BrokenProcessPool:
             raise DataError(self.why_broken()) from None
+        except RuntimeError:  # of an executor that is shut down, too
+            raise ConfigError(CLOSED) from None
 
     def map(
         self, name: str, calls: Iterable[tuple[tuple[Any, ...], Sequence[int]]], ahead: int
@@ -397,17 +403,19 @@ class Pool:
 
     def close(self) -> None:
         """End the workers, whatever they are doing. `start` starts other ones."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            _pools.discard(self)
-            executor.shutdown(wait=False, cancel_futures=True)
-            self._kill()
-            self._processes, self._connections, self._table = [], [], NO_WORKER  # they hold file descriptors
+        executor = self._executor
+        # A copy, in a process that was forked later, may hold a lock of the executor that nobody releases there.
+        if executor is None or os.getpid() != self._owner:
+            return
+        executor.shutdown(wait=False, cancel_futures=True)
+        self._kill()
+        # Last: the handler of a signal may raise at any line above, and `_close_all` then calls this again.
+        self._processes, self._connections, self._table = [], [], NO_WORKER  # they hold file descriptors
+        self._executor = None
+        _pools.discard(self)
 
     def _kill(self) -> None:
         started = [process for process in self._processes if process.pid is not None]
-        if os.getpid() != self._owner:  # a copy, in a process that was forked later
-            return
         for process in started:
             process.kill()
         for process in started:
@@ -436,6 +444,9 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 def _close_all() -> None:
     for pool in list(_pools):
         pool.close()
+    for thread in threading.enumerate():  # Python wakes those of executors next, by a pipe that such a thread may close
+        if type(thread).__module__ == ProcessPoolExecutor.__module__:
+            thread.join(JOIN_S)
 
 
 # A program that ends without closing its loader: Python waits for all that is submitted before it calls what `atexit`

@@ -234,6 +234,7 @@ def test_memory_and_descriptors_stay_the_same_over_epochs() -> None:
 
 PROGRAM = """
 import os, signal, sys, time
+from multiprocessing import util
 sys.path.insert(0, {tests!r})
 from toy import Rows, pad
 from odb_factory import ODBDataLoader, pop_step_info
@@ -246,12 +247,14 @@ class Slow(Rows):
 
 if {handles!r}:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-loader = ODBDataLoader(Slow(), num_workers=2, collate_fn=pad, token_budget=100, batch_size=8)
+if {end!r} == "return, handled":  # a signal that reaches workers before they have a handler of their own
+    util.register_after_fork(os, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+loader = ODBDataLoader(Slow(num_rows=128), num_workers=2, collate_fn=pad, token_budget=100, batch_size=8)
 for number, batch in enumerate(loader):
     pop_step_info(batch)
     if number == 0:
         print("ready", flush=True)
-        if {end!r} == "return":
+        if {end!r}.startswith("return"):
             break
         if {end!r} == "raise":
             raise ValueError("of the user")
@@ -259,17 +262,19 @@ for number, batch in enumerate(loader):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("end", ["return", "raise", "SIGINT", "SIGTERM", "SIGTERM handled", "SIGKILL"])
+@pytest.mark.parametrize(
+    "end", ["return", "return, handled", "raise", "SIGINT", "SIGTERM", "SIGTERM, handled", "SIGKILL"]
+)
 def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, tmp_path: Path) -> None:
     """Its workers are at rows that never end; the signal reaches all processes, as from a terminal or a scheduler."""
-    handles = end == "SIGTERM handled"
+    handles = end.endswith("handled")
     code = PROGRAM.format(tests=str(TESTS), handles=handles, end=end)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        name = end.split()[0]
+        name = end.split(",")[0]
         if name == "SIGKILL":
             process.kill()
         elif name.startswith("SIG"):
@@ -279,7 +284,8 @@ def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, 
         while (left := _group(process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left
-        assert (process.returncode == 7) is handles
+        ends = {"return": 0, "raise": 1, "SIGTERM": 7 if handles else -signal.SIGTERM}
+        assert process.returncode == ends.get(name, -getattr(signal, name, 0))
     finally:
         for pid in _group(process.pid):
             os.kill(pid, signal.SIGKILL)
