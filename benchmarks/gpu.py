@@ -148,9 +148,8 @@ def _save_model(model: Model, place: Path, text: str, tiny: bool) -> None:
     else:
         vision = model.vision | (TINY_VISION | {model.last: [1]} if tiny else {}) | {"patch_size": model.patch}
         names = ("image_pad", "video_pad", "vision_start", "vision_end")
-        ids = {
-            f"{name.removesuffix('_pad')}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names
-        }
+        number = tokenizer.convert_tokens_to_ids
+        ids = {f"{name.removesuffix('_pad')}_token_id": number(f"<|{name}|>") for name in names}
         config = getattr(transformers, f"{model.kind}Config")(
             text_config=text_config, vision_config=vision,
             tie_word_embeddings=text_config.get("tie_word_embeddings", False), **ids,
@@ -445,8 +444,7 @@ def _last_line(log: Path) -> str:
 
 
 def results_of(folder: Path, model: str) -> list[Result]:
-    paths = sorted((folder / model).glob("*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / model).glob("*.json"))]
 
 
 def best_rows(folder: Path, model: str) -> int:
@@ -488,13 +486,12 @@ def table(model: str, dataset: str, results: Sequence[Result]) -> str:
     for name, one in found.items():
         cells = [one.get("failed", ""), *[""] * (len(head) - 1)]
         if "seconds" in one:
-            speed, (needed, again) = one["real_tokens"] / one["seconds"], operations(MODELS[model], one)
-            shares = (needed, needed + again)
-            peak = one["peak_operations"]
+            speed, peak = one["real_tokens"] / one["seconds"], one["peak_operations"]
+            needed, again = operations(MODELS[model], one)
             cells = [
                 f"{speed:,.0f}",
                 f"{speed / best:.2f} x" if best else "",
-                *(f"{share / one['seconds'] / peak:.1%}" if peak else "" for share in shares),
+                *(f"{share / one['seconds'] / peak:.1%}" if peak else "" for share in (needed, needed + again)),
                 f"{one['forward_tokens'] / one['computed_tokens'] - 1:.0%}",
                 f"{one['peak'] / 2**30:.1f}",
                 f"{one['micro_batches'] / one['optimizer_steps']:.1f}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ def parts(tiny: bool, quick: bool) -> Result:
     for name, part in {
         "patch_embedding": lambda: patch_embedding(device, 64 if tiny else 8192),
         "attention": lambda: attention(device, tiny),
-        **{f"head, {tokens} x {width}": _head_of(device, tokens, width, tiny) for tokens, width in shapes},
+        **{
+            f"head, {shape[0]} x {shape[1]}": partial(head, device, *shape, 512 if tiny else 151936) for shape in shapes
+        },
     }.items():
         try:
             found[name] = part()
@@ -113,10 +116,6 @@ def attention(device: Any, tiny: bool) -> Result:
         "padded": lambda: sdpa(*padded, is_causal=True).sum().backward(),
     }
     return {"tokens": sum(lengths)} | compared(device, runs, clear)
-
-
-def _head_of(device: Any, tokens: int, width: int, tiny: bool) -> Callable[[], Result]:
-    return lambda: head(device, tokens, width, 512 if tiny else 151936)
 
 
 def head(device: Any, tokens: int, width: int, vocabulary: int) -> Result:

@@ -12,7 +12,6 @@ samples/s     of an epoch, for a consumer that takes no time
 CPU           milliseconds a sample, of the training process alone, and with its workers
 first batch   seconds from the making of the loader
 resume        seconds from the making of a loader to its first batch, with the state after 90 % of the epoch
-growth        memory of all processes (MiB, proportional set size) at the end minus that after a tenth of the epochs
 processes     of the loader, beside the training process
 """
 
@@ -27,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +81,8 @@ class Pictures(Text):
 
     def __init__(self, num_rows: int, folder: Path, num_files: int = 64):
         super().__init__(num_rows, median=50, longest=512)
-        rng, self.files = (
-            np.random.default_rng(1),
-            [folder / f"{k}.{'jpg' if k % 2 else 'png'}" for k in range(num_files)],
-        )
+        rng = np.random.default_rng(1)
+        self.files = [folder / f"{k}.{'jpg' if k % 2 else 'png'}" for k in range(num_files)]
         for path in self.files:
             size = tuple(int(edge) for edge in rng.integers(128, 448, 2))
             Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize(size).save(path)
@@ -154,35 +151,26 @@ class Work:
     step_samples: int = BATCH_SIZE * ACCUMULATION
 
     def loader(self) -> Any:
+        """A context, and in it the loader."""
         common = {"num_workers": self.workers, "collate_fn": Collator(self.rows), "shuffle": True}
         if self.name == "plain":
-            return DataLoader(self.rows, batch_size=BATCH_SIZE, **common)
+            return nullcontext(DataLoader(self.rows, batch_size=BATCH_SIZE, **common))
         global_batch_size = "fill" if self.name == "fill" else self.step_samples
         options = {"layout": self.layout, "global_batch_size": global_batch_size}
         return ODBDataLoader(self.rows, token_budget=self.token_budget, **options, **common)
 
 
-class Batches:
-    """The batches of one epoch after the other, and the number of samples in each."""
-
-    def __init__(self, work: Work):
-        self.loader = work.loader()
-
-    def epoch(self) -> Iterator[int]:
-        for batch in self.loader:
-            is_online = isinstance(self.loader, ODBDataLoader)
-            yield pop_step_info(batch).samples if is_online else len(batch["input_ids"])
-
-    def close(self) -> None:
-        if isinstance(self.loader, ODBDataLoader):
-            self.loader.close()
+def epoch_of(loader: Any) -> Iterator[int]:
+    """The number of samples in each batch of an epoch."""
+    for batch in loader:
+        yield pop_step_info(batch).samples if isinstance(loader, ODBDataLoader) else len(batch["input_ids"])
 
 
 def epoch(work: Work) -> dict[str, float]:
     mine, all_of_us = cpu_s(), cpu_s(workers=True)
     started, first, samples = time.perf_counter(), 0.0, 0
-    with closing(Batches(work)) as batches:
-        for number in batches.epoch():
+    with work.loader() as loader:
+        for number in epoch_of(loader):
             first = first or time.perf_counter() - started
             samples += number
             if samples == number:
@@ -203,46 +191,25 @@ def cpu_s(*, workers: bool = False) -> float:
 
 def start(work: Work) -> dict[str, float]:
     started = time.perf_counter()
-    with closing(Batches(work)) as batches:
-        next(batches.epoch())
+    with work.loader() as loader:
+        next(epoch_of(loader))
         return {"first_batch_s": time.perf_counter() - started}
 
 
 def resume(work: Work) -> dict[str, float]:
     """The state after 90 % of the epoch comes from a loader that has yielded it."""
     samples = 0
-    with closing(Batches(work)) as batches:
-        for number in batches.epoch():
+    with work.loader() as loader:
+        for number in epoch_of(loader):
             samples += number
             if samples >= 0.9 * len(work.rows):
                 break
-        state = batches.loader.state_dict()
+        state = loader.state_dict()
     started = time.perf_counter()
-    with closing(Batches(work)) as batches:
-        batches.loader.load_state_dict(state)
-        next(batches.epoch())
+    with work.loader() as loader:
+        loader.load_state_dict(state)
+        next(epoch_of(loader))
         return {"resume_s": time.perf_counter() - started}
-
-
-def growth(work: Work, num_epochs: int) -> dict[str, float]:
-    micro_batches, before = 0, 0.0
-    with closing(Batches(work)) as batches:
-        for number in range(num_epochs):
-            micro_batches += sum(1 for _ in batches.epoch())
-            if number == max(num_epochs // 10 - 1, 0):
-                before = memory_mib()
-        return {"growth_mib": memory_mib() - before, "micro_batches": micro_batches}
-
-
-def memory_mib() -> float:
-    """Of this process and its workers: private pages, shared ones by their share."""
-    me, total = psutil.Process(), 0
-    for process in (me, *me.children(recursive=True)):
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:  # ended in the meantime
-            continue
-    return total / 2**20
 
 
 def alone(function: Any, *arguments: Any) -> dict[str, float]:
@@ -251,14 +218,12 @@ def alone(function: Any, *arguments: Any) -> dict[str, float]:
         return process.submit(function, *arguments).result()
 
 
-def rounds(
-    function: Any, work: Work, names: Sequence[str], repeats: int, *more: Any
-) -> dict[str, list[dict[str, float]]]:
+def rounds(function: Any, work: Work, names: Sequence[str], repeats: int) -> dict[str, list[dict[str, float]]]:
     """The figures of each contestant, one entry a round."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(repeats):
         for name in names:
-            runs[name].append(alone(function, replace(work, name=name), *more))
+            runs[name].append(alone(function, replace(work, name=name)))
             print(f"{function.__name__}, round {number + 1}, {name}: {runs[name][-1]}", file=sys.stderr, flush=True)
     return runs
 
@@ -271,7 +236,6 @@ COLUMNS = {
     "all_cpu_ms": ("CPU with workers, ms", "{:.3f}"),
     "first_batch_s": ("first batch, s", "{:.2f}"),
     "resume_s": ("resume at 90 %, s", "{:.2f}"),
-    "growth_mib": ("growth, MiB", "{:.1f}"),
     "processes": ("processes", "{:.0f}"),
 }
 
@@ -285,7 +249,7 @@ def rows_of_table(part: str, runs: dict[str, list[dict[str, float]]]) -> tuple[l
         row: dict[str, Any] = {"part": part, "measure": key}
         for name, mine in runs.items():
             row[name] = statistics.median(one[key] for one in mine)
-        if "plain" in runs and key != "growth_mib":
+        if "plain" in runs:
             for name in ("keep", "fill"):
                 ratios = [own[key] / max(plain[key], 1e-9) for own, plain in zip(runs[name], runs["plain"])]
                 row[f"{name} / plain"] = statistics.median(ratios)
@@ -298,7 +262,7 @@ def rows_of_table(part: str, runs: dict[str, list[dict[str, float]]]) -> tuple[l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("text", "pictures", "start", "resume", "memory")
+    parts = ("text", "pictures", "start", "resume")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--workers", type=int, default=2, help="num_workers of every loader (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
@@ -306,18 +270,16 @@ def main() -> None:
     parser.add_argument("--text-rows", type=int, default=12_000)
     parser.add_argument("--picture-rows", type=int, default=1_500)
     parser.add_argument("--light-rows", type=int, default=1_000_000, help="of start and resume (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=20, help="of memory, each of 300 optimizer steps (%(default)s)")
     parser.add_argument("--short", action="store_true", help="one round of few rows: checks that everything runs")
     parser.add_argument("--json", type=Path, help="write one line of JSON for each row of the table")
     arguments = parser.parse_args()
     if arguments.short:
-        few = {"repeats": 1, "text_rows": 400, "picture_rows": 60, "light_rows": 4_000, "epochs": 2}
-        vars(arguments).update(few)
+        vars(arguments).update(repeats=1, text_rows=400, picture_rows=60, light_rows=4_000)
     torch.set_num_threads(1)
     cells, figures = [], []
 
-    def measure(part: str, function: Any, work: Work, names: Sequence[str], repeats: int, *more: Any) -> None:
-        shown, found = rows_of_table(part, rounds(function, work, names, repeats, *more))
+    def measure(part: str, function: Any, work: Work, names: Sequence[str], repeats: int) -> None:
+        shown, found = rows_of_table(part, rounds(function, work, names, repeats))
         cells.extend(shown)
         figures.extend(found)
 
@@ -334,12 +296,8 @@ def main() -> None:
         if "start" in arguments.parts:
             measure(size, start, light, CONTESTANTS, arguments.repeats)
         if "resume" in arguments.parts:
-            measure(
-                size, resume, replace(light, step_samples=max(64, arguments.light_rows // 250)), ("keep", "fill"), 1
-            )
-        if "memory" in arguments.parts:
-            few = Work(LightRows(300 * 16), token_budget=32, step_samples=16, **common)
-            measure(f"{arguments.epochs} epochs", growth, few, ("plain", "keep", "fill"), 1, arguments.epochs)
+            few_steps = replace(light, step_samples=max(64, arguments.light_rows // 250))
+            measure(size, resume, few_steps, ("keep", "fill"), 1)
     heads = [f"{arguments.workers} workers", *CONTESTANTS, "keep / plain", "fill / plain"]
     show(heads, cells, arguments.json, figures)
 

@@ -28,12 +28,9 @@ import argparse
 import contextlib
 import importlib.util
 import io
-import multiprocessing
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,8 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from shared import PROFILES, draw_lengths, show
+from shared import PROFILES, draw_lengths, in_processes, show
 from torch.nn.utils.rnn import pad_sequence
 
 from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info
@@ -339,27 +335,14 @@ def online_dynamic_batching(work: Work, rank: int, no_warmup: bool = False) -> I
         yield batch["input_ids"][:, 0].tolist() if info.loss_scale else []
 
 
-def run_rank(work: Work, name: str, rank: int, port: int) -> list[list[int]]:
+def run_rank(rank: int, work: Work, name: str) -> list[list[int]]:
     """In a process of its own."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, work.ranks, is_master=not rank)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=work.ranks)
-    try:
-        batches = list(LOADERS[name](work, rank))
-        dist.barrier()
-        return batches
-    finally:
-        dist.destroy_process_group()
+    return list(LOADERS[name](work, rank))
 
 
 def run_loader(work: Work, name: str) -> Cut:
     """Raises `RuntimeError` if it loses samples, and what a rank raises."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(work.ranks, multiprocessing.get_context("fork")) as processes:
-        jobs = [processes.submit(run_rank, work, name, rank, port) for rank in range(work.ranks)]
-        ranks = [job.result() for job in jobs]
+    ranks = in_processes(work.ranks, run_rank, work, name)
     emitted = sum(len(batch) for batches in ranks for batch in batches)
     if emitted != len(work.lengths):
         raise RuntimeError(f"{name}: {emitted} samples came out of {len(work.lengths)}")

@@ -11,7 +11,6 @@ gather     each rank sends P - 1 messages to its neighbour (gloo's ring all-gath
            tables, which the longest pads
 exchange   each rank sends one message to every rank that computes samples it holds, as the plan says, and receives as
            many; the slowest rank counts. Samples are pickled lists of token ids and labels
-sockets    of each rank: gloo connects every pair
 
 All of it runs ahead of the training, in a background thread: it costs time only if the sum is longer than the optimizer
 step. Trainings on more than 2,000 ranks have not been run anywhere: those rows are an extrapolation.
@@ -20,23 +19,20 @@ step. Trainings on more than 2,000 ranks have not been run anywhere: those rows 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import pickle
-import socket
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+import timeit
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from shared import PROFILES, draw_lengths, show
+from shared import PROFILES, draw_lengths, in_processes, show
 
 from odb_factory import plan_micro_batches
 
@@ -60,43 +56,17 @@ class Message:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Local processes over gloo.
-
-
-def in_processes(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What the function returns in each of these processes, which are connected."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as processes:
-        jobs = [processes.submit(connected, rank, ranks, port, function, *arguments) for rank in range(ranks)]
-        return [job.result() for job in jobs]
-
-
-def connected(rank: int, ranks: int, port: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, ranks, is_master=not rank)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    try:
-        return function(rank, *arguments)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
+# Between local processes.
 
 
 def ping_pong(rank: int, size: int, count: int) -> float:
-    """Seconds of a message."""
+    """Seconds of a message, as the fastest tenth: what other processes on the machine take does not count."""
     tensor, seconds = torch.zeros(size, dtype=torch.uint8), []
     for _ in range(count):
         started = time.perf_counter()
         for turn in range(2):
             dist.send(tensor, 1 - rank) if turn == rank else dist.recv(tensor, 1 - rank)
         seconds.append((time.perf_counter() - started) / 2)
-    return undisturbed(seconds)
-
-
-def undisturbed(seconds: list[float]) -> float:
-    """The fastest tenth takes no longer: what other processes on the machine take does not count."""
     return float(np.quantile(seconds, 0.1))
 
 
@@ -115,7 +85,7 @@ def gather_once(rank: int, size: int, count: int) -> float:
             own = torch.zeros(length, dtype=torch.uint8)
             dist.all_gather([torch.empty_like(own) for _ in range(dist.get_world_size())], own)
         seconds.append(time.perf_counter() - started)
-    return undisturbed(seconds)
+    return float(np.quantile(seconds, 0.1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,37 +121,25 @@ def exchange(rank_of: np.ndarray, samples: int, sizes: np.ndarray, ranks: int, m
     """rank_of [n]: the rank that computes each sample; rank r holds those of the r-th block of `samples`."""
     holder = np.arange(len(rank_of)) // samples
     moved = np.flatnonzero(holder != rank_of)
-    peers: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-    for source, taker in zip(holder[moved].tolist(), rank_of[moved].tolist()):
-        peers[source].add((source, taker))
-        peers[taker].add((source, taker))
+    pairs = np.unique(np.stack((holder[moved], rank_of[moved])), axis=1)
+    messages = np.bincount(pairs.ravel(), minlength=ranks)
     traffic = np.bincount(holder[moved], sizes[moved], ranks) + np.bincount(rank_of[moved], sizes[moved], ranks)
-    seconds = [message.seconds(traffic[rank], len(peers[rank])) for rank in range(ranks)]
-    most = max((len(pairs) for pairs in peers.values()), default=0)
-    return {"exchange_s": max(seconds), "messages": most, "moved": len(moved) / len(rank_of)}
-
-
-def cpu_s(function: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """The result, and the median of CPU seconds."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.process_time()
-        result = function()
-        seconds.append(time.process_time() - started)
-    return result, statistics.median(seconds)
+    seconds = max(map(message.seconds, traffic.tolist(), messages.tolist()))
+    return {"exchange_s": seconds, "messages": int(messages.max()), "moved": len(moved) / len(rank_of)}
 
 
 def optimizer_step(ranks: int, samples: int, arguments: argparse.Namespace, message: Message) -> dict[str, Any]:
     lengths = draw_lengths(arguments.profile, ranks * samples)
     options = {"token_budget": arguments.token_budget, "ranks": ranks, "layout": arguments.layout}
-    plan, plan_s = cpu_s(lambda: plan_micro_batches(lengths, **options, overlong="singleton"), arguments.repeats)
+    planning = partial(plan_micro_batches, lengths, **options, overlong="singleton")
+    seconds = timeit.repeat(planning, timer=time.process_time, number=1, repeat=arguments.repeats)
     rank_of = np.zeros(len(lengths), np.int64)
-    for rank, micro_batches in enumerate(plan):
+    for rank, micro_batches in enumerate(plan := planning()):
         rank_of[[index for micro_batch in micro_batches for index in micro_batch]] = rank
-    row = {"ranks": ranks, "samples": samples, "micro_steps": len(plan[0]), "plan_s": plan_s}
+    row = {"ranks": ranks, "samples": samples, "micro_steps": len(plan[0]), "plan_s": statistics.median(seconds)}
     row |= {"gather_s": gather_s(ranks, samples, message), "reading_s": reading_s(ranks, samples)}
     row |= exchange(rank_of, samples, bytes_of_samples(lengths), ranks, message)
-    return row | {"sockets": ranks - 1, "is_measured": ranks <= UNMEASURED}
+    return row | {"is_measured": ranks <= UNMEASURED}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,8 +147,7 @@ def optimizer_step(ranks: int, samples: int, arguments: argparse.Namespace, mess
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    planned, modelled = ["8x256", "64x32", "1024x32"], [f"{ranks}x32" for ranks in (16, 64, 256, 1024, 2048, 4096)]
-    sizes = sorted({*planned, *modelled}, key=lambda size: int(size.split("x")[0]))
+    sizes = ["8x256", *(f"{ranks}x32" for ranks in (16, 64, 256, 1024, 2048, 4096))]
     parser.add_argument("--sizes", nargs="+", default=sizes, help="RANKSxSAMPLES of a rank (%(default)s)")
     parser.add_argument("--profile", choices=PROFILES, default="mm_mix")
     parser.add_argument("--token-budget", type=int, default=16_384)
@@ -215,13 +172,13 @@ def main() -> None:
         times = (f"{1e3 * row[key]:,.1f}" for key in ("plan_s", "gather_s", "reading_s", "exchange_s"))
         mark = "" if row["is_measured"] else " (unmeasured)"
         cells.append([f"{ranks:,} x {samples}{mark}", f"{row['micro_steps']}", *times, f"{row['messages']:,}"])
-        cells[-1] += [f"{row['moved']:.0%}", f"{row['sockets']:,}"]
+        cells[-1].append(f"{row['moved']:.0%}")
     for ranks in arguments.check:
         seconds = statistics.median(in_processes(ranks, gather_once, len(table_of_a_rank(32)), 20))
         figures.append({"ranks": ranks, "real_gather_s": seconds, "gather_s": gather_s(ranks, 32, message)})
-        cells.append([f"{ranks:,} x 32, real processes", "-", "-", f"{1e3 * seconds:,.1f}", *["-"] * 5])
+        cells.append([f"{ranks:,} x 32, real processes", "-", "-", f"{1e3 * seconds:,.1f}", *["-"] * 4])
     heads = ["ranks x samples", "micro-steps", "plan, ms", "gather, ms", "reading, ms", "exchange, ms", "messages"]
-    show([*heads, "moved", "sockets"], cells, arguments.json, figures)
+    show([*heads, "moved"], cells, arguments.json, figures)
 
 
 if __name__ == "__main__":

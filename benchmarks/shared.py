@@ -1,15 +1,20 @@
-"""What the scripts of this folder share: lengths of samples, a table on the terminal, a file of JSON lines."""
+"""What the scripts of this folder share: lengths, ranks as local processes, a table, a file of JSON lines."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 SHORTEST, LONGEST = 16, 8192
 """Lengths are clipped to this range (tokens)."""
@@ -42,6 +47,28 @@ def draw_lengths(profile: str, count: int, seed: int = 0) -> np.ndarray:
     """int64 [count], tokens, in random order."""
     drawn = PROFILES[profile](np.random.default_rng(seed), count)
     return np.clip(drawn, SHORTEST, LONGEST).astype(np.int64)
+
+
+def in_processes(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(rank, *arguments)` returns in each of these processes, which gloo connects."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as processes:
+        jobs = [processes.submit(_connected, rank, ranks, port, function, *arguments) for rank in range(ranks)]
+        return [job.result() for job in jobs]
+
+
+def _connected(rank: int, ranks: int, port: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, ranks, is_master=not rank)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        result = function(rank, *arguments)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
 
 
 def machine() -> str:

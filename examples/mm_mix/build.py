@@ -18,14 +18,11 @@ from odb_factory.cli.mm_mix import (
     Row,
     apportion,
     build_builtin_mix,
-    make_row,
     num_validation,
     write_mix,
 )
 from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
 from odb_factory.errors import DataError, ODBError
-
-PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp"}
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,7 @@ class Source:
     """A data set on disk and its weight: its share of the rows is its weight over the sum of weights.
 
     `path` is a .json or .jsonl file of rows with `messages` (role, content) or `conversations`
-    (from, value) and, if any, `images` and `videos` (paths, relative ones from the file's folder),
-    or a folder of pictures, each with its text in a .txt file of the same name.
+    (from, value) and, if any, `images` and `videos` (paths, relative ones from the file's folder).
     """
 
     path: Path
@@ -81,15 +77,6 @@ def build_mix(folder: Path, *, sources: Sequence[Source], samples: int | None = 
 
 def _read(path: Path) -> list[Row]:
     """The rows of a source as they stand there."""
-    if path.is_dir():
-        pictures = sorted(picture for picture in path.iterdir() if picture.suffix.lower() in PICTURE_SUFFIXES)
-        pairs = ((picture.name, picture.with_suffix(".txt")) for picture in pictures)
-        question = "<image>Describe the picture."
-        return [
-            make_row((question, text.read_text("utf-8").strip()), images=[name])
-            for name, text in pairs
-            if text.exists()
-        ]
     try:
         text = path.read_text("utf-8")
         lines = path.suffix == ".jsonl"
@@ -113,8 +100,7 @@ def _standard_row(record: Row, path: Path, number: int) -> Row:
         raise DataError(f"{path}, row {number}: no `messages` and no `conversations`; has {', '.join(record)}.")
     row: Row = {"messages": messages}
     for kind in ("images", "videos"):
-        home = path if path.is_dir() else path.parent
-        row[kind] = [str((home / name).resolve()) for name in record.get(kind) or []]
+        row[kind] = [str((path.parent / name).resolve()) for name in record.get(kind) or []]
         for name in row[kind]:
             if not Path(name).is_file():
                 raise DataError(f"{path}, row {number}: {name} is not there.")
@@ -124,7 +110,7 @@ def _standard_row(record: Row, path: Path, number: int) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("mm_mix_data"), help="where to write (%(default)s)")
-    parser.add_argument("--source", action="append", metavar="PATH[:weight]", help="JSON, JSONL or folder; repeatable")
+    parser.add_argument("--source", action="append", metavar="PATH[:weight]", help="JSON or JSONL; repeatable")
     parser.add_argument("--samples", type=int, help="training rows (600; with --source: all the weights allow)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny-model", type=Path, metavar="FOLDER", help="also make a tiny random Qwen3-VL there")

@@ -22,26 +22,23 @@ def load(folder: Path, name: str = "mm_mix") -> list[dict]:
 
 @pytest.fixture
 def own_sources(tmp_path: Path) -> list[Any]:
-    """48 rows of JSONL with pictures, 64 of JSON conversations, 40 photos with texts; weights 1, 2, 1."""
+    """48 rows of JSONL with pictures, 64 of JSON conversations, 40 captions; weights 1, 2, 1."""
     root = tmp_path / "sources"
     (root / "photos").mkdir(parents=True)
-    for i in range(40):
-        Image.new("RGB", (32, 32)).save(root / "photos" / f"{i}.png")
-        (root / "photos" / f"{i}.txt").write_text(f"photo {i}\n")
-    (root / "photos" / "untold.txt").write_text("a text without a picture")
-    rows = [
-        {
-            "messages": [{"role": "user", "content": f"<image>ocr {i}"}, {"role": "assistant", "content": "x"}],
-            "images": ["photos/0.png"],
-        }
-        for i in range(48)
-    ]
-    (root / "ocr.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    Image.new("RGB", (32, 32)).save(root / "photos" / "0.png")
+
+    def rows(task: str, number: int) -> str:
+        answer = {"role": "assistant", "content": "x"}
+        turns = ([{"role": "user", "content": f"<image>{task} {i}"}, answer] for i in range(number))
+        return "\n".join(json.dumps({"messages": messages, "images": ["photos/0.png"]}) for messages in turns) + "\n"
+
+    (root / "ocr.jsonl").write_text(rows("ocr", 48))
+    (root / "captions.jsonl").write_text(rows("caption", 40))
     talks = [
         {"conversations": [{"from": "human", "value": f"talk {i}"}, {"from": "gpt", "value": "y"}]} for i in range(64)
     ]
     (root / "talk.json").write_text(json.dumps(talks))
-    return [Source(root / "ocr.jsonl"), Source(root / "talk.json", 2.0), Source(root / "photos")]
+    return [Source(root / "ocr.jsonl"), Source(root / "talk.json", 2.0), Source(root / "captions.jsonl")]
 
 
 def test_own_sources_in_their_proportions_and_no_row_twice(tmp_path: Path, own_sources: list[Any]) -> None:
