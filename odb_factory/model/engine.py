@@ -36,7 +36,7 @@ def gradients_deferred(model: Any) -> Iterator[None]:
 
     DeepSpeed is told so by its accumulation boundary instead.
     """
-    modules = _of_fsdp2(model)
+    modules = [] if hasattr(model, "no_sync") else _of_fsdp2(model)
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
     try:

@@ -612,9 +612,8 @@ class Training:
         accelerator, engine = self.trainer.accelerator, self._engine
         if engine == "deepspeed":  # newer releases of accelerate do the same by `sync_gradients`
             model.set_gradient_accumulation_boundary(is_last)
-        syncs = (
-            is_last or engine == "deepspeed" or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        )
+        syncs = is_last or engine in ("deepspeed", "none")
+        syncs = syncs or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if engine == "sharded" and self.arguments.accumulation == 1:
             syncs = True  # it would hold whole gradients, for which stock training needs no memory
         accelerator.sync_gradients = is_last

@@ -219,10 +219,12 @@ def assert_no_child() -> None:
 # What is left behind
 
 
-def test_memory_and_descriptors_stay_the_same_over_epochs() -> None:
+@pytest.mark.parametrize(("rows", "epochs"), [(400, 8), pytest.param(4800, 20, marks=pytest.mark.nightly)])
+def test_memory_and_descriptors_stay_the_same_over_epochs(rows: int, epochs: int) -> None:
+    """Many epochs: more than 6,000 micro-batches."""
     held = []
-    with ODBDataLoader(Rows(num_rows=400), num_workers=2, collate_fn=pad, persistent_workers=True, **OPTIONS) as loader:
-        for _ in range(8):
+    with ODBDataLoader(Rows(num_rows=rows), num_workers=2, collate_fn=pad, persistent_workers=True, **OPTIONS) as loader:
+        for _ in range(epochs):
             for batch in loader:
                 pop_step_info(batch)
             del batch
