@@ -631,7 +631,7 @@ class ODBLoader:
         """Why the micro-batch cannot be trained on."""
         id, cause = next(iter(failed.items()))
         may_skip = self.config.on_error == "raise" and not self._rows.is_evaluated
-        skips = " (`on_error: skip` leaves out media that cannot be decoded)" if may_skip else ""
+        skips = " (`on_error: skip` leaves such rows out)" if may_skip else ""
         return DataError(f"{self.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}.")
 
     def _abandon(self, error: BaseException) -> None:
