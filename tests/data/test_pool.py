@@ -247,6 +247,7 @@ class Slow(Rows):
             time.sleep(3600)
         return super().__getitem__(k)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
 if {handles!r}:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if {end!r} == "return, handled":  # a signal that reaches workers before they have a handler of their own
