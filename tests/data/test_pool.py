@@ -223,7 +223,8 @@ def assert_no_child() -> None:
 def test_memory_and_descriptors_stay_the_same_over_epochs(rows: int, epochs: int) -> None:
     """Many epochs: more than 6,000 micro-batches."""
     held = []
-    with ODBDataLoader(Rows(num_rows=rows), num_workers=2, collate_fn=pad, persistent_workers=True, **OPTIONS) as loader:
+    options = OPTIONS | {"persistent_workers": True}
+    with ODBDataLoader(Rows(num_rows=rows), num_workers=2, collate_fn=pad, **options) as loader:
         for _ in range(epochs):
             for batch in loader:
                 pop_step_info(batch)
