@@ -27,12 +27,11 @@ def parts(tiny: bool, quick: bool) -> Result:
     square = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     found: Result = {"product_tflops": 2 * size**3 / timed(device, lambda: square @ square)[0] / 1e9}
     shapes = [(64, 32)] if tiny else [(8192, 2048), (16384, 2048), (8192, 4096)][: 1 if quick else 3]
+    words = 512 if tiny else 151936
     for name, part in {
         "patch_embedding": lambda: patch_embedding(device, 64 if tiny else 8192),
         "attention": lambda: attention(device, tiny),
-        **{
-            f"head, {shape[0]} x {shape[1]}": partial(head, device, *shape, 512 if tiny else 151936) for shape in shapes
-        },
+        **{f"head, {tokens} x {width}": partial(head, device, tokens, width, words) for tokens, width in shapes},
     }.items():
         try:
             found[name] = part()

@@ -25,7 +25,6 @@ import sys
 import time
 import timeit
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +130,15 @@ def exchange(rank_of: np.ndarray, samples: int, sizes: np.ndarray, ranks: int, m
 def optimizer_step(ranks: int, samples: int, arguments: argparse.Namespace, message: Message) -> dict[str, Any]:
     lengths = draw_lengths(arguments.profile, ranks * samples)
     options = {"token_budget": arguments.token_budget, "ranks": ranks, "layout": arguments.layout}
-    planning = partial(plan_micro_batches, lengths, **options, overlong="singleton")
-    seconds = timeit.repeat(planning, timer=time.process_time, number=1, repeat=arguments.repeats)
+    plans: list[Any] = []
+    planning = timeit.Timer(
+        lambda: plans.append(plan_micro_batches(lengths, **options, overlong="singleton")), timer=time.process_time
+    )
+    seconds = planning.repeat(arguments.repeats, number=1)
     rank_of = np.zeros(len(lengths), np.int64)
-    for rank, micro_batches in enumerate(plan := planning()):
+    for rank, micro_batches in enumerate(plans[0]):
         rank_of[[index for micro_batch in micro_batches for index in micro_batch]] = rank
-    row = {"ranks": ranks, "samples": samples, "micro_steps": len(plan[0]), "plan_s": statistics.median(seconds)}
+    row = {"ranks": ranks, "samples": samples, "micro_steps": len(plans[0][0]), "plan_s": statistics.median(seconds)}
     row |= {"gather_s": gather_s(ranks, samples, message), "reading_s": reading_s(ranks, samples)}
     row |= exchange(rank_of, samples, bytes_of_samples(lengths), ranks, message)
     return row | {"is_measured": ranks <= UNMEASURED}

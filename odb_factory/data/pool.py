@@ -318,7 +318,7 @@ class Pool:
         self._processes, self._owner = context.processes, os.getpid()
         _pools.add(self)
         # A worker that is being forked has the handlers of this process, which must not run in it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, DECIDED_BY_PARENT)
+        mask, threads = signal.pthread_sigmask(signal.SIG_BLOCK, DECIDED_BY_PARENT), set(threading.enumerate())
         try:
             for _ in range(self.num_workers):  # the first starts all workers that are forked, each starts a spawned one
                 executor.submit(os.getpid)
@@ -326,21 +326,23 @@ class Pool:
             self.close()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            _threads.update(set(threading.enumerate()) - threads)
             for _, worker_end in pairs:
                 worker_end.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: a handler may raise here
 
     def submit(self, name: str, *args: Any, rows: Sequence[int] = ()) -> Pending:
         """Have `work.name(*args)` computed. rows: that it is about."""
         if not self.num_workers:
             return Pending(self, partial(getattr(self.work, name), *args), rows)
+        executor = self._executor
+        if executor is None:
+            raise ConfigError(CLOSED)
         try:
-            if self._executor is None:
-                raise RuntimeError
-            return Pending(self, self._executor.submit(_run, name, args), rows)
+            return Pending(self, executor.submit(_run, name, args), rows)
         except BrokenProcessPool:
             raise DataError(self.why_broken()) from None
-        except RuntimeError:  # of an executor that is shut down, too
+        except RuntimeError:  # it is being shut down
             raise ConfigError(CLOSED) from None
 
     def map(
@@ -403,12 +405,10 @@ class Pool:
 
     def close(self) -> None:
         """End the workers, whatever they are doing. `start` starts other ones."""
-        executor = self._executor
         # A copy, in a process that was forked later, may hold a lock of the executor that nobody releases there.
-        if executor is None or os.getpid() != self._owner:
-            return
-        executor.shutdown(wait=False, cancel_futures=True)
-        self._kill()
+        if self._executor is not None and os.getpid() == self._owner:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._kill()
         # Last: the handler of a signal may raise at any line above, and `_close_all` then calls this again.
         self._processes, self._connections, self._table = [], [], NO_WORKER  # they hold file descriptors
         self._executor = None
@@ -439,14 +439,15 @@ class _Context:
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 """Those whose workers run."""
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Those of the executors."""
 
 
 def _close_all() -> None:
     for pool in list(_pools):
         pool.close()
-    for thread in threading.enumerate():  # Python wakes those of executors next, by a pipe that such a thread may close
-        if type(thread).__module__ == ProcessPoolExecutor.__module__:
-            thread.join(JOIN_S)
+    for thread in list(_threads):  # Python wakes them next, by a pipe that each closes at its end
+        thread.join(JOIN_S)
 
 
 # A program that ends without closing its loader: Python waits for all that is submitted before it calls what `atexit`

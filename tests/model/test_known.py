@@ -55,7 +55,8 @@ SELECTED: dict[str, Callable[[Any, Any], Any]] = {
     "rows": lambda values, mask: values[mask],
     "elements": lambda values, mask: values[mask.unsqueeze(-1).expand_as(values)],
     "masked_select": lambda values, mask: values.masked_select(mask.unsqueeze(-1)),
-    "with a slice": lambda values, mask: values[0][mask[0], 1:],
+    "with a slice": lambda values, mask: values[mask, 1:],
+    "of one dimension, with a slice": lambda values, mask: values[0][mask[0], 1:],
     "beside an index": lambda values, mask: values[1, mask[0]],
     "assigned rows": lambda values, mask: _assigned(values, mask, values[mask] * 2),
     "assigned elements": lambda values, mask: _assigned(
@@ -85,6 +86,10 @@ def test_known_masks_select_the_same_values_and_gradients(name: str) -> None:
         result = SELECTED[name](leaf, mask)
         return result, torch.autograd.grad((result**2).sum(), leaf)[0]
 
+    try:
+        run(CPU, mask)
+    except IndexError as error:
+        pytest.skip(f"this torch cannot do it either: {error}")  # 2.8, a slice beside a mask of two dimensions
     for found, expected in zip(run(CPU, Known(mask, CPU)), run(CPU, mask), strict=True):
         assert torch.equal(found, expected)
     assert [one.shape for one in run(META, Known(mask, META))] == [one.shape for one in run(CPU, mask)]
