@@ -1,4 +1,4 @@
-"""The loader alone beside a plain torch DataLoader with the same number of workers.
+"""The loader alone beside a plain torch DataLoader with the same number of workers, and what the Trainer adds.
 
     python benchmarks/loader.py                              # about ten minutes on two idle cores
     python benchmarks/loader.py --parts text pictures --workers 4
@@ -13,6 +13,8 @@ CPU           milliseconds a sample, of the training process alone, and with its
 first batch   seconds from the making of the loader
 resume        seconds from the making of a loader to its first batch, with the state after 90 % of the epoch
 processes     of the loader, beside the training process
+micro-batch   CPU milliseconds of the main thread, of a tiny model: in the Trainer with odb, from the begin of an
+              optimizer step to its update; plain: forward and backward of the same micro-batches in a bare loop
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from shared import show
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from odb_factory import ODBDataLoader, pop_step_info
+from odb_factory import ODBDataLoader, enable_odb, pop_step_info, unpad
+from odb_factory.model.flat_row import begin_row
 
 BATCH_SIZE, ACCUMULATION = 8, 8
 """Rows of a plain batch, and batches of an optimizer step."""
@@ -57,11 +60,11 @@ Item = dict[str, Any]
 class Text(Dataset):
     """Rows as a tokenizer gives them: lognormal lengths, the first third not supervised."""
 
-    def __init__(self, num_rows: int, median: float = 200, longest: int = 2048):
+    def __init__(self, num_rows: int, median: float = 200, longest: int = 2048, vocabulary: int = VOCABULARY):
         rng = np.random.default_rng(0)
         lengths = np.clip(rng.lognormal(np.log(median), 0.9, num_rows), 8, longest).astype(int)
         self.ends = np.cumsum(lengths)
-        self.ids = rng.integers(0, VOCABULARY, self.ends[-1], dtype=np.int32)
+        self.ids = rng.integers(0, vocabulary, self.ends[-1], dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -212,6 +215,48 @@ def resume(work: Work) -> dict[str, float]:
         return {"resume_s": time.perf_counter() - started}
 
 
+TINY = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+
+
+def trainer(work: Work) -> dict[str, float]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY)).train()
+    if work.name == "plain":
+        with replace(work, name="keep").loader() as loader:
+            if work.layout == "flat":
+                unpad(model, loader)
+            batches = [(pop_step_info(batch), batch) for batch in loader]
+            started = time.thread_time()
+            for info, batch in batches:
+                begin_row(info.segments)
+                (model(**batch).loss * info.loss_scale).backward()
+            return {"micro_batch_ms": 1e3 * (time.thread_time() - started) / len(batches)}
+    begun, spent, micro_batches = [0.0], [], [0]
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begun[0] = time.thread_time()
+
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            micro_batches[0] += 1
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            micro_batches[0] += 1
+            spent.append(time.thread_time() - begun[0])
+
+    with tempfile.TemporaryDirectory() as folder:
+        batch = {"per_device_train_batch_size": BATCH_SIZE, "gradient_accumulation_steps": ACCUMULATION}
+        options = {"max_grad_norm": 0, "num_train_epochs": 1, "dataloader_num_workers": work.workers, "use_cpu": True}
+        quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False}
+        arguments = TrainingArguments(folder, **batch, **options, **quiet)
+        parts = {"train_dataset": work.rows, "data_collator": Collator(work.rows), "callbacks": [Clock()]}
+        odb = enable_odb(Trainer(model, arguments, **parts), token_budget=work.token_budget, layout=work.layout)
+        odb.train()
+    return {"micro_batch_ms": 1e3 * sum(spent) / micro_batches[0]}
+
+
 def alone(function: Any, *arguments: Any) -> dict[str, float]:
     """In a process of its own, forked: it shares the rows."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
@@ -237,6 +282,7 @@ COLUMNS = {
     "first_batch_s": ("first batch, s", "{:.2f}"),
     "resume_s": ("resume at 90 %, s", "{:.2f}"),
     "processes": ("processes", "{:.0f}"),
+    "micro_batch_ms": ("micro-batch, ms", "{:.2f}"),
 }
 
 
@@ -250,7 +296,7 @@ def rows_of_table(part: str, runs: dict[str, list[dict[str, float]]]) -> tuple[l
         for name, mine in runs.items():
             row[name] = statistics.median(one[key] for one in mine)
         if "plain" in runs:
-            for name in ("keep", "fill"):
+            for name in runs.keys() - {"plain"}:
                 ratios = [own[key] / max(plain[key], 1e-9) for own, plain in zip(runs[name], runs["plain"])]
                 row[f"{name} / plain"] = statistics.median(ratios)
         shown = [form.format(row[name]) if name in row else "-" for name in CONTESTANTS]
@@ -262,7 +308,7 @@ def rows_of_table(part: str, runs: dict[str, list[dict[str, float]]]) -> tuple[l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("text", "pictures", "start", "resume")
+    parts = ("text", "pictures", "start", "resume", "trainer")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--workers", type=int, default=2, help="num_workers of every loader (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (%(default)s)")
@@ -298,6 +344,9 @@ def main() -> None:
         if "resume" in arguments.parts:
             few_steps = replace(light, step_samples=max(64, arguments.light_rows // 250))
             measure(size, resume, few_steps, ("keep", "fill"), 1)
+        if "trainer" in arguments.parts:
+            short = Text(arguments.text_rows // 10, median=80, longest=256, vocabulary=TINY["vocab_size"])
+            measure("Trainer", trainer, Work(short, token_budget=512, **common), ("plain", "keep"), arguments.repeats)
     heads = [f"{arguments.workers} workers", *CONTESTANTS, "keep / plain", "fill / plain"]
     show(heads, cells, arguments.json, figures)
 

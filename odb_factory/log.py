@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 
@@ -36,10 +37,20 @@ class _Console(logging.Handler):
         streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
         if sys.stderr is not None and not any(stream in (sys.stderr, sys.stdout) for stream in streams if stream):
             try:
-                sys.stderr.write(self.format(record) + "\n")
-                sys.stderr.flush()
+                _print(self.format(record))
             except Exception:
                 self.handleError(record)
+
+
+def _print(line: str) -> None:
+    """Above the progress bars, if tqdm draws any. In a worker process its locks may be held by a thread that is not
+    there."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is not None and multiprocessing.parent_process() is None:
+        tqdm.write(line, file=sys.stderr)
+    else:
+        sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def _is_for_this_rank(record: logging.LogRecord) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing
+from tqdm import tqdm
 
 from odb_factory.log import get_logger
 
@@ -60,6 +61,14 @@ def test_other_ranks_of_torchrun_do_not_inform(monkeypatch, caplog) -> None:
     logger.info("a line")
     logger.warning("a warning")
     assert caplog.messages == ["a warning"]
+
+
+def test_a_line_stands_above_a_progress_bar(capsys: pytest.CaptureFixture) -> None:
+    with tqdm(total=2) as bar:
+        bar.update()
+        logger.info("a line")
+    lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.splitlines()]
+    assert "[odb] a line" in lines
 
 
 def _log(rank: int, folder: Path) -> None:

@@ -48,8 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     samples = SHORT_SAMPLES if arguments.short else SAMPLES
     console.print(f"{samples} samples, {STEP_SIZE} an optimizer step; stock: {ROWS} rows; odb: {TOKEN_BUDGET} tokens")
     with contextlib.redirect_stdout(sys.stderr):  # transformers imports DeepSpeed, which logs to stdout
-        model, data = build_tiny_qwen3_vl(folder / "model"), build_builtin_mix(folder / "data", samples=samples)
-    config = config_of(model, data.folder) | {"gradient_accumulation_steps": STEP_SIZE // (ROWS * ranks)}
+        model = build_tiny_qwen3_vl(folder / "model")
+    build_builtin_mix(folder / "data", samples=samples)
+    config = config_of(model, folder / "data") | {"gradient_accumulation_steps": STEP_SIZE // (ROWS * ranks)}
     columns = (TextColumn("{task.description:6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     for name, changes in CONTESTANTS.items():
         with Progress(*columns, console=console) as progress:

@@ -1,7 +1,7 @@
 """MM-Mix: questions about pictures, captions, short texts to read and long texts, in LLaMA-Factory's sharegpt format.
 
 Four of five samples are short (80 to 260 tokens, image tokens included), one of five is long (several hundred to four
-thousand). `build_builtin_mix` draws and generates all of it; examples/mm_mix/build.py makes a mix of your own data.
+thousand). `build_builtin_mix` draws and generates all of it; LLaMA-Factory's `mix_strategy` mixes your own data.
 A mix is a folder with `mm_mix.json` (training rows), `mm_mix_val.json` and their entries in `dataset_info.json`.
 """
 
@@ -11,8 +11,7 @@ import json
 import math
 import random
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,17 +30,7 @@ Row = dict[str, Any]
 """messages: [{role, content}]; if there are any, images and videos: [path]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixSummary:
-    """What was built: rows for training and validation, and rows of both by task or by source."""
-
-    folder: Path
-    train: int
-    val: int
-    parts: dict[str, int]
-
-
-def build_builtin_mix(folder: Path, *, samples: int = 600, seed: int = 0) -> MixSummary:
+def build_builtin_mix(folder: Path, *, samples: int = 600, seed: int = 0) -> None:
     """Write `samples` training rows and a fifteenth as many validation rows; the same seed gives the same bytes.
 
     build_builtin_mix(Path("mm_mix_data"), samples=512)
@@ -49,15 +38,13 @@ def build_builtin_mix(folder: Path, *, samples: int = 600, seed: int = 0) -> Mix
     shutil.rmtree(folder / MEDIA, ignore_errors=True)
     (folder / MEDIA).mkdir(parents=True)
     rows: dict[str, list[Row]] = {}
-    parts: Counter[str] = Counter()
-    for name, count in {TRAIN: samples, VAL: num_validation(samples)}.items():
+    for name, count in {TRAIN: samples, VAL: max(1, samples // 15)}.items():
         studio = _Studio(random.Random(f"{name} {seed}"), folder, name)
-        shares = apportion(count, (share for share, _ in _TASKS.values()))
-        tasks = [task for task, number in zip(_TASKS, shares) for _ in range(number)]
+        counts = _apportion(count, [share for share, _ in _TASKS.values()])
+        tasks = [task for task, number in zip(_TASKS, counts) for _ in range(number)]
         studio.rng.shuffle(tasks)
         rows[name] = [_TASKS[task][1](studio) for task in tasks]
-        parts.update(tasks)
-    return write_mix(folder, rows, dict(parts))
+    _write(folder, rows)
 
 
 @dataclass
@@ -76,7 +63,7 @@ class _Studio:
         turns.append(("How large is the picture?", f"{image.width} by {image.height} pixels."))
         self.rng.shuffle(turns)
         turns = turns[: self.rng.randint(3, 5)]
-        return make_row(("<image>" + turns[0][0], turns[0][1]), *turns[1:], images=[self._save(image)])
+        return _make_row(("<image>" + turns[0][0], turns[0][1]), *turns[1:], images=[self._save(image)])
 
     def compare(self) -> Row:
         scenes = [self._scene() for _ in range(2)]
@@ -85,22 +72,22 @@ class _Studio:
             for first, second in ([len(shapes) for _, shapes in scenes], [image.width for image, _ in scenes])
         )
         turns = ("<image><image>Which has more shapes?", more), ("Which is wider?", wider)
-        return make_row(*turns, images=[self._save(image) for image, _ in scenes])
+        return _make_row(*turns, images=[self._save(image) for image, _ in scenes])
 
     def caption(self) -> Row:
         image, shapes = self._scene()
         text = " ".join(f"A {colour} {kind} is in the {place}." for place, colour, kind in shapes)
         text = f"A picture of {image.width} by {image.height} pixels with {len(shapes)} shapes. {text}"
-        return make_row(("<image>Describe the picture.", text), images=[self._save(image)])
+        return _make_row(("<image>Describe the picture.", text), images=[self._save(image)])
 
     def read(self) -> Row:
         text = self._story(self.rng.randint(120, 320))
-        return make_row(("<image>Read the text in the picture.", text), images=[self._save(draw_text(text))])
+        return _make_row(("<image>Read the text in the picture.", text), images=[self._save(_draw_text(text))])
 
     def story(self) -> Row:
         """Lengths are log-uniform: as many samples between 1,000 and 2,000 characters as between 2,000 and 4,000."""
         characters = round(math.exp(self.rng.uniform(math.log(1000), math.log(8000))))
-        return make_row(("Tell a story about shapes.", self._story(characters)))
+        return _make_row(("Tell a story about shapes.", self._story(characters)))
 
     def _story(self, characters: int) -> str:
         text = ""
@@ -143,7 +130,7 @@ _TASKS: dict[str, tuple[float, Callable[[_Studio], Row]]] = {
 """Each task and its share of the samples; the last is long."""
 
 
-def draw_text(text: str) -> Image:
+def _draw_text(text: str) -> Image:
     """Lines of text in black on white, in the font that comes with Pillow."""
     from PIL import Image, ImageDraw, ImageFont
 
@@ -154,30 +141,23 @@ def draw_text(text: str) -> Image:
     return image
 
 
-def num_validation(num_train: int) -> int:
-    return max(1, num_train // 15)
-
-
-def apportion(total: int, weights: Iterable[float]) -> list[int]:
-    """Whole numbers in proportion to the weights that add up to `total` (largest remainders)."""
-    weights = list(weights)
-    exact = [total * weight / sum(weights) for weight in weights]
-    counts = [math.floor(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda number: counts[number] - exact[number])
+def _apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to these shares of 1 that add up to `total` (largest remainders)."""
+    counts = [math.floor(total * share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda number: counts[number] - total * shares[number])
     for number in by_remainder[: total - sum(counts)]:
         counts[number] += 1
     return counts
 
 
-def make_row(*turns: tuple[str, str], **media: list[str]) -> Row:
+def _make_row(*turns: tuple[str, str], **media: list[str]) -> Row:
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
     return {"messages": messages, **media}
 
 
-def write_mix(folder: Path, rows: dict[str, list[Row]], parts: dict[str, int]) -> MixSummary:
+def _write(folder: Path, rows: dict[str, list[Row]]) -> None:
     """Write the JSON files and enter them in `dataset_info.json`, whose other entries stay."""
-    folder.mkdir(parents=True, exist_ok=True)
     index = folder / "dataset_info.json"
     entries = json.loads(index.read_text("utf-8")) if index.exists() else {}
     for name, of_part in rows.items():
@@ -191,4 +171,3 @@ def write_mix(folder: Path, rows: dict[str, list[Row]], parts: dict[str, int]) -
             "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
         }
     index.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
-    return MixSummary(folder=folder, train=len(rows[TRAIN]), val=len(rows[VAL]), parts=parts)

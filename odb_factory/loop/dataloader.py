@@ -451,8 +451,8 @@ class ODBDataLoader(DataLoader[T_co]):
 
     def __len__(self) -> NoReturn:
         raise TypeError(
-            "the number of batches is not known before they are formed; num_optimizer_steps says how many optimizer "
-            "steps an epoch has, and the step info where one ends and how much of the epoch is done (progress)"
+            "the number of batches is not known before they are formed; num_optimizer_steps is the number of optimizer "
+            "steps of an epoch, and the step info has ends_optimizer_step and progress (share of the epoch)"
         )
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
