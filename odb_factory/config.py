@@ -260,7 +260,7 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 class _Key(NamedTuple):
-    """kind: bool, int (at least 1) or float; None where `choices` are all there is."""
+    """kind: bool, int (at least 1) or float; None if `choices` are all there is."""
 
     kind: type | None
     choices: tuple[str, ...]
@@ -268,7 +268,7 @@ class _Key(NamedTuple):
     default: Any
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value and how to put it right, without key and value; None where it is right."""
+        """What is wrong with a value and how to put it right, without key and value; None if it is right."""
         if (value is None and self.is_optional) or (isinstance(value, str) and value in self.choices):
             return None
         if self.kind is float:

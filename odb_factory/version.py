@@ -8,7 +8,7 @@ __version__ = "0.2.0"
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None where it is not installed. This package may run from a folder that is not."""
+    """Of a distribution; None if it is not installed. This package may run from a folder that is not."""
     if package == "odb_factory":
         return __version__
     try:

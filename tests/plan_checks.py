@@ -51,11 +51,11 @@ def check_micro_batches(
         assert busy == sorted(busy, reverse=True), "I7: a rank idles after its last micro-batch"
     if not complete:
         return
-    # Ranks that share samples idle only where a modality has too few of them: then each is alone in its micro-batch.
+    # Ranks that share samples idle only if a modality has too few of them: then each is alone in its micro-batch.
     every = {cost.modality for cost in costs}
     for groups in [list(itertools.chain(*micro_batches))] if owner is None else micro_batches:
         shared = {costs[group[0]].modality for group in groups if len(group) > 1}
-        assert all(groups) or shared != every, "I7: a rank idles only where samples are too few"
+        assert all(groups) or shared != every, "I7: a rank idles only if samples are too few"
 
 
 def totals_of(groups: Sequence[Sequence[Cost]], budget: Budget) -> MicroStepTotals:

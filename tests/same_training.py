@@ -183,7 +183,7 @@ def _idle(audit: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[list
 
 
 def deviation(ours: Training, stock: Training) -> Deviation:
-    """Raises `AssertionError` where the two do not even have the same figures at the same optimizer steps."""
+    """Raises `AssertionError` if the two do not even have the same figures at the same optimizer steps."""
     figures: dict[str, float] = {}
     preferences: dict[str, float] = {}
     losses: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}

@@ -90,7 +90,7 @@ def weighted_token_loss(
 ) -> Tensor:
     """Sum over the rows of row weight x the sum of the row's token losses, in float32 also in autocast (float64 stays).
 
-    logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
+    logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` if there is no loss. The token at t
     predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
     row_weights: one for each row; of a flat micro-batch one for each sample. segments: of a flat one, as in `Measured`;
     segments after the samples weigh 0.

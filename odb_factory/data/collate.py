@@ -160,7 +160,7 @@ ROWS_TRIED, TOKENS_TRIED = 16, 16384
 
 class TrialBatches(NamedTuple):
     """Model inputs of the same samples. alone: padded, of each sample. padded: of all, and of the last and the first.
-    flat: of all; segments: of it. tokens, ids: of the samples. alone and padded are empty where the collator lays
+    flat: of all; segments: of it. tokens, ids: of the samples. alone and padded are empty if the collator lays
     samples into one row itself. has_logits: else a flat micro-batch is trained without."""
 
     alone: list[dict[str, Any]]
@@ -205,7 +205,7 @@ def rows_to_choose_from(samples: Iterator[Sample], count: int) -> Iterator[Sampl
 def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
     """`count` short samples, one with media in between if any has some; repeated where there are too few.
 
-    Samples that share no micro-batch with others (see `Cost.modality`) are chosen only where there are no others.
+    Samples that share no micro-batch with others (see `Cost.modality`) are chosen only if there are no others.
     """
     usable = [sample for sample in samples if sample.cost.modality != VIDEO] or list(samples)
     by_length = sorted(usable, key=lambda sample: (sample.cost.tokens + sample.cost.patches, sample.id))

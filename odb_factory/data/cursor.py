@@ -52,7 +52,7 @@ class Place:
 class TrainingData:
     """What must be as it was for a place to mean anything.
 
-    samples: of an epoch, without those that `drop_last` drops; None where nobody knows. seed: of an order that is drawn
+    samples: of an epoch, without those that `drop_last` drops; None if nobody knows. seed: of an order that is drawn
     here. fingerprint: of a `datasets.Dataset`. split_among: the ranks that a stream is split among beforehand.
     """
 

@@ -115,7 +115,7 @@ def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tu
 # `attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, after the
 # samples, dummy media and what fills up to a multiple. Media tensors stay as they are: their order is that of the
 # samples. The row is packed in the collate worker, on integers of the host: what reads logits reads flat labels, so
-# the batch has no rows that would have to travel to the device. Where a trainer reads rows (preferences, rewards), they
+# the batch has no rows that would have to travel to the device. If a trainer reads rows (preferences, rewards), they
 # stay in the batch, and the model gets the row beside them (`beside_rows`, `model/unpad.py`).
 
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -175,7 +175,7 @@ def beside_rows(
 
 def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
     """What the model is given of a batch. batches: of `Collation`; where there are several, what each of them has, and
-    media, which they share. Raises `LayoutError` where they would need positions of media, which they do not share."""
+    media, which they share. Raises `LayoutError` if they would need positions of media, which they do not share."""
     if len(batches) < 2:
         return [key for key in batch if not key.startswith(_OF_PAIRS)]
     positions = batch.get("position_ids")
@@ -211,7 +211,7 @@ def flatten(
 
     Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
     restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
-    Raises `LayoutError` where the flat row would not be computed as the batch is: it has what depends on its rows,
+    Raises `LayoutError` if the flat row would not be computed as the batch is: it has what depends on its rows,
     masked tokens or positions of its own, or other tokens than these samples.
 
         batch, segments = flatten(collator(items), [5, 3])  # segments.lengths: (5, 3)

@@ -99,7 +99,7 @@ def is_ints(values: Any) -> bool:
 
 
 def batch_shape(batch: Any) -> tuple[int, int]:
-    """(rows, length) of a collated batch. Raises `TypeError` where it is none."""
+    """(rows, length) of a collated batch. Raises `TypeError` if it is none."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise TypeError(
             f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {describe_batch(batch)}"
@@ -150,7 +150,7 @@ def _check_labels(shape: tuple[int, ...], min_dimensions: int) -> None:
     if len(shape) < min_dimensions:
         raise DataError(
             f"labels of shape {list(shape)}: odb trains causal language models, with one label for each token of "
-            "`input_ids` (-100 where no loss is wanted); another loss needs a loop of its own with cost_fn=..."
+            "`input_ids` (-100 if no loss is wanted); another loss needs a loop of its own with cost_fn=..."
         )
 
 
@@ -462,7 +462,7 @@ class ItemObserver:
         return cost if labels is None else _with_units(cost, labels)
 
     def _alone(self, item: Any) -> Mapping[str, Any]:
-        """The batch of an item alone; empty where the collator returns no mapping."""
+        """The batch of an item alone; empty if the collator returns no mapping."""
         batch = self.collate_fn([copy.copy(item)])
         return batch if isinstance(batch, Mapping) else {}
 
@@ -483,7 +483,7 @@ class ItemObserver:
         if labels is None and self.needs_units:
             raise ItemError(
                 f"loss_scaling {self.loss_scaling!r} weighs by units (supervised tokens), and neither the item nor its "
-                "collated batch has `labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
+                "collated batch has `labels`; add them (-100 if no loss is wanted), give cost_fn=... returning "
                 "odb_factory.Cost(tokens, patches, units), or choose loss_scaling 'approx' or 'none'"
             )
         _check_one_a_token(inputs)

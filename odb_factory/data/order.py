@@ -179,7 +179,7 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts
 
 
 def _can_pin() -> bool:
-    """Whether torch can pin memory here; where it cannot, it only warns."""
+    """Whether torch can pin memory here; if it cannot, it only warns."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device is not None and device.type != "mps"
 
@@ -259,7 +259,7 @@ def _index(value: Any) -> int:
 
 
 def length_of(source: Any) -> int | None:
-    """None where nobody knows."""
+    """None if nobody knows."""
     try:
         return len(source)
     except TypeError:
@@ -577,7 +577,7 @@ class OptimizerStepRule:
     def stock_steps(
         self, config: ODBConfig, world_size: int, num_samples: int | None, *, is_split: bool
     ) -> StockSteps | None:
-        """The optimizer steps that the config keeps; None where it fills them. Raises `ConfigError`."""
+        """The optimizer steps that the config keeps; None if it fills them. Raises `ConfigError`."""
         if not config.keeps:
             if self.drop_last:
                 raise ConfigError(

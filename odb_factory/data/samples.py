@@ -77,12 +77,12 @@ class OptimizerStep(MicroStepTotals):
         there is no stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
     done: samples of the epoch planned or rejected, on all ranks, once this step is taken.
-    progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.
+    progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None if that is not known.
     rejected: rows of the epoch rejected on all ranks until this step was planned, by reason.
     overlong: samples of the epoch that break a budget alone, on all ranks, seen until this step was planned.
     remainder: on the last step, rows that the epoch ends without (`join: false`, `drop_last`); 0 before.
     epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
-        step), else estimated; 0 where that is not known.
+        step), else estimated; 0 if that is not known.
     last: no step follows in this epoch.
     remaining: with `fill`, what is left of the order after it.
     """
@@ -251,7 +251,7 @@ class Measured:
 
     @property
     def num_supervised(self) -> int | None:
-        """Tokens with a loss; None where units are something else."""
+        """Tokens with a loss; None if units are something else."""
         return None if self.units_by_row is None else self.units
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ class ODBPlugin(BasePlugin):
         return f"{__name__}.ODBArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Raises `ConfigError` where the block or another key of the YAML cannot work."""
+        """Raises `ConfigError` if the block or another key of the YAML cannot work."""
         if cfg.odb is None:
             return
         for key, why in REFUSED.items():

@@ -90,7 +90,7 @@ class OptimizerSteps:
         return self._loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from this state. Raises `DataError` where the data are not those of the state."""
+        """Resume from this state. Raises `DataError` if the data are not those of the state."""
         self._loader.load_state_dict(state)
         self._state = None
 

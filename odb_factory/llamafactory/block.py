@@ -155,7 +155,7 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     """Arguments whose packing is what the block means by it.
 
     `neat_packing: true` asks for flat micro-batches; LLaMA-Factory must not see it, because it would pack rows before
-    training (or refuse to). Documents of pre-training stay whole. Raises `ConfigError` where the block says
+    training (or refuse to). Documents of pre-training stay whole. Raises `ConfigError` if the block says
     `layout: padded` beside `neat_packing`. logs: log what has been changed.
     """
     args, block, notes = dict(args), args["odb"], []
@@ -262,7 +262,7 @@ YAML = (
     Refusal("resume_from_checkpoint", _missing_checkpoint, "names no checkpoint folder on this machine",
         "name one (output_dir {found}), or remove the key to start from the beginning"),
 )  # fmt: skip
-"""What the YAML alone decides, also where nothing is trained."""
+"""What the YAML alone decides, also if nothing is trained."""
 
 
 def _set(key: str, why: str, way_out: str = "remove the key") -> Refusal:

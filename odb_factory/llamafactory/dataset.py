@@ -248,8 +248,8 @@ class OnlineDataset(Dataset):
     """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor.
 
     Gives what stock preprocessing would have stored for the row (token ids, labels, attention mask
-    as lists of int; media as references). Raises `RowDropped` where stock drops the row, `MediaCut` where truncation
-    cut visual placeholders, and `ValueError` where its text has one written out.
+    as lists of int; media as references). Raises `RowDropped` if stock drops the row, `MediaCut` if truncation
+    cut visual placeholders, and `ValueError` if its text has one written out.
     """
 
     def __init__(
@@ -304,8 +304,8 @@ class OnlineDataset(Dataset):
 class TokenizedDataset(Dataset):
     """`dataset[i]`: one row of data that LLaMA-Factory tokenized beforehand, used as it is.
 
-    Columns of media may be missing. Raises `MediaCut` where it holds fewer placeholders than its media have tokens, and
-    `ValueError` where it holds more, if that can be known.
+    Columns of media may be missing. Raises `MediaCut` if it holds fewer placeholders than its media have tokens, and
+    `ValueError` if it holds more, if that can be known.
     """
 
     def __init__(self, rows: datasets.Dataset, media: MediaObserver, stage: Stage):
@@ -446,7 +446,7 @@ def online_stream(
     """The stream as this rank reads it.
 
     With dispatch_batches (accelerate's default) every rank reads the whole stream; step t is rows [tN, (t+1)N), as in
-    stock. Where stock splits the shards between ranks, so does this; with `fill`, which keeps no steps of stock,
+    stock. If stock splits the shards between ranks, so does this; with `fill`, which keeps no steps of stock,
     wherever there are enough. Rows held out by `val_size` come before the split. Raises `ConfigError` for a stage whose
     rows are not preprocessed one by one.
     """
@@ -544,7 +544,7 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
     (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's,
     which converts its rows when they are read.
-    Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
+    Raises `DataError` if no row of the dataset has a column that its converter needs, or where it has no row.
     """
     if not isinstance(dataset, datasets.Dataset):
         if next(iter(dataset), None) is None:

@@ -203,7 +203,7 @@ KL = 0.5
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise a one-line `ConfigError` where the loss is not one of the log-ratio less the estimate. Ranks call it
+    """Raise a one-line `ConfigError` if the loss is not one of the log-ratio less the estimate. Ranks call it
     together."""
     device = trainer.accelerator.device
     chosen, rejected = torch.tensor([2.0, -1.0], device=device), torch.tensor([1.0, 0.25, -3.0], device=device)

@@ -296,7 +296,7 @@ class ClipsByLength:
         self._mask = next(key for key in AUDIO_KEYS if self._example.get(key) is not None)
 
     def lengths_of(self, clips: Sequence[Any]) -> list[int] | None:
-        """In samples as the model takes them; None where a file must be decoded to know."""
+        """In samples as the model takes them; None if a file must be decoded to know."""
         lengths = [_length_of(clip, self.rate) for clip in clips]
         return None if None in lengths else [length for length in lengths if length is not None]
 
@@ -380,7 +380,7 @@ class MediaObserver:
         self._answers, self._sizes = {}, {}
 
     def check_text(self, row: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if a converted row has a placeholder written out. Where that is what people write for a
+        """Raise `ValueError` if a converted row has a placeholder written out. If that is what people write for a
         medium, LLaMA-Factory counts those of messages itself."""
         messages = [message["content"] or "" for message in (*row["_prompt"], *row["_response"])]
         for name in self._token_ids:
@@ -403,7 +403,7 @@ class MediaObserver:
 
     def tokenized_placeholders_cut(self, images: Any, videos: Any, audios: Any, input_ids: Sequence[int]) -> bool:
         """Whether a row that was tokenized before holds fewer placeholders than its media take, if their sizes give the
-        number. Raises `ValueError` where it holds more."""
+        number. Raises `ValueError` if it holds more."""
         count = self.num_placeholders(input_ids)
         if not (images or videos or audios):
             expected = 0

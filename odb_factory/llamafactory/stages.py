@@ -230,7 +230,7 @@ class Pairs(Stage):
         )
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
-        """batch: as the collator returned it, also where it is laid flat for the model."""
+        """batch: as the collator returned it, also if it is laid flat for the model."""
         measured = measure_batch(batch, patch_size)
         rows, length = (1, sum(segments)) if segments else (measured.rows, measured.length)
         return Measured(rows, length, measured.media, measured.rows // self.rows, segments)

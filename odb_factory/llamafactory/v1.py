@@ -332,7 +332,7 @@ def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `Losses` knows of a micro-batch. rows: what its `FlatRows` are made of, None where it is padded. weights: of
+    """What `Losses` knows of a micro-batch. rows: what its `FlatRows` are made of, None if it is padded. weights: of
     each pair, in labels, as its units are."""
 
     rows: Mapping[str, Any] | None

@@ -57,7 +57,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, head size], key and value [1, key heads, tokens, head size] -> [1, tokens, heads, size].
 
-    Raises `LayoutError` where these are not the tokens of the flat row in progress: it must not attend across samples.
+    Raises `LayoutError` if these are not the tokens of the flat row in progress: it must not attend across samples.
     """
     row = None if attention_mask is not None else _row_of(module, query, key)
     if row is None:
@@ -181,7 +181,7 @@ FLASH_ARGUMENTS = (
 
 
 def find_flash_forward() -> Callable[..., Any] | None:
-    """The operator of this torch, whose name is private; None where its schema is not the one that is called here."""
+    """The operator of this torch, whose name is private; None if its schema is not the one that is called here."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None:
         return None
@@ -295,7 +295,7 @@ def why_unusable(model: Any) -> str | None:
 def install(model: Any) -> Callable[[], None]:
     """Put `odb_varlen` in the place of sdpa or eager in the language model; returns a function that undoes it.
 
-    Raises `LayoutError` where transformers does not do it; the model is as before.
+    Raises `LayoutError` if transformers does not do it; the model is as before.
     """
     key, config = _key(model), text_config(model)
     assert key is not None, "why_unusable comes first"

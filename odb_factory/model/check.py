@@ -118,7 +118,7 @@ def resolve_layout(
 
     models: of `models_of`, without a wrapper of an engine. layout: as configured. args: of the training (device, bf16,
     ...). refused: why flat micro-batches would be wrong, where the caller knows a reason. is_stream: rows cannot be
-    read by their number. Raises `LayoutError` where `layout: flat` is refused.
+    read by their number. Raises `LayoutError` if `layout: flat` is refused.
     """
     if layout == "padded":
         return Layout("padded", "as configured")
@@ -131,7 +131,7 @@ def resolve_layout(
 def fall_back(flat: Layout, layout: str, why: str) -> Layout:
     """The padded layout in the place of a flat one that was found wrong; the model is put back.
 
-    layout: as configured. Raises `LayoutError` where that is flat.
+    layout: as configured. Raises `LayoutError` if that is flat.
     """
     padded = _padded(layout, why)
     flat.undo()
@@ -460,7 +460,7 @@ class Runs:
 
 
 def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
-    """Why flat rows are not what padded ones are, as all ranks see it; None where they are. Collective.
+    """Why flat rows are not what padded ones are, as all ranks see it; None if they are. Collective.
 
     Where `make` fails on a rank no rank runs the model, whose wrapper may wait for all of them.
     """
@@ -544,7 +544,7 @@ def _of_all_ranks(runs: Runs, answer: dict[str, Any]) -> str | None:
                 f"the model's loss of {_named(answer['rows'])} is {answer['loss']}{where}, each alone in a plain "
                 "batch: its weights or its inputs are damaged, and no layout can be compared"
             )
-        if answer and not answer["flat"] <= answer["tolerance"]:  # also where it is no number
+        if answer and not answer["flat"] <= answer["tolerance"]:  # also if it is no number
             return (
                 f"the model computes something else on a flat row: token losses of {_named(answer['rows'])} differ by "
                 f"{answer['flat']:.1e} from each alone, padded by {answer['padded']:.1e}{where}"
@@ -596,7 +596,7 @@ def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[in
 
 
 def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
-    """[rows, length]: the loss of each target (0 where there is none), or the score of each token where the model
+    """[rows, length]: the loss of each target (0 if there is none), or the score of each token where the model
     returns one."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
@@ -608,7 +608,7 @@ def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
-    """The largest difference; NaN where there is one."""
+    """The largest difference; NaN if there is one."""
     differences = [float((losses - alone[number]).abs().max()) for number, losses in some.items() if losses.numel()]
     return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 

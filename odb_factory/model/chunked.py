@@ -87,7 +87,7 @@ def weighted_loss_of(
     hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
     `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast where that is on;
     everything else is in float32.
-    Raises `DataError` where the weights are not those of these rows.
+    Raises `DataError` if the weights are not those of these rows.
     """
     device = hidden.device
     targets, places = _supervised(labels.to(device, non_blocking=True), num_supervised)
@@ -225,7 +225,7 @@ class _Pass:
         needed: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Log-probabilities of the targets [S]; means of logits [S]; the gradients of -(weights x log-probabilities)
-        .sum() by hidden, weight and bias, None where not needed. () if none is needed."""
+        .sum() by hidden, weight and bias, None if not needed. () if none is needed."""
         (tokens, width), vocabulary = hidden.shape, len(weight)
         values, means = hidden.new_zeros(2, tokens, dtype=self.accurate)
         of_hidden, of_weight, of_bias = gradients = tuple(

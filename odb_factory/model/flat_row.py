@@ -2,7 +2,7 @@
 
 Attention and mixers take the lengths from here, not from arguments that each model would have to hand down: a model
 cannot lose them on the way, and nothing is read back from the device. The row is global to the process, because
-autograd recomputes checkpointed layers in threads of its own, which have no context. Where a loop computes other rows
+autograd recomputes checkpointed layers in threads of its own, which have no context. If a loop computes other rows
 before the backward of one, `row_of_backward` brings its row back; a forward of another thread that is of no row leaves
 the row of this one alone.
 """

@@ -41,7 +41,7 @@ class WithoutLogits:
 
     model: a transformers model with labels, also wrapped by PEFT, DDP, FSDP or DeepSpeed.
     why_not: a reason of the caller not to use the door.
-    reason: why the door is not used; None where it is. The first weighted forward may still find one, and then runs the
+    reason: why the door is not used; None if it is. The first weighted forward may still find one, and then runs the
         model once more. A reason is logged once.
 
     Example::
@@ -144,7 +144,7 @@ class WithoutLogits:
         """The output of a forward without labels and logits, and what `log_probs_of` computes from it.
 
         run: the forward, of the model as it is wrapped. labels: [rows, length]; position t predicts label t + 1.
-        Raises `ConfigError` where the door is not used (`reason`).
+        Raises `ConfigError` if the door is not used (`reason`).
         """
         if self.reason is not None:
             raise ConfigError(

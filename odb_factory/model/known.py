@@ -218,7 +218,7 @@ def _names_another(leaves: Sequence[Any], device: torch.device) -> bool:
 
 
 def _elements(known: Sequence[Known]) -> int:
-    """Of the result of an operation by element, or more; 0 where it cannot be one."""
+    """Of the result of an operation by element, or more; 0 if it cannot be one."""
     if (at_most := math.prod(tensor.numel() for tensor in known)) <= LARGEST:
         return at_most
     try:

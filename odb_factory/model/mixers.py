@@ -125,7 +125,7 @@ def find(model: nn.Module) -> list[nn.Module]:
 
 
 def describe(model: nn.Module) -> str:
-    """Number and class of the mixers; empty where there are none.
+    """Number and class of the mixers; empty if there are none.
 
     describe(qwen3_5)  # "18 Qwen3_5GatedDeltaNet"
     """

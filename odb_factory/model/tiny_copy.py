@@ -101,7 +101,7 @@ def _without_zero3() -> Iterator[None]:
 
 
 def _count_weights(model_class: Any, config: Any) -> int:
-    """Without making them; 0 where a class can only be made with them."""
+    """Without making them; 0 if a class can only be made with them."""
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())

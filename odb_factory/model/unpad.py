@@ -59,7 +59,7 @@ class UnpadDoor:
 
     model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reads: what is read of it: log-probabilities of
     "labels", "hidden states" (the last ones, by a reward head; nobody reads logits), or the "scores" that it returns
-    for logits. reason: why the door cannot act; None where it can. A backward that recomputes forwards runs within
+    for logits. reason: why the door cannot act; None if it can. A backward that recomputes forwards runs within
     `flat_row`, too.
 
     Example::
@@ -87,7 +87,7 @@ class UnpadDoor:
     def _forward(self, rows: FlatRows, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or len(args) > 1:
-            raise DataError("layout: rows can be laid flat only where the model is given `input_ids`, the rest by name")
+            raise DataError("layout: rows can be laid flat only if the model is given `input_ids`, the rest by name")
         shape = ids.shape
         arguments = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name not in _NOT_GIVEN}
         with flat_row(rows.segments):
@@ -101,7 +101,7 @@ class UnpadDoor:
             return self._log_probs(rows, functools.partial(own, **arguments), shape)
 
     def _hidden_states(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
-        """The last ones, [rows, length, hidden]: 0 where there is no token."""
+        """The last ones, [rows, length, hidden]: 0 if there is no token."""
         with self._door.head_computes(lambda _, hidden: hidden.new_zeros(1, 1, 1)):
             output = run()
         padded = _in_rows(output["hidden_states"][-1], rows, shape)
@@ -120,7 +120,7 @@ class UnpadDoor:
 
 
 def _in_rows(values: Tensor, rows: FlatRows, shape: torch.Size) -> Tensor:
-    """[1, total, size] -> [*shape, size]: 0 where there is no token."""
+    """[1, total, size] -> [*shape, size]: 0 if there is no token."""
     if values.shape[:-1] != rows.labels.shape:
         raise DataError(f"layout: the model returns {list(values.shape[:-1])} for {list(rows.labels.shape)} tokens")
     padded = values.new_zeros(shape.numel(), values.shape[-1]).index_copy(0, rows.index, values[0, : len(rows.index)])
@@ -155,7 +155,7 @@ _SELECTING = {
 
 class LabelLogProbs(Tensor):
     """[rows, length, 2] in the place of logits: of each position the log-probability of the label behind it (0 where
-    there is none), and the mean over the vocabulary of its logits (NaN where there is no label).
+    there is none), and the mean over the vocabulary of its logits (NaN if there is no label).
 
     It is logits whose `logsumexp` is 0: `gather` of the labels, also after `log_softmax`, gives log-probabilities, and
     `cross_entropy` without reduction their negatives. `mean` and `nansum` are those of the means. Functions that select
@@ -206,7 +206,7 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
     model: as the loop calls it, wrapped or not, where it will be trained. dataloader: an `ODBDataLoader` (or what
     `apply_odb` has changed) with `layout="flat"`, not yet iterated. It begins the epoch. With several ranks, all call
     it. Returns a function that puts the model back as it was. A model may be set up for several dataloaders.
-    Raises `ConfigError` on all ranks where the losses of tokens depend on the other samples of their row.
+    Raises `ConfigError` on all ranks if the losses of tokens depend on the other samples of their row.
 
     Example::
 

@@ -108,7 +108,7 @@ class Collation:
         group without images and videos (so that every rank runs the vision tower).
     dummy_audio_tokens, dummy_audio_patches: the same for audio, after it.
     rows: number of rows it makes of a sample. batches: prefixes of the keys of each batch of rows that the trainer
-    reads while the model computes them; empty where only the model reads the batch.
+    reads while the model computes them; empty if only the model reads the batch.
     """
 
     pad_to_multiple_of: int = 1

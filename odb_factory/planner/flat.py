@@ -137,7 +137,7 @@ def make_bins(samples: FlatSamples, num_steps: int) -> Bins:
 def _amounts(samples: FlatSamples, num_bins: int) -> tuple[np.ndarray, list[int]]:
     """What each sample adds to its bin [n, dimensions], and the most that a bin may hold of each dimension.
 
-    The dimensions are tokens and, where samples have some, patches. Both are in one unit of cost, so that tokens that a
+    The dimensions are tokens and, if samples have some, patches. Both are in one unit of cost, so that tokens that a
     bin has too many can be weighed against patches that it has too few. The unit is so large that an average bin holds
     at most `AMOUNT_OF_A_BIN`: the product of two amounts is an integer of 64 bits.
 

@@ -162,7 +162,7 @@ MAX_LOOKS = 64
 def best_fit_decreasing(samples: FlatSamples, least_steps: int = 0) -> Filled:
     """Bins in no particular micro-steps; in `least_steps` at least, and no slot is empty as far as there are samples.
 
-    So the last samples of a pool, the smallest, go alone where it has no more of them than slots to fill (I7).
+    So the last samples of a pool, the smallest, go alone if it has no more of them than slots to fill (I7).
     Room is measured in the budget that is used up more: tokens or patches.
     """
     budget, measures = samples.budget, samples.measures.tolist()

@@ -115,7 +115,7 @@ def plan_optimizer_step(buffers: Sequence[BufferMetadata], budget: Budget, *, ba
 
     K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least. Every sample
     is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank idles, in the
-    last micro-steps, only where there are too few samples of a modality. The costliest micro-step comes first, so that
+    last micro-steps, only if there are too few samples of a modality. The costliest micro-step comes first, so that
     the peak of memory shows at once.
 
         buffers = [make_metadata([Cost(8), Cost(3)], [0, 0], exhausted=False)]
@@ -169,7 +169,7 @@ def _join_partial(steps: list[list[PoolGroup]], slots: int, num_pools: int) -> l
 
 def cut_into(num_steps: int, samples: Samples) -> list[list[PoolGroup]]:
     """As `cut`, into exactly `num_steps` micro-steps, for which the samples have been chosen: each pool has samples of
-    one modality. Where flat bins cannot be kept within the budgets, their youngest samples are not in them."""
+    one modality. If flat bins cannot be kept within the budgets, their youngest samples are not in them."""
     if not len(samples.index):
         return []
     if samples.budget.layout == "flat":

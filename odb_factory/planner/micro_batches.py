@@ -49,7 +49,7 @@ def plan_micro_batches(
     overlong: a sample that breaks a budget alone: `error`, or `singleton`, a micro-batch of its own.
 
     Returns micro_batches[rank][micro_step], a list of sample indices. All ranks have the same number of micro-steps.
-    An empty list is a rank that idles, in the last micro-steps only and only where there are too few samples: it runs a
+    An empty list is a rank that idles, in the last micro-steps only and only if there are too few samples: it runs a
     forward and backward of any sample times 0 if the other ranks wait for it.
     Raises ValueError, in one line, for arguments that contradict each other or have a wrong length.
 

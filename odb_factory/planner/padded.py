@@ -294,7 +294,7 @@ def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[G
     while heap and len(heap) + len(indivisible) < slots and heap[0][0] < -1:
         _, start, end = heapq.heappop(heap)
         # A half without the media of the whole gets dummy media, which may be too much for it. Then the longest or the
-        # shortest goes alone: the media are not in both, and what keeps them fits as it did. Where both audio and other
+        # shortest goes alone: the media are not in both, and what keeps them fits as it did. If both audio and other
         # media are told apart, even that may be too much.
         places = ((start + end) // 2, start + 1, end - 1)
         middles = (k for k in places if not grows or (_fits(pools, start, k) and _fits(pools, k, end)))

@@ -179,7 +179,7 @@ def _assigned(groups: Sequence[np.ndarray], owner: np.ndarray, num_ranks: int) -
 class MicroStepTotals:
     """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as collated.
 
-    padded_tokens: rows x padded row length, or, where the layout is flat, tokens, dummy media and what the total is
+    padded_tokens: rows x padded row length, or, if the layout is flat, tokens, dummy media and what the total is
     rounded up by. max_rank_tokens, max_rank_patches: the most of any rank, for which all wait.
     moved: samples that travel to another rank for this step.
     """
@@ -209,7 +209,7 @@ def sum_totals(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
 class Plan:
     """One round (fill) or one optimizer step (keep).
 
-    groups: of each rank the group of each micro-step, in batch order; empty where it idles. Samples are numbered
+    groups: of each rank the group of each micro-step, in batch order; empty if it idles. Samples are numbered
     through the buffers of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
     final: the epoch ends with this round.
     """

@@ -271,7 +271,7 @@ class Evaluation:
     def _count(
         self, loss: Any, weight: float, ids: Sequence[int], logits: Any, labels: Any, segments: Sequence[int] = ()
     ) -> None:
-        """All of it or, where memory is short, nothing."""
+        """All of it or, if memory is short, nothing."""
         predicted: list[Any] = []
         if logits is not None:
             preprocess = self._trainer.preprocess_logits_for_metrics
@@ -331,7 +331,7 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Evaluation | None:
-    """The evaluation in the place of this dataloader; None where it stays stock's, with one line that says why.
+    """The evaluation in the place of this dataloader; None if it stays stock's, with one line that says why.
 
     loss_only: of `Trainer.evaluation_loop`.
     """
@@ -372,7 +372,7 @@ def _mean_of_round(trainer: Any, parts: DataLoaderParts, items: Observer) -> Sto
 
 
 class Generation(NamedTuple):
-    """How much `generate` makes of a prompt: at most `new_tokens` more or, where that is 0, up to `max_length` in all.
+    """How much `generate` makes of a prompt: at most `new_tokens` more or, if that is 0, up to `max_length` in all.
     num_beams: rows that it computes of one. multiple: to which prompts are padded."""
 
     new_tokens: int

@@ -219,7 +219,7 @@ class RestartedSteps:
     def take(self, micro_batches: Iterator[Collated]) -> Tensor:
         """Gradients of a whole optimizer step, synchronised; returns the sum of the losses of this rank.
 
-        Raises `OutOfMemoryError` where memory does not hold a sample alone, `CollectiveError` where another rank ended.
+        Raises `OutOfMemoryError` if memory does not hold a sample alone, `CollectiveError` if another rank ended.
         """
         step, loader, trainer = _Attempt(), self.run.loader, self.trainer
         for collated in micro_batches:

@@ -67,7 +67,7 @@ class Recompute:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Within it no forward is computed again in its backward, and no cache of keys and values is made, which
-        transformers leaves out by itself only where it checkpoints."""
+        transformers leaves out by itself only if it checkpoints."""
         with contextlib.ExitStack() as stack:
             stack.callback(without_cache(self._model))
             for module in self._modules:

@@ -143,7 +143,7 @@ def routers_weigh(rule: OptimizerStepRule, step: OptimizerStep, world_size: int)
     """How often stock adds the loss of a model's routers in an optimizer step.
 
     Where the loss of tokens is divided by the tokens of all micro-batches, nothing divides that of routers: it is added
-    once a micro-batch and, where tokens are counted on all ranks, multiplied by these as the rest is.
+    once a micro-batch and, if tokens are counted on all ranks, multiplied by these as the rest is.
     """
     if rule.stock_mean.over not in ("step", "rank"):
         return 1.0
@@ -236,7 +236,7 @@ class Session:
 
     @property
     def computing(self) -> Computing | None:
-        """The micro-batch in forward and backward; None where stock computes."""
+        """The micro-batch in forward and backward; None if stock computes."""
         if self.evaluation is not None:
             return self.evaluation.computing
         if self.training is None or not self.training.has_begun:
@@ -245,7 +245,7 @@ class Session:
 
     @property
     def num_items(self) -> int | None:
-        """Units (>= 1) of the micro-batch in forward, also of one that is only tried; None where stock computes."""
+        """Units (>= 1) of the micro-batch in forward, also of one that is only tried; None if stock computes."""
         if (computing := self.computing) is not None:
             return computing.num_items
         return None if self.training is None else self.training.trial_units
@@ -312,7 +312,7 @@ class Session:
 
     def loss_by_sample(self, compute_loss: Callable[..., Tensor], model: Any, inputs: Mapping[str, Any]) -> Any:
         """The weighted sum of the losses of the samples of the micro-batch in forward, each computed from its own
-        logits, and the output of the model. compute_loss: of the trainer. Where the model allows it, the logits of one
+        logits, and the output of the model. compute_loss: of the trainer. If the model allows it, the logits of one
         sample exist at a time."""
         computing, training = self.computing, self.training
         assert computing is not None and training is not None

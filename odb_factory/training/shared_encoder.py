@@ -47,7 +47,7 @@ class SharedEncoder:
 
     @classmethod
     def of(cls, trainer: Any) -> SharedEncoder | None:
-        """None where the block does not ask for it, or it has no effect (logged). Collective.
+        """None if the block does not ask for it, or it has no effect (logged). Collective.
 
         Raises `CollectiveError` on all ranks if they differ in that: a rank alone would wait for its process group.
         """

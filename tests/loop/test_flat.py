@@ -210,7 +210,7 @@ def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
 
 
 def test_a_forward_that_stands_before_the_own_is_asked_like_it(tiny_text: Path) -> None:
-    """`generate` masks padding only where the forward takes a mask by its signature."""
+    """`generate` masks padding only if the forward takes a mask by its signature."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
     rows, signature = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]]), inspect.signature(model.forward)
 

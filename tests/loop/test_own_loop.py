@@ -479,7 +479,7 @@ def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state:
                 info = pop_step_info(batch)
                 if info.micro_batch == 0:
                     optimizer.zero_grad()
-                    assert parameter.grad is None, "also where a step has only begun"
+                    assert parameter.grad is None, "also if a step has only begun"
                 accelerator.backward(parameter * info.loss_scale)
                 if info.ends_optimizer_step:
                     assert parameter.grad.item() == pytest.approx(1.0)

@@ -110,7 +110,7 @@ def test_every_tiny_world_of_ranks_that_keep_their_samples(layout: str) -> None:
                 sum(map(max, itertools.zip_longest(one, other, fillvalue=0)))
                 for one in group_costs(first, budget)
                 for other in group_costs(second, budget)
-                # A rank idles only where all its groups have a single sample.
+                # A rank idles only if all its groups have a single sample.
                 if len(one) >= min(len(other), len(first)) and len(other) >= min(len(one), len(second))
             )
             ratio = sum(step_costs(plan)) / best

@@ -79,7 +79,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_without_a_trainer_state_it_is_no_checkpoint(run: Path, tmp_path, damage: str) -> None:
-    """Before any weights are loaded, also where it is the newest of several; no other one is chosen silently."""
+    """Before any weights are loaded, also if it is the newest of several; no other one is chosen silently."""
     asked = copied(run, tmp_path, 2, 4)
     DAMAGES[damage](asked / TRAINER_STATE)
     for way in ({"asked": str(asked)}, {"asked": True, "output_dir": tmp_path}):

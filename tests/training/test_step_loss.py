@@ -41,7 +41,7 @@ def test_losses_in_bfloat16_add_up_in_float32(tiny_text: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("counts_tokens", [True, False], ids=["text", "as with a processor"])
 def test_losses_of_routers_weigh_as_in_stock(counts_tokens: bool, tmp_path: Path) -> None:
-    """They depend on which samples share a micro-batch. Stock divides them by the accumulation only where it divides
+    """They depend on which samples share a micro-batch. Stock divides them by the accumulation only if it divides
     the loss by that."""
 
     def first_loss(odb: bool, coefficient: float) -> float:
