@@ -105,7 +105,7 @@ class ODBConfig:
             raise ConfigError(" ".join(problems))
         for name in _keys():
             if _is_whole(value := getattr(self, name)):
-                object.__setattr__(self, name, int(value))  # numpy's integers are no JSON
+                object.__setattr__(self, name, int(value))  # numpy's integers are not JSON
         refuse(CONTRADICTIONS, {"odb": self})
 
     @property
@@ -247,7 +247,7 @@ class ResolvedConfig(ODBConfig):
 def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
     """The config given whole, or made of its keys."""
     if not isinstance(config, ODBConfig | None):
-        raise ConfigError(f"config: {quoted(config)} is no ODBConfig; give its keys, such as token_budget=8192.")
+        raise ConfigError(f"config: {quoted(config)} is not an ODBConfig; give its keys, such as token_budget=8192.")
     if config is None:
         return ODBConfig.from_block(block)
     if block:
@@ -286,7 +286,7 @@ class _Key(NamedTuple):
         if self.kind is None or self.choices not in ((), (AUTO,)):
             hint = ""
             if "none" in self.choices and value in (None, "None"):
-                hint = "; write the word none (YAML's null is no value), or leave the key out"
+                hint = "; write the word none (YAML's null is not a value), or leave the key out"
             number = "" if self.kind is None else " or a whole number"
             return f"is not one of {', '.join(self.choices)}{number}{hint}"
         also = "".join(f", or {word}" for word in (*self.choices, *(["none"] if self.is_optional else [])))

@@ -13,7 +13,7 @@ from odb_factory.errors import printable
 def get_logger(name: str) -> logging.Logger:
     """A child of the `odb_factory` logger. Ranks other than 0 log warnings and above only.
 
-    Records go to the handlers of the root logger as any others; `[odb]` lines are printed where none of them prints
+    Records go to the handlers of the root logger as any others; `[odb]` lines are printed if none of them prints
     to the console. The level is INFO, unless the user has set one for `odb_factory`.
     """
     package = logging.getLogger("odb_factory")

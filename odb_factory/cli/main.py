@@ -140,7 +140,7 @@ def train(arguments: argparse.Namespace) -> int:
     """Be `llamafactory-cli train` with the same arguments. Errors of LLaMA-Factory pass through."""
     from llamafactory import cli, launcher
 
-    # The file that the launcher gives to torchrun, where it starts several processes.
+    # The file that the launcher gives to torchrun, if it starts several processes.
     launcher.__file__ = str(CHILD)
     sys.argv = ["llamafactory-cli", "train", str(arguments.config), *arguments.overrides]
     cli.main()

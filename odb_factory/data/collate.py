@@ -35,7 +35,7 @@ MOST_NAMED = 16
 
 
 class NotCollated(DataError):
-    """Samples cannot be collated. ids: the one that cannot, or all of them where each can alone."""
+    """Samples cannot be collated. ids: the one that cannot, or all of them if each can alone."""
 
     def __init__(self, ids: Sequence[int], cause: str):
         super().__init__(cause)
@@ -203,7 +203,7 @@ def rows_to_choose_from(samples: Iterator[Sample], count: int) -> Iterator[Sampl
 
 
 def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` short samples, one with media in between if any has some; repeated where there are too few.
+    """`count` short samples, one with media in between if any has some; repeated if there are too few.
 
     Samples that share no micro-batch with others (see `Cost.modality`) are chosen only if there are no others.
     """

@@ -143,6 +143,6 @@ def epoch_of(state: Any) -> int:
     """That a state stands in. Raises `DataError` for a value that is none."""
     if not isinstance(state, Mapping) or state.get("version") != VERSION:
         shown = " ".join(quoted(state).split())
-        raise DataError(f"{shown} is no state of this odb_factory; load one of state_dict(), or {RESTART}")
+        raise DataError(f"{shown} is not a state of this odb_factory; load one of state_dict(), or {RESTART}")
     epoch: int = state["epoch"]
     return epoch

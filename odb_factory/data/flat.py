@@ -174,7 +174,7 @@ def beside_rows(
 
 
 def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
-    """What the model is given of a batch. batches: of `Collation`; where there are several, what each of them has, and
+    """What the model is given of a batch. batches: of `Collation`; if there are several, what each of them has, and
     media, which they share. Raises `LayoutError` if they would need positions of media, which they do not share."""
     if len(batches) < 2:
         return [key for key in batch if not key.startswith(_OF_PAIRS)]
@@ -278,7 +278,7 @@ def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
 
 
 def _position_ids(ids: Any, segments: Segments, rows: int, length: int) -> Tensor:
-    """[1, total], or [4, 1, total] where the collator's are [3 or 4, rows, length]."""
+    """[1, total], or [4, 1, total] if the collator's are [3 or 4, rows, length]."""
     restarting = torch.cat([torch.arange(count) for count in segments.lengths])[None]
     if ids is None:
         return restarting

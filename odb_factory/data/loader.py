@@ -210,7 +210,7 @@ class ODBLoader:
     flat layout. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
-    fingerprint: of the dataset, where a framework has taken columns away (default: its own). keeps_samples: a
+    fingerprint: of the dataset, if a framework has taken columns away (default: its own). keeps_samples: a
     micro-batch keeps its light samples, to be collated again. is_evaluated: of `ObservedDataset`.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out.

@@ -37,9 +37,9 @@ Measure = Callable[[Mapping[str, Any], int, tuple[int, ...]], Measured]
 def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> Media:
     """Vision-tower input patches of images and of videos, and frames of the spectrograms of audio, in `inputs`.
 
-    Videos that a processor hands over as images count as these. Patches come from the patch grids where there are any
+    Videos that a processor hands over as images count as these. Patches come from the patch grids if there are any
     ([media, 2 or 3], their products); else from the size of the pixel tensors, one patch being 3 x patch_size x
-    patch_size values, without what towers leave out of them: where there are `image_sizes`, the padding of images to
+    patch_size values, without what towers leave out of them: if there are `image_sizes`, the padding of images to
     the largest, and of their tiles to the most.
     """
     tensors = {key: inputs[key] for key in GRID_KEYS if inputs.get(key) is not None}
@@ -139,7 +139,7 @@ def _units_by_row(labels: np.ndarray, segments: tuple[int, ...]) -> tuple[int, .
     carry = labels != IGNORE_INDEX
     if (carry & (labels < 0)).any():
         raise DataError(
-            f"a label is negative and not {IGNORE_INDEX}, so it is no token and not left out of the loss either; make "
+            f"a label is negative and not {IGNORE_INDEX}, so it is neither a token nor left out of the loss; make "
             f"it {IGNORE_INDEX}"
         )
     rows = np.split(carry[0], np.cumsum(segments)[:-1]) if segments else carry
@@ -242,8 +242,8 @@ def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T
 class ObservedDataset:
     """`self[i]` observes `dataset[i]`, `self[raw_item]` an item of a stream. Never raises for a row.
 
-    Returns a `Sample`, or a `Rejection` where the row cannot be used; one that the reader of a stream has made is
-    returned as it is. is_evaluated: it is no training dataset, and no policy of the block leaves rows out.
+    Returns a `Sample`, or a `Rejection` if the row cannot be used; one that the reader of a stream has made is
+    returned as it is. is_evaluated: it is not a training dataset, and no policy of the block leaves rows out.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class ObservedDataset:
         index, source = (row.id, row) if isinstance(row, RawItem) else (row, self.dataset)
 
         def reject(reason: str, problem: str, way_out: str = "", fatal: bool = False) -> Rejection:
-            """way_out: added where the policy is to stop; elsewhere what it advises has been done."""
+            """way_out: added if the policy is to stop; elsewhere what it advises has been done."""
             message = f"{self.where(index, source)}: {problem.rstrip('.')}"
             return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
 
@@ -337,7 +337,7 @@ class ItemObserver:
     counted.
     loss_scaling: if it weighs by units, these must be known; otherwise they may be 0 without labels.
     takes_any_loss: with a `cost_fn` the loss need not be that of a language model. A sample then has the units of its
-        `Cost`; without these its label tokens are counted where it has `input_ids` and one label for each of them, and
+        `Cost`; without these its label tokens are counted if it has `input_ids` and one label for each of them, and
         any other sample is one unit.
     units_from: labels of tokens, the `cost_fn`, or one an item; None: not known before the first item.
     keeps_unsupervised: samples without a unit are samples, too: they are evaluated.

@@ -366,7 +366,7 @@ class StreamReader:
     def __init__(
         self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False, whole_batches_of: int | None = None
     ):
-        """whole_batches_of: rows of a batch, where batches that are not full on all ranks are dropped (`drop_last`)."""
+        """whole_batches_of: rows of a batch, if batches that are not full on all ranks are dropped (`drop_last`)."""
         self.dataset = dataset
         self.rank, self.world_size = rank, world_size
         self.is_split = is_split or is_split_by_node(dataset)
@@ -591,7 +591,7 @@ class OptimizerStepRule:
             size = config.global_batch_size
         if is_split and size % of_all_ranks:
             raise ConfigError(
-                f"odb.global_batch_size: {size} is no multiple of {self.batch_size} rows x {world_size} ranks, and "
+                f"odb.global_batch_size: {size} is not a multiple of {self.batch_size} rows x {world_size} ranks, and "
                 "each rank has a stream of its own to take them from; choose a multiple."
             )
         remainder = num_samples % of_all_ranks if self.drop_last and num_samples is not None else 0
@@ -610,7 +610,7 @@ class OptimizerStepRule:
 def split_by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
     """The same samples, with a modality for each weight that stock gives, so that no group mixes them.
 
-    Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
+    Weights differ if stock's micro-batches have different sizes: at the end of an epoch, and if rows were left
     out.
     """
     rows, starts, _ = pool(buffers)

@@ -159,7 +159,7 @@ def _pass_over(*_: object) -> None:
 def _end_with_parent() -> None:
     """End this process within about a second of the end of the process that started it.
 
-    Where workers are forked, a later one holds the pipe of the parent too, but the id of the parent changes; with a
+    When workers are forked, a later one holds the pipe of the parent too, but the id of the parent changes; with a
     forkserver the parent of the system is the server.
     """
     parent = multiprocessing.parent_process()

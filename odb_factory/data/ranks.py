@@ -65,7 +65,7 @@ def find_process_group(process_group: dist.ProcessGroup | None, *, is_prepared: 
 
 
 def check_process_group(process_group: object) -> None:
-    """Raise `ConfigError` for what is no process group of this rank."""
+    """Raise `ConfigError` for what is not a process group of this rank."""
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:

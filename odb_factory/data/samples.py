@@ -232,9 +232,9 @@ class Measured:
     """The collated tensors of a micro-batch: rows, padded row length (tokens), media, units (see `Cost`).
 
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
-        the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
-    units_by_row: where units are labels that carry loss, those of each row or, of a flat one, of each segment.
-    why_padded: why it is not the flat row that was planned; "" where it is, or a padded one was planned.
+        the order of `ids`, then what fills up (dummy media, a multiple); () if it is padded.
+    units_by_row: if units are labels that carry loss, those of each row or, of a flat one, of each segment.
+    why_padded: why it is not the flat row that was planned; "" if it is, or if a padded one was planned.
     """
 
     rows: int
@@ -302,7 +302,7 @@ def name_rows(ids: Sequence[int], most: int) -> str:
 
 
 def no_usable_row(rejected: Mapping[str, int], other_reasons: Sequence[str] = (), empty: str = "it is empty") -> str:
-    """Why no row can be trained on. rejected: rows by reason. other_reasons: more. empty: said where there is none."""
+    """Why no row can be trained on. rejected: rows by reason. other_reasons: more. empty: said if there is none."""
     reasons = [f"{count} {reason}{HINTS.get(reason, '')}" for reason, count in rejected.items()]
     named = "; the warnings above name the first of them" if rejected else ""
     return f"no row of the training dataset can be trained on: {', '.join([*reasons, *other_reasons]) or empty}{named}."

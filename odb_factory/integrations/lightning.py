@@ -51,7 +51,7 @@ class OptimizerSteps:
     """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply_odb` returns).
 
     It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` is their number in an
-    epoch where that is known. Lightning keeps its state in every checkpoint, and resumes from it,
+    epoch if that is known. Lightning keeps its state in every checkpoint, and resumes from it,
     also with other ranks. Goes with the callback `OnlineBatching`.
 
     Example::
@@ -70,7 +70,7 @@ class OptimizerSteps:
         if self._state is None:
             self._state = self._loader.state_dict()
         elif self._is_unused:
-            # Lightning has fetched from an iterator that it has dropped, as where it reloads its dataloaders.
+            # Lightning has fetched from an iterator that it has dropped, as when it reloads its dataloaders.
             self._loader.load_state_dict(self._state)
         self._is_unused = True
         micro_batches = []

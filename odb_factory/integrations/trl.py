@@ -64,7 +64,7 @@ def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpac
     config, or its keys one by one, as in `enable_odb`; `token_budget` counts for each pair both answers, prompts
     included, or with `layout: padded` two rows of the longer one. Losses, gradients and what the trainer logs are those
     of training without it.
-    Raises `ConfigError` for a trainer of another kind, and for losses that are no mean over pairs.
+    Raises `ConfigError` for a trainer of another kind, and for losses that are not a mean over pairs.
 
     Example::
 
@@ -114,7 +114,7 @@ def why_not_flat(trainer: Any) -> str | None:
     if trainer.use_weighting:
         return "use_weighting: True reads the whole distribution of each token"
     if trainer.args.ld_alpha is not None and trainer.truncation_mode == "keep_end":
-        return "ld_alpha with truncation_mode: keep_end reads a token where an answer has lost its prompt"
+        return "ld_alpha with truncation_mode: keep_end reads a token if an answer has lost its prompt"
     return why_no_door(trainer)
 
 
@@ -192,7 +192,7 @@ class FiguresOfAllRanks(PairMetrics):
             return super()._get_batch_loss_metrics(stock, *args, **kwargs)
 
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Collective where the trainer logs figures of its training, as all ranks do together, with the same keys."""
+        """Collective if the trainer logs figures of its training, as all ranks do together, with the same keys."""
         stored = self.trainer._stored_metrics["train"]
         if self.trainer.odb.training is not None and "loss" in logs and stored:
             metrics = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)

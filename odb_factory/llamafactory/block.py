@@ -1,6 +1,6 @@
 """The rules of the host: what does not go with an `odb:` block in LLaMA-Factory, checked before a model is loaded.
 
-`checked` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and where possible before
+`checked` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and if possible before
 processes are started; `check_combination` sees what LLaMA-Factory has made of them. Both are called by the plugin's
 hooks and by patched forks (`patches/` in the repository). Nothing heavy is imported for the first of them. The rules of
 the block itself are in `odb_factory.config`, those of every Trainer in `odb_factory.training.checks`.
@@ -122,7 +122,7 @@ def checked(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
 
 
 def _by_index(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without `streaming` where all rows can be read by index.
+    """Arguments without `streaming` if all rows can be read by index.
 
     LLaMA-Factory loads a local file whole and makes a stream of it, to do without the preprocessing pass; with a block
     there is no such pass. Its parser then asks for none of what a stream needs (`max_steps`), and refuses none of what
@@ -212,7 +212,7 @@ def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _missing_model(s: Settings) -> str | None:
-    """The folder from which a path does not exist; it would be looked up on the hub, where it is no valid name."""
+    """The folder from which a path does not exist; it would be looked up on the hub, where it is not a valid name."""
     name = s.model_name_or_path
     is_path = isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
     return os.getcwd() if is_path and not os.path.exists(name) else None
@@ -280,7 +280,7 @@ def _at_a_backward(optimizer: str, key: str, value: object, way_out: str) -> Ref
 
 OPTIONS = (
     Refusal("stage", lambda s: s.stage == "ppo", "generates its batches while it trains", "remove the odb: block"),
-    Refusal("stage", lambda s: s.stage not in (*STAGES, "ppo"), f"is no stage that odb trains ({', '.join(STAGES)})",
+    Refusal("stage", lambda s: s.stage not in (*STAGES, "ppo"), f"is not a stage that odb trains ({', '.join(STAGES)})",
         "change it, or remove the odb: block"),
     *(
         _set(key, "selects a trainer whose data path odb cannot drive")
@@ -318,10 +318,10 @@ def _is_number(value: Any) -> bool:
 def check_combination(
     model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, config: ODBConfig | None = None
 ) -> None:
-    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb. Collective: where one
+    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb. Collective: if one
     rank is refused, or the arguments of the ranks differ, all ranks end for the same reason.
 
-    config: the block, where `data_args` do not hold it as those of a patched fork do.
+    config: the block, if `data_args` do not hold it as those of a patched fork do.
     """
     from odb_factory.data.agreement import block_settings, compare, releases
     from odb_factory.data.ranks import gather_once
@@ -415,12 +415,12 @@ def check_v1_keys(args: Mapping[str, Any]) -> None:
     for key in args.keys() - known - {"odb"}:
         near = V1_NAMES.get(key) or next(iter(difflib.get_close_matches(key, known, n=1)), None)
         hint = f"it is called {near} there" if key in V1_NAMES else f"did you mean {near}" if near else "remove it"
-        raise ConfigError(f"{key}: {quoted(args[key])} is no key of LLaMA-Factory's v1 trainer (USE_V1); {hint}.")
+        raise ConfigError(f"{key}: {quoted(args[key])} is not a key of LLaMA-Factory's v1 trainer (USE_V1); {hint}.")
 
 
 def why_not_flat(trainer: Any) -> str | None:
     """What LLaMA-Factory's trainer was made with that only a padded layout can have; None: nothing."""
-    # What LLaMA-Factory sets where it has really changed the attention.
+    # What LLaMA-Factory sets if it has really changed the attention.
     if getattr(trainer.model.config, "group_size_ratio", None) is not None:
         return f"shift_attn: {WHY_NOT_SHIFTED}"
     if not STAGES[trainer.finetuning_args.stage].batches:

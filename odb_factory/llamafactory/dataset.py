@@ -542,9 +542,9 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     """In place of LLaMA-Factory's format conversion: an index of the rows, which are converted when they are needed.
 
     What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
-    (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's,
-    which converts its rows when they are read.
-    Raises `DataError` if no row of the dataset has a column that its converter needs, or where it has no row.
+    (paths are not such columns), and images that are cast to a mode or nested in lists of lists. A stream stays
+    stock's, which converts its rows when they are read.
+    Raises `DataError` if no row of the dataset has a column that its converter needs, or if it has no row.
     """
     if not isinstance(dataset, datasets.Dataset):
         if next(iter(dataset), None) is None:
@@ -585,7 +585,7 @@ def online_dataset(
 ) -> OnlineDataset | OnlineStream:
     """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
 
-    dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
+    dataset: an index, or a stream. config: the block, if `data_args` do not hold it as a patched fork's do.
     """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
     rows: IndexedRows | list[dict[str, Any]] = list(_head) if is_stream(dataset) else IndexedRows(dataset)
@@ -627,7 +627,7 @@ def training_rows(
 
 
 def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:
-    """Where the stage (pre-training) or the collator (of the user's own, without a template) takes no media, what is
+    """If the stage (pre-training) or the collator (of the user's own, without a template) takes no media, what is
     written like one is text."""
     plugin = template.mm_plugin if stage.takes_media and template is not None else get_mm_plugin("base")
     return MediaObserver(plugin, tokenizer, processor)

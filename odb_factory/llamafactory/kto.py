@@ -69,7 +69,7 @@ class StepKL:
     def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
         """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together.
 
-        Examples are averaged by stock's micro-batches of all ranks, and these over the ranks of a micro-step; or, where
+        Examples are averaged by stock's micro-batches of all ranks, and these over the ranks of a micro-step; or, if
         `loss_scaling` is not `stock`, in one batch of the optimizer step.
         """
         arguments, is_stock = self.trainer.args, self.trainer.odb.config.loss_scaling == "stock"
@@ -220,7 +220,7 @@ def check_trainer(trainer: Any) -> None:
     is_same = stock.shape == ours.shape and torch.allclose(stock, ours)
     if not (trainer.calculate_KL and is_same and 0 < stock.std() < 1):
         raise ConfigError(
-            f"odb: {type(trainer).__name__}.kto_loss is no loss of the log-ratios less the KL estimate, so odb_factory "
-            "could not estimate its KL divergence as this release means it; install a supported release (`odb-factory "
-            "doctor` names them)."
+            f"odb: {type(trainer).__name__}.kto_loss is not a loss of the log-ratios less the KL estimate, so "
+            "odb_factory could not estimate its KL divergence as this release means it; install a supported release "
+            "(`odb-factory doctor` names them)."
         )

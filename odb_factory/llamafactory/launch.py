@@ -51,7 +51,7 @@ def become_torchrun(command: list[str], env: Mapping[str, str], **_: Any) -> Non
 
 
 def read(path: str = "", *, overrides: Sequence[str]) -> dict[str, Any]:
-    """As `arguments_of`; none for what is no YAML, or has no word in it that is meant for odb_factory."""
+    """As `arguments_of`; none for what is not a YAML, or has no word in it that is meant for odb_factory."""
     if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
         return {}
     if not any(map(MEANT.search, [Path(path).read_text(encoding="utf-8", errors="replace"), *overrides])):
@@ -64,7 +64,7 @@ def arguments_of(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     no mapping. Raises `ConfigError` for a YAML that cannot be read."""
     try:
         args: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
-    except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is no text
+    except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is not text
         uncaught.install()
         overridden = f" with {' '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{overridden}: this YAML cannot be read ({one_line(error)}).") from None

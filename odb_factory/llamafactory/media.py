@@ -276,7 +276,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What audio costs, by the length of each clip: read from the header of its file, where the format has it.
+# What audio costs, by the length of each clip: read from the header of its file, if the format has it.
 # LLaMA-Factory pads every clip to one length; what differs is how much of that its mask says is real. Whether that
 # follows from the length is tried at start, on a few clips of noise.
 

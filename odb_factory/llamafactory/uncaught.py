@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Back to what was, where nobody has put another hook in front of ours since."""
+    """Back to what was, if nobody has put another hook in front of ours since."""
     global _before
     if sys.excepthook is _excepthook:
         sys.excepthook, _before = _before, None

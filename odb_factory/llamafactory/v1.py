@@ -71,7 +71,7 @@ PART = "odb_part"
 
 
 class RenderedRows(Dataset[dict[str, Any]]):
-    """`self[i]`: model inputs of row i as v1's renderer makes them (lists), or the row itself where it has media, and
+    """`self[i]`: model inputs of row i as v1's renderer makes them (lists), or the row itself if it has media, and
     under `cost` its tokens, its labels that carry loss and its media."""
 
     def __init__(self, dataset: Any, renderer: Any, cutoff_len: int, *, needs_both: bool, has_ranks: bool):
@@ -187,7 +187,7 @@ class BatchGenerator(TrainerCallback):
         size = args.global_batch_size or ranks * args.micro_batch_size
         if size % (ranks * args.micro_batch_size):
             raise ConfigError(
-                f"global_batch_size: {size} is no multiple of micro_batch_size ({args.micro_batch_size}) x {ranks} "
+                f"global_batch_size: {size} is not a multiple of micro_batch_size ({args.micro_batch_size}) x {ranks} "
                 "ranks, as v1 asks; choose a multiple."
             )
         self.num_micro_batch = size // (ranks * args.micro_batch_size)

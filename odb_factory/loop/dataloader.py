@@ -100,7 +100,7 @@ def loop_config(config: ODBConfig | None, keys: ODBKeys) -> ResolvedConfig:
 
 
 def check_whole(name: str, value: object, meaning: str = "") -> None:
-    """Raise `ConfigError` for what is no whole number of at least 1."""
+    """Raise `ConfigError` for what is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1{meaning}.")
 
@@ -321,7 +321,7 @@ class ODBDataLoader(DataLoader[T_co]):
             raise ConfigError("apply_odb: this DataLoader forms its batches online already; call it once.")
         if isinstance(dataloader, DataLoaderDispatcher):
             raise ConfigError(
-                "dispatch_batches: accelerate lets one rank read for all (by default where a dataset is iterated), and "
+                "dispatch_batches: accelerate lets one rank read for all (by default if a dataset is iterated), and "
                 "with odb every rank forms its own batches; apply odb before `prepare`, or set it to False in "
                 "accelerate's DataLoaderConfiguration."
             )
@@ -560,8 +560,8 @@ class ODBDataLoader(DataLoader[T_co]):
         """Resume from a state, whichever rank wrote it, with any number of ranks, budgets and workers.
 
         Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
-        with that epoch keeps the place in it. Raises `DataError` for a value that is no state, and if the data are not
-        those of the state.
+        with that epoch keeps the place in it. Raises `DataError` for a value that is not a state, and if the data are
+        not those of the state.
         """
         if self._current is not None:
             raise ConfigError(

@@ -41,7 +41,7 @@ class ODBStepInfo:
         elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
     segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
-        order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
+        order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () if it is padded.
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in the run, from 1, as in the audit. optimizer_step_samples: samples of
@@ -182,7 +182,7 @@ def pop_step_info(batch: object) -> ODBStepInfo:
 def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
     """A micro-batch's part of the loss of its optimizer step; call `backward()` on it.
 
-    logits: [rows, length, vocabulary]; labels: [rows, length], -100 where no loss is wanted; padded or flat, as the
+    logits: [rows, length, vocabulary]; labels: [rows, length], -100 if no loss is wanted; padded or flat, as the
     micro-batch is. Shifted and in float32 as in transformers' causal models; what a model adds to its own loss (for the
     routers of a mixture of experts) is not in it.
 

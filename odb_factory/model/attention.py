@@ -9,7 +9,7 @@
 
 The operator is torch's own variable-length flash kernel, which `torch.nn.attention.varlen` calls, too. One call with
 scale, windows and grouped heads serves torch 2.5 to 2.13; its schema is read, never the version. Smaller heads of odd
-sizes are filled with zeros. Where no flat row is in progress (an evaluation), both functions are those of `sdpa` or
+sizes are filled with zeros. If no flat row is in progress (an evaluation), both functions are those of `sdpa` or
 `eager`. The lengths of the samples come from `flat_row`.
 """
 

@@ -1,14 +1,14 @@
-"""Which layout a training gets: as configured, or with `auto` flat where nothing speaks against it (I10).
+"""Which layout a training gets: as configured, or with `auto` flat if nothing speaks against it (I10).
 
 A reason of the caller's and streams come first; then, in this order:
 1. `why_refused`: what no check computes (images, arguments of the training, releases), by name.
-2. The attention kernel: `odb_varlen` takes the place of sdpa and eager where it computes the same; flash and flex
+2. The attention kernel: `odb_varlen` takes the place of sdpa and eager if it computes the same; flash and flex
    attention stay; sdpa and eager otherwise are exact, but their cost grows with the square of the row, so an
    accelerator takes them only if asked to. Mixers that carry state along the row see padded groups of samples
    (`model/mixers.py`).
 3. A tiny random copy of the model, on the host, in a second (`check`). Its samples have 5 to 80 tokens, and its
    windows, chunks, top-k and original contexts are shorter than most of them. Its numbers are float64, so the token
-   losses of one flat row, compared with those of each sample alone in stock, show every leak. Where they differ, they
+   losses of one flat row, compared with those of each sample alone in stock, show every leak. If they differ, they
    may still be those of a padded micro-batch. All ranks find the same: the check depends on class and config, draws its
    own random numbers and runs no collective.
 4. The real model on a few short samples, before it is trained (`check_rows`): flat, padded and alone, in eval mode
@@ -80,7 +80,7 @@ def why_refused(model: Any, args: Any) -> str | None:
     """Why the model (unwrapped) cannot take flat rows, with these arguments of the training; None: nothing is known."""
     name = type(model).__name__
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        return f"{name} is no model of transformers, and nothing is known of its attention"
+        return f"{name} is not a model of transformers, and nothing is known of its attention"
     if model.config.model_type in CROSS_ATTENTION:
         return f"{model.config.model_type} attends from every token of a row to all images of that row"
     if getattr(args, "packing", False):  # of TRL's arguments
@@ -117,7 +117,7 @@ def resolve_layout(
     """The layout of a training; with a flat one all models are set up for it.
 
     models: of `models_of`, without a wrapper of an engine. layout: as configured. args: of the training (device, bf16,
-    ...). refused: why flat micro-batches would be wrong, where the caller knows a reason. is_stream: rows cannot be
+    ...). refused: why flat micro-batches would be wrong, if the caller knows a reason. is_stream: rows cannot be
     read by their number. Raises `LayoutError` if `layout: flat` is refused.
     """
     if layout == "padded":
@@ -272,7 +272,7 @@ def compare_copy(
             alone |= losses_of(laid_out)
         every = torch.cat(list(alone.values()))
         if not every.isfinite().all():
-            raise DataError("its loss is no number")
+            raise DataError("its loss is not a number")
         positions = torch.cat([torch.arange(length) for length in segments])[None]
         row = replace(trial.flat, batch={**trial.flat.batch, "position_ids": positions}, segments=tuple(segments))
         try:
@@ -370,9 +370,9 @@ def of_batches(
     has_logits: bool,
 ) -> Trial:
     """Model inputs of the same samples. alone: of each. padded: of all, and of the last and the first; both are empty
-    where samples can only be collated flat. segments: of `flat`; tokens, ids: of the samples; has_logits: of `Trial`.
+    if samples can only be collated flat. segments: of `flat`; tokens, ids: of the samples; has_logits: of `Trial`.
 
-    Padding is on either side, and dummy media are masked like it. Where samples have several rows, each row is a
+    Padding is on either side, and dummy media are masked like it. If samples have several rows, each row is a
     sample here: the first rows of all samples, then the second ones.
     """
     total = len(ids)
@@ -462,7 +462,7 @@ class Runs:
 def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
     """Why flat rows are not what padded ones are, as all ranks see it; None if they are. Collective.
 
-    Where `make` fails on a rank no rank runs the model, whose wrapper may wait for all of them.
+    If `make` fails on a rank no rank runs the model, whose wrapper may wait for all of them.
     """
     answer: dict[str, Any] = {}
     trial = None
@@ -544,7 +544,7 @@ def _of_all_ranks(runs: Runs, answer: dict[str, Any]) -> str | None:
                 f"the model's loss of {_named(answer['rows'])} is {answer['loss']}{where}, each alone in a plain "
                 "batch: its weights or its inputs are damaged, and no layout can be compared"
             )
-        if answer and not answer["flat"] <= answer["tolerance"]:  # also if it is no number
+        if answer and not answer["flat"] <= answer["tolerance"]:  # also if it is not a number
             return (
                 f"the model computes something else on a flat row: token losses of {_named(answer['rows'])} differ by "
                 f"{answer['flat']:.1e} from each alone, padded by {answer['padded']:.1e}{where}"
@@ -596,7 +596,7 @@ def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[in
 
 
 def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
-    """[rows, length]: the loss of each target (0 if there is none), or the score of each token where the model
+    """[rows, length]: the loss of each target (0 if there is none), or the score of each token if the model
     returns one."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:

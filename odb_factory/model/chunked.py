@@ -85,7 +85,7 @@ def weighted_loss_of(
     """Sum of weight x token loss over the supervised positions, a scalar in float32 (float64 of float64 weights).
 
     hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
-    `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast where that is on;
+    `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast if that is on;
     everything else is in float32.
     Raises `DataError` if the weights are not those of these rows.
     """

@@ -34,9 +34,9 @@ BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
 """It takes images (or tiles) of one size, [images, 3, height, width]."""
 TOWERS = ("visual", "vision_tower")
 PROJECTOR = "multi_modal_projector"
-"""Between tower and language model, where it is a module of its own."""
+"""Between tower and language model, if it is a module of its own."""
 WINDOW = 64
-"""Patches of an attention window (Qwen2.5-VL: 112 x 112 pixels) where the config does not say."""
+"""Patches of an attention window (Qwen2.5-VL: 112 x 112 pixels) if the config does not say."""
 
 
 class Assignment(Protocol):
@@ -332,7 +332,7 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
 
 
 def _width(projector: nn.Module) -> int:
-    """Of its input. By numbers that stay where parameters are sharded."""
+    """Of its input. By numbers that stay the same if parameters are sharded."""
     for module in projector.modules():
         if isinstance(module, nn.Linear):
             return module.in_features
@@ -343,7 +343,7 @@ def _width(projector: nn.Module) -> int:
 
 def _read(output: Any, layers: Any) -> Any:
     """A tower's output with what a model reads of it: the rest would be of other images. layers: of the hidden states,
-    a number or several, where the model takes those; LAST: it takes `last_hidden_state`."""
+    a number or several, if the model takes those; LAST: it takes `last_hidden_state`."""
     if not isinstance(output, Mapping):  # the features alone
         return output
     kind: Any = type(output)

@@ -67,8 +67,8 @@ _without_row: set[int] = set()
 """Other threads, in a forward that is of no row."""
 _numbers = itertools.count()
 _devices: set[torch.device] = set()
-"""Where attention has asked for ends: rows have them there before a forward, so that a compiled graph is given them and
-serves every row of its length."""
+"""On which attention has asked for ends: rows have them there before a forward, so that a compiled graph is given them
+and serves every row of its length."""
 
 
 def row_in_progress() -> FlatRow | None:
@@ -77,7 +77,7 @@ def row_in_progress() -> FlatRow | None:
 
 
 def begin_row(segments: Sequence[int]) -> None:
-    """From here on forward and backward are of this flat row; of a padded micro-batch where there are no segments."""
+    """From here on forward and backward are of this flat row; of a padded micro-batch if there are no segments."""
     global _row, _owner
     _row, _owner = FlatRow(segments) if segments else None, threading.get_ident()
     _before.clear()
@@ -85,7 +85,7 @@ def begin_row(segments: Sequence[int]) -> None:
 
 def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
     """From here on forward and backward are of no row, if this thread has begun the one in progress, and it is one of
-    these (None: any). Another may be in a forward: in its thread, or in this one where the garbage collector calls."""
+    these (None: any). Another may be in a forward: in its thread, or in this one when the garbage collector calls."""
     is_ended = rows is None or any(row is _row for row in rows)
     if _row is not None and _owner == threading.get_ident() and is_ended:
         begin_row(())
@@ -93,7 +93,7 @@ def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
 
 @contextlib.contextmanager
 def flat_row(segments: Sequence[int]) -> Iterator[None]:
-    """Within it forward and backward are of this flat row; of a padded micro-batch where there are no segments.
+    """Within it forward and backward are of this flat row; of a padded micro-batch if there are no segments.
 
     with flat_row((5, 3)):
         model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
@@ -157,7 +157,7 @@ def noise_by_sample(embedding: Any, _: Any, embedded: Tensor) -> Tensor:
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Let the forward of `module` be this one, whose first argument is the module's own; returns what undoes it.
 
-    Where somebody has wrapped the forward since, it stays: in the doors of this room it has no effect without a row.
+    If somebody has wrapped the forward since, it stays: in the doors of this room it has no effect without a row.
     """
     attributes, own = vars(module), module.forward
     before, added = attributes.get("forward"), functools.partial(forward, own)

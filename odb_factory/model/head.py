@@ -73,7 +73,7 @@ class WithoutLogits:
 
         weights: of the loss at each position, which is that of the next token's label: [rows, length], [rows, 1], or
             one number. num_supervised: positions with a loss, if the host knows them: the device is not waited for.
-        Where the door is not used (`reason`), a forward is the model's own. `acted` tells, at the end.
+        If the door is not used (`reason`), a forward is the model's own. `acted` tells, at the end.
         """
         self.acted = False
         if self.reason is not None:

@@ -32,7 +32,7 @@ LARGEST = 2**22
 """Elements of a result of several known tensors that the host computes, at most: the device is faster with a mask of
 [tokens, tokens]."""
 ON_CPU = "ACCELERATE_TORCH_DEVICE" in os.environ
-"""Also on a CPU, which nothing waits for, where accelerate is told the device: to count what would wait for another."""
+"""Also on a CPU, which nothing waits for, if accelerate is told the device: to count what would wait for another."""
 
 aten = torch.ops.aten
 _BY_PLACES = {
@@ -154,7 +154,7 @@ class Known(Tensor):
             return func(known[0].host, *args[1:], **kwargs)
         if func in (aten.detach.default, aten.alias.default):
             return known[0]._alias()
-        # 2. on the host, where that knows all values and the result is known, too
+        # 2. on the host, if that knows all values and the result is known, too
         if len(known) == len(tensors) and not _is_for_device(func, leaves, known):
             result = _call(func, args, kwargs, _on_host)
             if not any(isinstance(leaf, Tensor) and _has_fractions(leaf.dtype) for leaf in _leaves((result,))):
@@ -271,7 +271,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _selected(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """The result of an operation that selects values by one known mask; None: this is no such operation."""
+    """The result of an operation that selects values by one known mask; None: this is not such an operation."""
     if func in (aten.index.Tensor, aten._unsafe_index.Tensor) and len(args[1]) == 1 and _is_mask(args[1][0]):
         return _select(ordinary(args[0]), args[1][0])
     if func is aten.masked_select.default and _is_mask(args[1]):

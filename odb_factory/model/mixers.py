@@ -3,7 +3,7 @@
 A mixer that is given a flat row lets one sample run into the next. `install` replaces the forward of each mixer of
 `KNOWN` in a model: inside `flat_row` the hidden states [1, tokens, width] are laid out as right-padded rows
 [samples, longest, width], mixed with neither cache nor mask (the mixers are causal, so what stands to the right of a
-sample does not reach it), and packed again. Everything else in the model stays flat. Where no flat row is in progress
+sample does not reach it), and packed again. Everything else in the model stays flat. If no flat row is in progress
 (evaluation, generation) the mixer is called as before. What `KNOWN` lacks mixes samples, which the checks of the layout
 (`model/check.py`) show.
 
@@ -43,7 +43,7 @@ blocks of RWKV and xLSTM carry state in all of their parts."""
 WASTE, SMALL = 0.25, 256
 """Padding that a group may have: a part of its tokens, or this number of positions, which cost less than a call."""
 EQUAL_GROUPS = 4
-"""Groups of every row where ranks must call a mixer equally often."""
+"""Groups of every row if ranks must call a mixer equally often."""
 
 
 class PaddedGroups:

@@ -20,7 +20,7 @@ from transformers.integrations import deepspeed
 VOCABULARY, WORDS = 128, (8, 96)
 """Tokens of the copy; ids of tokens that no config names, from and up to."""
 HIDDEN, HEADS, GROUPS, HEAD_SIZE = 64, 4, 2, 16
-"""Width, heads, heads of keys where queries share them, and values of a head."""
+"""Width, heads, heads of keys if queries share them, and values of a head."""
 MECHANISM = 16
 """Tokens of windows, chunks, top-k and original contexts."""
 POSITIONS = 512
@@ -64,7 +64,7 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
     language model; None: the one that the class takes by itself.
 
     Leaves random state, default dtype and devices alone. ZeRO-3 does not partition the copy. Raises whatever the class
-    does where the sizes do not fit it.
+    does if the sizes do not fit it.
     """
     small = small_config(config)
     for part in parts_of(small):
@@ -142,7 +142,7 @@ def _shrink(config: Any) -> None:
 
 
 def _small(name: str, value: Any, sizes: _Sizes, layers: Sequence[int]) -> Any:
-    """The value of one name in the small config; the same object where it stays."""
+    """The value of one name in the small config; the same object if it stays."""
     if isinstance(value, dict) and "rope" in name:
         return _small_rope(value, sizes)
     if isinstance(value, (list, tuple)) and layers:

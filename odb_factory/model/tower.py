@@ -79,7 +79,7 @@ def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
 def one_pass(*models: Any) -> Iterator[None]:
     """Within it these models run their vision tower once for a batch with images and videos.
 
-    Where a model has none, or is of another family, it stays as it is.
+    If a model has none, or is of another family, it stays as it is.
 
         with one_pass(model):
             model(**batch).loss.backward()  # with both pixel_values and pixel_values_videos
@@ -155,7 +155,7 @@ def attend_images(
     """Attention within each image or window of a tower: query, key, value [1, heads, patches, size] -> [1, patches,
     heads, size]. cu_seq_lens_q among kwargs: int[images + 1], where they end. Without it: sdpa.
 
-    One call of torch's variable-length flash kernel where it serves; elsewhere sdpa image by image, as in transformers.
+    One call of torch's variable-length flash kernel if it serves; elsewhere sdpa image by image, as in transformers.
     """
     ends: Tensor | None = kwargs.pop("cu_seq_lens_q", None)
     longest, *_ = (kwargs.pop(name, None) for name in ("max_length_q", "max_length_k", "cu_seq_lens_k"))
@@ -184,7 +184,7 @@ AttentionInterface.register(IMAGES, attend_images)
 @contextlib.contextmanager
 def images_at_once(*models: Any) -> Iterator[None]:
     """Within it the towers of these models that attend image by image, by sdpa, do it in one call a layer, and the
-    windows of a tower that has them are known to the host, where transformers lets them be handed in (from 5.24 on).
+    windows of a tower that has them are known to the host, if transformers lets them be handed in (from 5.24 on).
 
     with images_at_once(model):
         model(**batch).loss.backward()

@@ -154,7 +154,7 @@ _SELECTING = {
 
 
 class LabelLogProbs(Tensor):
-    """[rows, length, 2] in the place of logits: of each position the log-probability of the label behind it (0 where
+    """[rows, length, 2] in the place of logits: of each position the log-probability of the label behind it (0 if
     there is none), and the mean over the vocabulary of its logits (NaN if there is no label).
 
     It is logits whose `logsumexp` is 0: `gather` of the labels, also after `log_softmax`, gives log-probabilities, and
@@ -175,7 +175,7 @@ class LabelLogProbs(Tensor):
                 return (-args[0].as_subclass(Tensor)[..., 0]).masked_fill(args[1] == kwargs["ignore_index"], 0.0)
         if name == "logsumexp":
             return torch.zeros(args[0].shape[:-1], dtype=args[0].dtype, device=args[0].device)
-        if name == "__iter__":  # torch's would give rows that are no `LabelLogProbs`
+        if name == "__iter__":  # torch's would give rows that are not `LabelLogProbs`
             return iter(args[0].unbind())
         if name in ("mean", "nansum"):
             with torch._C.DisableTorchFunctionSubclass():
@@ -275,7 +275,7 @@ class _LoopDoor:
 
     def _is_of(self, positions: Tensor, row: FlatRow) -> bool:
         """Whether these are the positions of the row in progress. Reading them makes the host wait for the device, so
-        they are read only in evaluations and where infos of several batches were taken out since the last forward."""
+        they are read only in evaluations and if infos of several batches were taken out since the last forward."""
         if positions.shape[-1] != row.tokens:
             return False
         is_next = self._computed is not None and row.number <= self._computed + 1

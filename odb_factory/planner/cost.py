@@ -56,25 +56,25 @@ class Media(NamedTuple):
 
 
 VIDEO = 1
-"""The modality of samples with videos, where videos are a modality (see `Cost`)."""
+"""The modality of samples with videos, if videos are a modality (see `Cost`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one sample, known after template, tokenizer and multimodal plugin have run.
 
-    tokens: length after expansion and truncation; of all its rows, where the collator makes several of a sample.
+    tokens: length after expansion and truncation; of all its rows, if the collator makes several of a sample.
     row_tokens: what these rows take together in a padded batch, as many times the longest of them (0: as `tokens`).
-    patches: the sum over the modalities (see `Media`). media: by modality; None: all are of images, or of videos where
+    patches: the sum over the modalities (see `Media`). media: by modality; None: all are of images, or of videos if
         these are a modality of their own.
     units: what the loss is a mean over: supervised tokens (labels that carry loss, after the causal shift); 1 for a
         pair or an example.
     has_media, has_audio: the sample brings images or videos, or audio, of its own, so the collator injects none beside
         it.
     leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
-    modality: only samples of one modality share a group. Videos are one where a model cannot take them beside images,
-        or runs its vision tower once for each: engines that shard parameters hang unless every rank runs it equally
-        often.
+    modality: only samples of one modality share a group. Videos are another one if a model cannot take them beside
+        images, or runs its vision tower once for each: engines that shard parameters hang unless every rank runs it
+        equally often.
     """
 
     tokens: int
@@ -95,7 +95,7 @@ class Cost:
 
     @property
     def padded(self) -> int:
-        """Tokens of the row that the sample is planned as where micro-batches are padded."""
+        """Tokens of the row that the sample is planned as, with padded micro-batches."""
         return self.row_tokens or self.tokens
 
 

@@ -25,7 +25,7 @@ from odb_factory.planner.padded import Pools, groups_needed
 from odb_factory.planner.plan import BufferMetadata, Plan, Samples, Steps, to_plan, to_ranks
 
 SLACK = 2048
-"""Flat bins are planned to be full but for 1/SLACK: exchanges between bins get that close to their targets."""
+"""Flat bins are planned to be full except for 1/SLACK: exchanges between bins get that close to their targets."""
 
 
 def plan_buffers(
@@ -46,7 +46,7 @@ def plan_buffers(
     Without join the round is whole optimizer steps of `accumulation` micro-steps, and the epoch ends when an exhausted
     rank cannot fill another; no rank idles (I3).
     balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
-    Emits at least one sample on every rank that holds one, but for the end without join; with balance, one on every
+    Emits at least one sample on every rank that holds one, except at the end without join; with balance, one on every
     rank if there are so many (I5).
     """
     samples = Samples.held_by(buffers, budget, balance=balance)

@@ -18,11 +18,11 @@ from odb_factory.planner.flat import LARGEST_AMOUNT, Bins, FlatSamples
 MOST_POLISHED = 1 << 15
 """Upper limit of exchanges tried."""
 MOST_REPAIRED_OF_A_SAMPLE, FEWEST_REPAIRED, MOST_REPAIRED = 256, 1 << 18, 1 << 20
-"""The same, of a sample and in all, where a bin breaks a budget: else the whole plan would be lost."""
+"""The same, of a sample and in all, if a bin breaks a budget: else the whole plan would be lost."""
 MOST_PARTNERS = 256
 """A bin exchanges samples with so many others at most: those that cost least."""
 CLOSE_ENOUGH = 1024
-"""Nothing is tried where at most 1/CLOSE_ENOUGH of the cost could be saved."""
+"""Nothing is tried if at most 1/CLOSE_ENOUGH of the cost could be saved."""
 FAR_OVER = 1 << 40
 
 
@@ -138,7 +138,7 @@ def _change(
     step, maxima, shapes = filled.step, filled.maxima(), filled.samples.shapes(filled.sums)
     shapes[critical] = 0
     without = by_number(step, shapes, len(maxima), np.maximum)
-    # The most of a micro-step without a bin is the second most, where only that bin has the most.
+    # The most of a micro-step without a bin is the second most, if only that bin has the most.
     is_most = shapes == without[step]
     num_most = by_number(step, is_most, len(maxima))
     second = by_number(step, np.where(is_most, 0, shapes), len(maxima), np.maximum)
@@ -258,7 +258,7 @@ def _largest_first(bins: Bins) -> np.ndarray:
     """
     samples, bin_of = bins.samples, np.empty(len(bins.samples), dtype=np.int64)
     overlong = np.flatnonzero(samples.overlong)
-    # Here all dimensions count alike: where one of them has few large samples these must be spread before all others.
+    # Here all dimensions count alike: if one of them has few large samples these must be spread before all others.
     totals = bins.amounts.sum(axis=0)
     scale = np.maximum(totals.max() // np.maximum(totals, 1), 1)
     size, targets = bins.amounts @ scale, bins.targets @ scale
@@ -348,7 +348,7 @@ class _Held:
         self.excess = self.amounts[self.rows].sum(axis=1) - bins.targets
 
     def _places(self, chosen: np.ndarray, width: int, k: int) -> np.ndarray:
-        """Places to exchange of each bin, an empty one among them: others in each round, where there are many."""
+        """Places to exchange of each bin, an empty one among them: others in each round, if there are many."""
         count = self.count[chosen][:, None]
         few = np.arange(width)
         many = (k * (width - 1) + few * count // (width - 1)) % np.maximum(count, 1)

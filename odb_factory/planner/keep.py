@@ -21,8 +21,8 @@ from odb_factory.planner.plan import BufferMetadata, Plan, PoolGroup, Samples, t
 FEW_SAMPLES = 4096
 """Above this number of samples best fit is not improved on: that would take too long."""
 FLAT_CANDIDATES = 3
-"""Number of K tried from the K of best fit downwards. A larger K is never cheaper where a smaller one fits, because two
-micro-steps merged into one cost no more; it is needed where bins would have to be fuller than exchanges can make them.
+"""Number of K tried from the K of best fit downwards. A larger K is never cheaper if a smaller one fits, because two
+micro-steps merged into one cost no more; it is needed if bins would have to be fuller than exchanges can make them.
 """
 
 

@@ -44,7 +44,7 @@ def plan_micro_batches(
     patches (integers [n], vision-tower input patches), max_patches: of each sample, and most of a micro-batch.
     groups ([n]): an id for each sample, such as its prompt. One rank computes all samples of a group, though not always
         in one micro-batch.
-    owners (integers [n]): the rank that each sample must stay on, where samples cannot travel. Not with `groups`.
+    owners (integers [n]): the rank that each sample must stay on, if samples cannot travel. Not with `groups`.
     layout: `flat` (samples one after the other in a row, no padding) or `padded`.
     overlong: a sample that breaks a budget alone: `error`, or `singleton`, a micro-batch of its own.
 

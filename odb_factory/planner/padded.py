@@ -94,7 +94,7 @@ class Pools:
         low = by_number(self.pool_of, self.single_costs, len(self.starts), np.maximum)
         costs = self.costs(np.arange(len(self)), self.largest_ends[:-1])
         high = by_number(self.pool_of, costs, len(self.starts), np.maximum)
-        # A sample alone can cost more than one in a group: dummy media are added where there are no others.
+        # A sample alone can cost more than one in a group: dummy media are added if there are no others.
         return low, np.maximum(low, high)
 
 
@@ -163,7 +163,7 @@ class Cut:
 def make_cut(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
     """Match the groups of every pool by cost: the costliest of all pools go into the first micro-step, and so on.
 
-    Sorted order is the match for which the sum of the maxima is least; where costs are equal, patches decide.
+    Sorted order is the match for which the sum of the maxima is least; if costs are equal, patches decide.
     groups: of each pool; split until each of its slots has one, as far as there are samples: no rank idles without
     need.
     """
@@ -251,7 +251,7 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
 def cut_by_stretches(pools: Pools) -> Cut | None:
     """Of one pool: each micro-step takes the samples that follow, with a cap of its own (shortest path).
 
-    Best where few ranks share the samples, or micro-steps are few: long samples then get another cap than short ones.
+    Best if few ranks share the samples, or micro-steps are few: long samples then get another cap than short ones.
     For a single rank, which waits for nobody, it is the cheapest cut of all for the values of caps that are tried.
     """
     num_rows = len(pools)

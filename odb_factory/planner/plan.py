@@ -34,7 +34,7 @@ ROW = np.dtype(
         ("has_audio", "?"),
     ]
 )
-"""A sample: its `Cost`, the size of its features (bytes), its position in the optimizer step (where steps are kept),
+"""A sample: its `Cost`, the size of its features (bytes), its position in the optimizer step (if steps are kept),
 and its age, the rounds in which it was kept back (255: or more)."""
 
 
@@ -148,7 +148,7 @@ Steps = list[list[np.ndarray | None]]
 
 
 def to_ranks(steps: Sequence[Sequence[PoolGroup]], samples: Samples) -> Steps:
-    """Where ranks share a pool any rank takes any group of a micro-step, else that of its own pool."""
+    """If ranks share a pool any rank takes any group of a micro-step, else that of its own pool."""
     num_ranks = len(samples.starts) - 1
     if samples.slots > 1:
         return [_assigned([group for _, group in step], samples.owner, num_ranks) for step in steps]

@@ -101,7 +101,7 @@ def state_bytes(trainer: Any) -> int:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return 0  # DeepSpeed's, which has made its state already
     if getattr(optimizer, "is_paged", False):
-        return 0  # of bitsandbytes: state leaves the device where memory is short
+        return 0  # of bitsandbytes: state leaves the device if memory is short
     total, sizes = 0, dict[Any, int]()
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
         # FSDP may keep weights and state on the CPU.

@@ -96,13 +96,13 @@ def _folder(resume_from: Any, output_dir: str) -> Path:
             raise ConfigError(f"resume_from_checkpoint: True, but {output_dir!r} holds no checkpoint; name one.")
     if not isinstance(resume_from, str | os.PathLike) or not os.path.isdir(resume_from):
         raise ConfigError(
-            f"resume_from_checkpoint: {str(resume_from)!r} is no folder; name a checkpoint of this training."
+            f"resume_from_checkpoint: {str(resume_from)!r} is not a folder; name a checkpoint of this training."
         )
     return Path(os.path.abspath(resume_from))
 
 
 def _read(folder: Path, trainer: Any) -> Checkpoint:
-    """Raises `DataError` for a folder that is no whole checkpoint."""
+    """Raises `DataError` for a folder that is not a whole checkpoint."""
     path = folder / TRAINER_STATE
     try:
         state = TrainerState.load_from_json(str(path))
@@ -112,8 +112,8 @@ def _read(folder: Path, trainer: Any) -> Checkpoint:
         saved = saved if saved and saved["optimizer_steps"] == state.global_step else None
     except FileNotFoundError:
         raise DataError(
-            f"resume_from_checkpoint: {path} is missing: the folder is no checkpoint of the Trainer, or its saving did "
-            f"not end; {OTHER_CHECKPOINT}."
+            f"resume_from_checkpoint: {path} is missing: the folder is not a checkpoint of the Trainer, or its saving "
+            f"did not end; {OTHER_CHECKPOINT}."
         ) from None
     except Exception as error:  # whatever is in the file
         raise DataError(

@@ -144,7 +144,7 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 TRAINER = (
     # TRL 1.x sets a text before transformers 5.19, which only asks whether there is a function.
     Refusal("compute_loss_func", lambda s: s.compute_loss_func is not None and not callable(s.compute_loss_func),
-        "is no function", "install a newer transformers if the trainer has set it, or train without odb"),
+        "is not a function", "install a newer transformers if the trainer has set it, or train without odb"),
     # Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly.
     Refusal("model.__class__.__name__", lambda s: not _is_causal(s.model),
         "has labels that are not those of a causal language model (text or vision-language), one for each next token",
@@ -204,7 +204,7 @@ def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
     try:
         with kept_random_numbers():
             batch: Any = parts.collate_fn([look(parts, operator.itemgetter(0))])
-    except Exception:  # reported where rows are read
+    except Exception:  # reported when rows are read
         return
     kind, collation = type(trainer).__name__, trainer.odb.collation
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None

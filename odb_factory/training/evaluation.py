@@ -220,7 +220,7 @@ class Evaluation:
         return loss
 
     def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated]) -> Any:
-        """A micro-batch; where memory does not hold it, and no other rank waits in its forward, in two parts."""
+        """A micro-batch; if memory does not hold it, and no other rank waits in its forward, in two parts."""
         (micro_batch, measured), before = box[0][:2], dict(self._figures)
         try:
             return self._predict_micro_batch(forward, *box.pop())
@@ -260,7 +260,7 @@ class Evaluation:
         with self._trainer.odb.in_forward(measured), unpadded:
             loss, logits, labels = forward(batch)
         if loss is not None and not has_loss:
-            loss = torch.zeros_like(loss)  # the mean over no token is no number
+            loss = torch.zeros_like(loss)  # the mean over no token is not a number
         # Else of the mean over pairs of a `get_batch_loss_metrics`.
         weight = 1.0 if self.computing.is_weighed else self.computing.loss.scale
         self.computing = None

@@ -93,7 +93,7 @@ class MemoryWatch:
         )
 
     def lower(self, measured: Measured) -> Limits:
-        """To three quarters of what memory does not hold: of its patches where these are more than it held before, or
+        """To three quarters of what memory does not hold: of its patches if these are more than it held before, or
         further beyond that than its tokens are; else of its tokens."""
         tokens = measured.rows * measured.length
         least = self.budget.collation.dummies(0, 0)[1]

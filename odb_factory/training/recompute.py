@@ -5,7 +5,7 @@ the computation. Micro-batches differ in size, so each decides. Before training,
 without recomputation, and their peaks of memory are measured. In a training, a micro-batch with no more tokens and
 patches than one that memory held runs with the model's checkpointing modules switched off; a larger one as configured.
 
-Where a recomputation repeats collectives (FSDP, ZeRO-3), and where ranks encode each other's images, every rank decides
+If a recomputation repeats collectives (FSDP, ZeRO-3), and if ranks encode each other's images, every rank decides
 by the largest micro-batch of the micro-step, which the plan holds (`MicroStepTotals`).
 """
 

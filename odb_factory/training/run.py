@@ -130,7 +130,7 @@ class FillSchedule:
 
 
 class ODBRun:
-    """The loader of a training, its length and its figures; replaced where layout or budgets change before the first
+    """The loader of a training, its length and its figures; replaced if layout or budgets change before the first
     optimizer step. `accounting` counts its optimizer steps, those before a resume included.
 
     args: of the training. epochs, max_steps: of these; epochs are infinite if `max_steps` counts, which else is None.

@@ -92,7 +92,7 @@ logger = get_logger(__name__)
 
 
 def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callable | None) -> DataLoaderParts:
-    """With the columns of `train_dataset` that the Trainer removes, where costs are counted from them."""
+    """With the columns of `train_dataset` that the Trainer removes, if costs are counted from them."""
     if not isinstance(parts.dataset, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
         return parts
     columns = parts.dataset.column_names
@@ -142,7 +142,7 @@ def not_reached(trainer: Any, name: str) -> str:
 def routers_weigh(rule: OptimizerStepRule, step: OptimizerStep, world_size: int) -> float:
     """How often stock adds the loss of a model's routers in an optimizer step.
 
-    Where the loss of tokens is divided by the tokens of all micro-batches, nothing divides that of routers: it is added
+    If the loss of tokens is divided by the tokens of all micro-batches, nothing divides that of routers: it is added
     once a micro-batch and, if tokens are counted on all ranks, multiplied by these as the rest is.
     """
     if rule.stock_mean.over not in ("step", "rank"):
@@ -376,7 +376,7 @@ class Session:
 class Training:
     """One `train()`, from its begin to its end.
 
-    arguments: the training arguments that it changes. checkpoint: that it resumes. encoder: the vision tower, where
+    arguments: the training arguments that it changes. checkpoint: that it resumes. encoder: the vision tower, if
         the ranks share its work. restarts: takes the optimizer steps with `oom: split` or `skip`, and if a micro-batch
         may run again with recomputation. recompute: decides which micro-batches are recomputed; None: as configured.
     layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. lacks_budgets: the config holds
@@ -472,7 +472,7 @@ class Training:
         return short_rows(self._parts.dataset, observer, self.trainer.args.process_index)
 
     def _seed_of_order(self) -> int:
-        """Of the order of samples: where none is given that which torch was seeded with last, as accelerate's sampler
+        """Of the order of samples: if none is given that which torch was seeded with last, as accelerate's sampler
         takes it, unless that is another on each rank. Collective."""
         args = self.trainer.args
         if args.data_seed is not None:

@@ -729,7 +729,7 @@ def measure_evaluation(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The loss of one sample, by code of the trainer: in the measurement, and in training where it does not add up.
+# The loss of one sample, by code of the trainer: in the measurement, and in training if it does not add up.
 
 
 class SampleModel(StandIn):

@@ -463,7 +463,7 @@ def enable_odb(
     """
     is_trainer = isinstance(trainer, Trainer)
     if not is_trainer:
-        raise ConfigError(f"enable_odb: {type(trainer).__name__} is no transformers Trainer; give the trainer.")
+        raise ConfigError(f"enable_odb: {type(trainer).__name__} is not a transformers Trainer; give the trainer.")
     if getattr(trainer, "odb", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)

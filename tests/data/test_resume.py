@@ -247,7 +247,7 @@ def test_a_stream_that_was_split_goes_on_with_the_same_ranks_alone() -> None:
     after, _ = run(LENGTHS, world_size=2, state=state, **options)
     assert of_steps(before) | of_steps(after) == of_steps(whole)
     refused(state, "split_among was 2, is 1", **options | {"accumulation": 4})
-    with pytest.raises(ConfigError, match="7 is no multiple of 2 rows x 2 ranks"):
+    with pytest.raises(ConfigError, match="7 is not a multiple of 2 rows x 2 ranks"):
         run(LENGTHS, world_size=2, **options | {"global_batch_size": 7})
 
 

@@ -277,7 +277,7 @@ def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:
 
 @pytest.mark.parametrize("state", ["x", [], {}, [1], {"version": 2}, None], ids=repr)
 def test_what_is_no_state_is_not_loaded(state: Any) -> None:
-    with make() as loader, pytest.raises(DataError, match="is no state"):
+    with make() as loader, pytest.raises(DataError, match="is not a state"):
         loader.load_state_dict(state)
 
 

@@ -90,8 +90,8 @@ def test_without_a_trainer_state_it_is_no_checkpoint(run: Path, tmp_path, damage
 def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     for asked, word in (
-        (tmp_path / "nowhere", "is no folder"),
-        (5, "is no folder"),
+        (tmp_path / "nowhere", "is not a folder"),
+        (5, "is not a folder"),
         (True, "holds no checkpoint"),
         (run, TRAINER_STATE),
     ):
