@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -81,10 +82,11 @@ def check_process_group(process_group: object) -> None:
 
 def patience_of(process_group: dist.ProcessGroup | None) -> float:
     """How long the ranks of a process group wait for each other in its own collectives (seconds): `ddp_timeout` in a
-    trainer."""
+    trainer. torch's default for a backend that does not tell."""
     group: Any = process_group or dist.group.WORLD
-    limits = [group._get_backend(device).options._timeout.total_seconds() for device in group._device_types]
-    return float(max(limits))
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    limits = [option._timeout for option in options if hasattr(option, "_timeout")]
+    return float(max(limits, default=default_pg_timeout).total_seconds())
 
 
 def world_size_of(group: dist.ProcessGroup | None) -> int:
