@@ -84,7 +84,7 @@ def patience_of(process_group: dist.ProcessGroup | None) -> float:
     """How long the ranks of a process group wait for each other in its own collectives (seconds): `ddp_timeout` in a
     trainer. torch's default for a backend that does not tell."""
     group: Any = process_group or dist.group.WORLD
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     limits = [option._timeout for option in options if hasattr(option, "_timeout")]
     return float(max(limits, default=default_pg_timeout).total_seconds())
 
