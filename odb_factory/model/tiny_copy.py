@@ -34,7 +34,6 @@ PERIOD = r"(period|interval|step|pattern|every_n_layers|frequency)$"
 FIRST = r"offset$|first_k_dense|dense_layers$|layer_start_index|max_window_layers|kv_shared_layers"
 """Names by which kinds of layers follow from the numbers of layers."""
 SMALL: tuple[tuple[str, int], ...] = (
-    (r"vocab_size", VOCABULARY),
     (r"per_layer_input$", 8),
     (r"topk_group|n_group|shared_experts$", 1),
     (r"per_tok$|moe_k$|moe_top_?k$|^top_?k$|router_top_?k$", 2),
@@ -161,6 +160,8 @@ def _small(name: str, value: Any, sizes: _Sizes, layers: Sequence[int]) -> Any:
         return value
     if re.search(LAYERS, name):
         return len(layers)
+    if "vocab_size" in name:  # also of a smaller one
+        return VOCABULARY
     if sizes.of(name, value) is not None:
         return sizes.of(name, value)
     at_most = next((size for rule, size in SMALL if re.search(rule, name)), value)

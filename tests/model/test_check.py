@@ -57,6 +57,13 @@ def test_it_leaves_everything_as_it_was() -> None:
     assert expected[0] < expected[1] and torch.get_default_dtype() == torch.float32
 
 
+def test_a_model_with_few_tokens_has_a_copy_too() -> None:
+    config = make_model("qwen3").config
+    config.vocab_size, config.pad_token_id = 40, 39
+    difference, allowed = compare_copy(transformers.Qwen3ForCausalLM, config, "sdpa", installs=True)
+    assert difference < allowed
+
+
 def test_zero3_does_not_partition_the_copy() -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
