@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -27,23 +27,6 @@ OTHER_LOSS = (
     "train without odb (with `loss_scaling: exact` all tokens of an optimizer step weigh the same, another loss than "
     "stock's)"
 )
-IN_BATCH = (
-    "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides in each "
-    "optimizer step which samples share one; train without odb"
-)
-_IN_BATCH_LOSSES = (
-    "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CachedMultipleNegativesRankingLoss",
-    "CachedMultipleNegativesSymmetricRankingLoss", "GISTEmbedLoss", "CachedGISTEmbedLoss", "MegaBatchMarginLoss",
-    "BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss", "BatchHardSoftMarginTripletLoss",
-    "CoSENTLoss", "AnglELoss", "ContrastiveTensionLossInBatchNegatives",
-)  # fmt: skip
-"""Classes of sentence-transformers."""
-
-
-def in_batch_loss(modules: Iterable[object]) -> str | None:
-    """The class name of the first module whose loss depends on which samples share a micro-batch."""
-    names = (type(module).__name__ for module in modules)
-    return next((name for name in names if name in _IN_BATCH_LOSSES), None)
 
 
 @dataclass(frozen=True, slots=True)

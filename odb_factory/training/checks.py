@@ -19,7 +19,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory import memory
-from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
 from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.pool import look
@@ -176,11 +175,6 @@ def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     if isinstance(trainer.train_dataset, Sized) and len(trainer.train_dataset) == 0:
         raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
-    # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
-    losses = getattr(trainer, "loss", None)
-    loss = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
-    if loss is not None:
-        raise ConfigError(f"loss: {loss} {IN_BATCH}.")
     refuse(TRAINER, {"model": unwrapped(trainer.model), "process_group": trainer.odb.process_group}, trainer)
     check_methods(trainer)
 

@@ -42,10 +42,6 @@ def refuses(trainer: Trainer, key: str) -> None:
     assert trainer.odb.training is None
 
 
-class MultipleNegativesRankingLoss(torch.nn.Module):
-    """Named as that of sentence-transformers, whose trainer is one of transformers with its losses as `loss`."""
-
-
 def step_at_once(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
@@ -101,8 +97,6 @@ class Needs(Trainer):
 
 
 REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
-    (Trainer, has(loss=MultipleNegativesRankingLoss), "loss: MultipleNegativesRankingLoss "),
-    (Trainer, has(loss=lambda: {"pairs": MultipleNegativesRankingLoss()}), "loss: MultipleNegativesRankingLoss "),
     (Trainer, has(model=t5), "model.__class__.__name__: 'T5ForConditionalGeneration'"),
     (Trainer, has(model=classifier), "model.__class__.__name__: 'Qwen2ForSequenceClassification'"),
     (
