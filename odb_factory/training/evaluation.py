@@ -299,7 +299,7 @@ class Evaluation:
         if not self.loss_only:
             rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
             predictions, labels = (_stacked([row[number] for row in rows]) for number in (1, 2))
-            if trainer.compute_metrics is not None:
+            if trainer.compute_metrics is not None and predictions is not None and labels is not None:
                 predicted = EvalPrediction(predictions=predictions, label_ids=labels)
                 more = denumpify_detensorize(trainer.compute_metrics(predicted))
                 metrics |= {f"{prefix}_{name.removeprefix(f'{prefix}_')}": more[name] for name in more}

@@ -129,3 +129,14 @@ def test_figures_of_numpy_are_saved_with_the_checkpoint(tiny_text: Path, tmp_pat
     state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
     (entry,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
     assert (entry["eval_rows"], entry["eval_half"]) == (16, 0.5)
+
+
+def test_an_evaluation_without_a_whole_batch_has_no_figures(tiny_text: Path, tmp_path: Path) -> None:
+    """As in stock, with `dataloader_drop_last`."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "dataloader_drop_last": True}
+    for block in (None, BLOCK | {"eval_token_budget": BUDGET}):
+        rows = {"eval_dataset": Rows(num_rows=3), "per_device_eval_batch_size": 4}
+        trainer = make(tiny_text, tmp_path, block=block, **rows, **options)
+        trainer.compute_metrics = lambda found: {"rows": len(found.label_ids)}
+        trainer.train()
+        assert not any(key in entry for entry in trainer.state.log_history for key in ("eval_loss", "eval_rows"))
