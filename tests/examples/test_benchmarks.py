@@ -11,7 +11,7 @@ import pytest
 from support import CHECKPOINTS, run_command
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-LIMIT_S = 280
+LIMIT_S, GRID_LIMIT_S = 280, 1200
 
 
 def run(script: str, path: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
@@ -70,22 +70,26 @@ def test_scale(tmp_path: Path) -> None:
     assert real["real_gather_s"] > 0
 
 
+GRID = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + LIMIT_S)]
+"""Some twenty trainings: all contestants of a model."""
+
+
 @pytest.mark.skipif(not CHECKPOINTS, reason="LLaMA-Factory's own checkpointing fails here, in stock too")
 @pytest.mark.parametrize(
-    "options",
+    ("options", "limit_s"),
     [
-        pytest.param(["--quick"], id="quick"),
+        pytest.param(["--quick"], LIMIT_S, id="quick"),
         *(
-            pytest.param(["--model", model], id=model, marks=pytest.mark.nightly)
+            pytest.param(["--model", model], GRID_LIMIT_S, id=model, marks=GRID)
             for model in ("qwen3_1_7b", "qwen2_5_vl_7b")
         ),
     ],
 )
-def test_the_gpu_run_at_tiny_scale(options: list[str], tmp_path: Path) -> None:
+def test_the_gpu_run_at_tiny_scale(options: list[str], limit_s: int, tmp_path: Path) -> None:
     """One table of what has run; what has its figures is not run again."""
     script = FOLDER / "gpu.py"
     command = [sys.executable, str(script), "--tiny", *options, "--output-dir", str(tmp_path)]
-    said = run_command([*command, "--limit", str(LIMIT_S)], LIMIT_S + 20)
+    said = run_command([*command, "--limit", str(limit_s)], limit_s + 20)
     assert "all is done" in said
     found = {
         one["name"]: one for one in map(json.loads, (path.read_text("utf-8") for path in tmp_path.glob("*/*.json")))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import read_log, run_llamafactory, shimmed, training_config
+from support import RUN_TIMEOUT_S, read_log, run_llamafactory, shimmed, training_config
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3 * RUN_TIMEOUT_S + 60)
 def test_spawn_and_forkserver_train_as_fork_does(tiny_vl, data_dir, tmp_path) -> None:
     """I6. The collator holds a model that no pickle can take, and is sent to the workers of the evaluation, too."""
     logs: dict[str, Any] = {}

@@ -24,7 +24,7 @@ KEEP = FILL | {"global_batch_size": "keep", "balance": True}
 FILLED = Training(unequal=2, arguments=SGD, block=FILL, kinds=(ODB,))
 ALONE = replace(FILLED, unequal=1, rows=21)
 IMAGES = replace(FILLED, model="vl", rows=44)
-IMAGES_OF_FOUR = replace(IMAGES, unequal=4, rows=56, accumulation=1)
+IMAGES_OF_FOUR = replace(IMAGES, unequal=4, rows=88, accumulation=1)
 KEPT = replace(FILLED, batch=3, block=KEEP)
 SETS: dict[str, tuple[int, dict[str, Training]]] = {
     "1_rank": (1, {"text": ALONE, "own loss": replace(ALONE, loss="divides")}),

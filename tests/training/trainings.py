@@ -75,7 +75,7 @@ def make_row(number: int, training: Training, config: Any) -> dict[str, Any]:
     """Each has its own length and its own share of supervised tokens, from one to all."""
     rng = random.Random(number)
     shorter = 1 + 2 * (number % max(training.unequal, 1))
-    ids = [rng.randrange(TEXT_IDS) for _ in range((10 + number * 37 % 40) // shorter)]
+    ids = [rng.randrange(TEXT_IDS) for _ in range(max((10 + number * 37 % 40) // shorter, 2))]  # one predicts nothing
     # ZeRO-3 gathers parameters, so there all micro-batches need an image.
     images = rng.choice((1, 1, 2, int(training.zero > 0))) if training.model == "vl" else 0
     grids = [[1, 2 * rng.randint(1, 2), 2 * rng.randint(1, 3)] for _ in range(images)]

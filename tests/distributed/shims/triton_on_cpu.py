@@ -1,4 +1,5 @@
-"""Let Triton's interpreter run Liger's kernels on a CPU: with TRITON_INTERPRET=1.
+"""Let Triton's interpreter run Liger's kernels on a CPU: with TRITON_INTERPRET=1, also in the process that ranks are
+forked from, which imports triton.
 
 A compiled kernel gets its float arguments as float32 and calls functions of the device's library; the interpreter has
 neither (triton 3.7). The file `ODB_TEST_KERNELS` gets the names of the kernels that have run.
@@ -43,4 +44,5 @@ def change(interpreter):
     libdevice.rsqrt, libdevice.tanh = elementwise(lambda x: 1 / np.sqrt(x)), elementwise(np.tanh)
 
 
+os.environ["TRITON_INTERPRET"] = "1"
 sys.meta_path.insert(0, AfterImport("triton.runtime.interpreter", change))
