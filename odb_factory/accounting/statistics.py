@@ -136,7 +136,7 @@ class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
     is_weighed: the loss has been computed with its weights. encoded: runs of the vision tower whose work the ranks have
-    shared.
+    shared. pads_left: of each row, whether padding stands before its tokens; empty if unknown.
     """
 
     micro_batch: MicroBatch
@@ -144,6 +144,7 @@ class Computing:
     loss: MicroBatchLoss
     is_weighed: bool = False
     encoded: Sequence[EncoderPlan] = ()
+    pads_left: Sequence[bool] = ()
 
     @property
     def num_items(self) -> int:

@@ -86,6 +86,15 @@ def _padded_rows(real: Tensor | None, tokens: Sequence[int], length: int) -> lis
     return spans
 
 
+def pads_left(batch: Any) -> list[bool]:
+    """Of each row of a collated batch, whether padding stands before its tokens; empty if no mask of tokens says so."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return []
+    is_left: list[bool] = ((mask[:, 0] == 0) & (mask[:, -1] != 0)).tolist()
+    return is_left
+
+
 def _dummy(first_row: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
     """Dummy media stand where the first row's padding would begin."""
     start, end = first_row

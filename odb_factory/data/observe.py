@@ -298,9 +298,10 @@ class ObservedDataset:
         if cost.units == 0 and not getattr(self.observer, "keeps_unsupervised", False):
             return reject("unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
+            rows, length, _ = self.budget.shape([cost])
             return reject(
                 "overlong",
-                f"{describe_cost(cost.tokens, cost.by_modality)} break the budget of {self.budget} alone",
+                f"{describe_cost(rows * length, cost.by_modality)} break the budget of {self.budget} alone",
                 "raise the budget, or set `overlong: singleton` or `drop`",
                 fatal=self.config.overlong == "error",
             )

@@ -384,7 +384,7 @@ def of_batches(
         spans = {}
         for row in range(len(batch["input_ids"])):
             turn, place = divmod(row, len(numbers))
-            start = 0 if mask is None else int(mask[row].argmax())
+            start = 0 if mask is None else int((mask[row] != 0).int().argmax())  # torch has no argmax of bools
             length = tokens[numbers[place]] if mask is None else int((mask[row] != 0).sum())
             spans[turn * total + numbers[place]] = (row, start, start + length)
         return LaidOut(batch, spans)

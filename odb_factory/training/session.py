@@ -322,8 +322,8 @@ class Session:
             ends = list(itertools.accumulate(measured.segments))
             places = [(0, end - size, end) for end, size in zip(ends, measured.segments)]
         else:
-            sizes = computing.micro_batch.lengths
-            starts = [length - size if stock.pads_left else 0 for size in sizes]
+            sizes, pads_left = computing.micro_batch.lengths, computing.pads_left or [False] * rows
+            starts = [length - size if is_left else 0 for size, is_left in zip(sizes, pads_left)]
             places = [(row, start, start + size) for row, (start, size) in enumerate(zip(starts, sizes))]
         counts_first = self.is_measured_with_args and stock.mean.counts == "all labels"
         weights = computing.loss.row_weights or [1 / computing.num_items] * len(samples)

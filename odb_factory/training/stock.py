@@ -68,15 +68,13 @@ class StockLoss:
     mean: the rule of the weights. is_trainers: code of the trainer computes it from logits (`compute_loss_func`, a
     `compute_loss` of its own, the label smoother), else the model's own forward. adds_up: called for the samples of a
     micro-batch, padded or flat, it returns the mean over their tokens of what it returns for each of them; otherwise it
-    is called once a sample. pads_left: rows are padded on the left. counts_unsupervised: a mean over samples counts
-    those without a supervised token, which otherwise are left out. number: an example of what stock's
-    `get_batch_samples` returns as the number of items.
+    is called once a sample. counts_unsupervised: a mean over samples counts those without a supervised token, which
+    otherwise are left out. number: an example of what stock's `get_batch_samples` returns as the number of items.
     """
 
     mean: StockMean = MEAN_OF_STEP
     is_trainers: bool = False
     adds_up: bool = True
-    pads_left: bool = False
     counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
@@ -286,11 +284,9 @@ def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tupl
         return None, f"the nearest is {nearest}, {off[nearest]:.1%} off"
     if len(rules) > 1:
         return None, f"these rows cannot tell {' from '.join(map(str, rules))}"
-    flags = {key: [answer[key] for answer in answers] for key in ("is_trainers", "adds_up", "pads_left")}
-    counts_unsupervised = off[rules[0]] >= TOLERANCE
-    return StockLoss(
-        rules[0], any(flags["is_trainers"]), all(flags["adds_up"]), any(flags["pads_left"]), counts_unsupervised
-    ), ""
+    is_trainers = any(answer["is_trainers"] for answer in answers)
+    adds_up = all(answer["adds_up"] for answer in answers)
+    return StockLoss(rules[0], is_trainers, adds_up, counts_unsupervised=off[rules[0]] >= TOLERANCE), ""
 
 
 class _Measurement:
@@ -478,11 +474,8 @@ class _Measurement:
             is_known = _is_near(micro_batch.value, value, TOLERANCE) or math.isnan(micro_batch.value)  # of 0 tokens
             if not (is_known or has_routers(self._model)):
                 raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
-        pads_left = any(start > 0 for _, spans in batches for start, _ in spans)
         adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone[:ROWS_OF_MICRO_BATCH])
-        return {
-            "rows": rows, "weights": weights, "is_trainers": is_trainers, "adds_up": adds_up, "pads_left": pads_left
-        }  # fmt: skip
+        return {"rows": rows, "weights": weights, "is_trainers": is_trainers, "adds_up": adds_up}
 
     def _adds_up(self, batch: Any, watched: _Watched, alone: Sequence[Any]) -> bool:
         """Whether a flat row, and a padded micro-batch, have the mean over tokens of the losses of their samples.

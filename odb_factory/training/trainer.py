@@ -25,6 +25,7 @@ from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.statistics import Computing
 from odb_factory.config import ODBConfig, ODBKeys, make_config
 from odb_factory.data.collate import Collated
+from odb_factory.data.flat import pads_left
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
 from odb_factory.data.ranks import check_process_group, ring_of
 from odb_factory.ending import ending
@@ -308,6 +309,7 @@ class ODBTrainerMixin(Base):
         to its batch."""
         measured, ids, encoder = computing.measured, computing.micro_batch.ids, training.encoder
         check_batch(self, box[0], ids)
+        computing.pads_left = pads_left(box[0])
         training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)

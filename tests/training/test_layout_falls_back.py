@@ -53,6 +53,11 @@ def sorts(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return collate(sorted(rows, key=lambda row: -len(row["input_ids"])))
 
 
+def with_bools(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    return {**batch, "attention_mask": batch["attention_mask"].bool()}
+
+
 class Case(NamedTuple):
     """is_late: the check before training does not meet what a flat row cannot hold."""
 
@@ -68,6 +73,7 @@ CASES = {
     "late labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k == LATE)), is_late=True),
     "holes": Case(lambda k: masked(row(k), *[2] * (k == 9))),
     "late holes": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), is_late=True),
+    "late holes in a mask of bools": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), with_bools, is_late=True),
     "a collator that sorts": Case(collate=sorts),
 }
 

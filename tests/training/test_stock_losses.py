@@ -216,6 +216,9 @@ CASES = {
     "mean over samples, some without a supervised token": Case(has_unsupervised=True, loss=sample_mean_of_all),
     "mean over samples with a supervised token": Case(has_unsupervised=True, loss=sample_mean_of_supervised),
     "plain, some samples without a supervised token": Case(has_unsupervised=True),
+    "mean over samples, left padding of late rows": Case(
+        [40] * 16 + SHORT, collate=functools.partial(collate, side="left"), loss=sample_mean
+    ),
     "focal": Case(loss=focal),
     "by the root of the length": Case(loss=root_of_length),
     "z-loss": Case(loss=with_z_loss),
