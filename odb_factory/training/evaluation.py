@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -114,11 +115,12 @@ class Evaluation:
         gather = getattr(trainer.gather_function, "func", trainer.gather_function)
         self._counts_repeated = gather.__name__ == "gather"
         counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
-        self._of_row, divisor = 1 / max(counted, 1), loader.rule.stock_mean.divisor
+        self._counted, self._of_row, divisor = counted, 1 / max(counted, 1), loader.rule.stock_mean.divisor
         assert divisor is not None, "`mean_of_round` has one"
         self._of_mean = in_round * self._of_row / divisor
         self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, advises_split=False)
         self._loss: Tensor | None = None
+        self._rows_without_loss = 0  # of batches of stock without a supervised token, which it leaves out of the mean
         self._figures: defaultdict[str, float] = defaultdict(float)
         self._predicted: list[tuple[int, Any, Any]] = []
         self._num_micro_batches = 0
@@ -215,8 +217,10 @@ class Evaluation:
         rows = find_batch_size(inputs) if self._counts_repeated else num_rows
         self._share = 1.0
         loss, logits, labels = forward(inputs)
-        weight = (self._batch_size if self._counts_repeated else num_rows) * self._of_row
-        self._count(loss, weight, range(first, first + (rows or 0)), logits, labels)
+        counted = self._batch_size if self._counts_repeated else num_rows
+        if loss is not None and not loss.isfinite():
+            loss, self._rows_without_loss = torch.zeros_like(loss), self._rows_without_loss + counted
+        self._count(loss, counted * self._of_row, range(first, first + (rows or 0)), logits, labels)
         return loss
 
     def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated]) -> Any:
@@ -265,6 +269,7 @@ class Evaluation:
         weight = 1.0 if self.computing.is_weighed else self.computing.loss.scale
         self.computing = None
         self._count(loss, weight, micro_batch.ids, logits, labels, measured.segments)
+        self._rows_without_loss += sum(not sample.stock_units for sample in micro_batch.samples)
         self._watch.held(measured)
         return loss
 
@@ -293,8 +298,10 @@ class Evaluation:
         trainer, metrics = self._trainer, dict(output.metrics or {})
         accelerator = trainer.accelerator
         if self._loss is not None:
-            total = accelerator.reduce(self._loss.float().to(accelerator.device), "sum")
-            metrics[f"{prefix}_loss"] = total.item()
+            sums = torch.stack([self._loss.float(), torch.full_like(self._loss, self._rows_without_loss).float()])
+            total, without_loss = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
+            rest = self._counted - round(without_loss)
+            metrics[f"{prefix}_loss"] = total * self._counted / rest if rest else math.nan
         predictions, labels = None, None
         if not self.loss_only:
             rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
