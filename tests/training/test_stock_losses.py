@@ -15,7 +15,7 @@ import pytest
 import torch
 from distributed.ranks import run_ranks
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from toy import Rows
 from training import toy_training
 from training.toy_training import collate, losses
@@ -53,6 +53,20 @@ def collate_with_names(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 def truncate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return collate([{key: values[:40] for key, values in row.items()} for row in rows])
+
+
+def attend_pairs(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """The mask says for each pair of tokens whether one sees the other: [rows, 1, length, length]."""
+    batch = collate(rows)
+    places = torch.arange(batch["input_ids"].shape[1])
+    seen = batch["attention_mask"].bool()[:, None, None] & (places[:, None] >= places)
+    return batch | {"attention_mask": seen}
+
+
+def shift_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Adds the labels of the next tokens, as sequence parallelism needs them."""
+    batch = collate(rows)
+    return batch | {"shift_labels": pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
 
 
 def end_rows(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -172,6 +186,18 @@ class OwnLoss(Qwen3ForCausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
+class WithoutHead(Qwen3ForCausalLM):
+    """Does not show its output embedding."""
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class ReturnsTuple(Qwen3ForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, labels=labels, **kwargs).to_tuple()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Trainings.
 
@@ -237,6 +263,10 @@ CASES = {
     ),
     "loss_is_scaled_for_ga": Case(trainer=MeanOfMicroBatch),
     "a model with a loss of its own": Case(model=OwnLoss),
+    "a model without an output embedding": Case(model=WithoutHead),
+    "a model that returns a tuple": Case(model=ReturnsTuple),
+    "a mask of pairs": Case(collate=attend_pairs),
+    "labels that are shifted already": Case(masks_first=False, collate=shift_labels),
 }
 REFUSED = {
     "in-batch negatives": Case(loss=in_batch_negatives),
