@@ -342,6 +342,7 @@ class _Measurement:
     def run(self, batches: Sequence[Any]) -> dict[str, Any]:
         """What this rank has measured: the weight of each sample (JSON types)."""
         answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
+        without = [parameter for parameter in self._trainer.model.parameters() if parameter.grad is None]
         with kept_random_numbers(self._trainer.args.device), torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
                 watched = self._stock(batches)
@@ -350,6 +351,8 @@ class _Measurement:
                 answer["problem"] = str(error)
             except Exception as error:  # any code may stand there
                 answer["problem"] = RAISES + one_line(error)
+        for parameter in without:  # of a loss term that is made of weights
+            parameter.grad = None
         return answer
 
     def evaluate(self, batch: Any, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def truncate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 def attend_pairs(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     """The mask says for each pair of tokens whether one sees the other: [rows, 1, length, length]."""
-    batch = collate(rows)
+    batch = collate_with_names(rows)
     places = torch.arange(batch["input_ids"].shape[1])
     seen = batch["attention_mask"].bool()[:, None, None] & (places[:, None] >= places)
     return batch | {"attention_mask": seen}
@@ -157,6 +157,11 @@ OfTheModel = computes(lambda outputs, *_: outputs.loss, gives_labels=True)
 """Stock adds up the means of its micro-batches."""
 
 
+ReadsRows = computes(
+    lambda outputs, labels, scale, *_: (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
+)
+
+
 class Penalizes(Trainer):
     """Adds a term that is made of weights: how often it counts depends on how an optimizer step is cut."""
 
@@ -251,12 +256,7 @@ CASES = {
     "a compute_loss that divides": Case(
         masks_first=False, trainer=computes(lambda outputs, labels, scale, number, _: divided(outputs, labels, number))
     ),
-    "a compute_loss that reads a value of each row": Case(
-        trainer=computes(
-            lambda outputs, labels, scale, *_: (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
-        ),
-        collate=collate_with_names,
-    ),
+    "a compute_loss that reads a value of each row": Case(trainer=ReadsRows, collate=collate_with_names),
     "a compute_loss of the model's": Case(trainer=OfTheModel),
     "a compute_loss beside the model's own": Case(
         trainer=computes(lambda outputs, labels, *_: token_mean(outputs, labels), gives_labels=True)
@@ -265,13 +265,15 @@ CASES = {
     "a model with a loss of its own": Case(model=OwnLoss),
     "a model without an output embedding": Case(model=WithoutHead),
     "a model that returns a tuple": Case(model=ReturnsTuple),
-    "a mask of pairs": Case(collate=attend_pairs),
+    "a mask of pairs": Case(trainer=ReadsRows, collate=attend_pairs),
     "labels that are shifted already": Case(masks_first=False, collate=shift_labels),
 }
 REFUSED = {
     "in-batch negatives": Case(loss=in_batch_negatives),
     "no scalar": Case(loss=no_scalar),
     "one sample raises": Case(loss=raises),
+    "one sample raises, without an output embedding": Case(loss=raises, model=WithoutHead),
+    "in-batch negatives, without an output embedding": Case(loss=in_batch_negatives, model=WithoutHead),
     "a term that is made of weights": Case(trainer=Penalizes),
     "a label is predicted from padding": Case(masks_first=False, collate=functools.partial(collate, side="left")),
 }
