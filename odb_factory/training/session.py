@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import torch
@@ -151,6 +151,12 @@ def routers_weigh(rule: OptimizerStepRule, step: OptimizerStep, world_size: int)
     return micro_batches / (world_size if rule.stock_mean.over == "rank" else 1)
 
 
+Way = Literal["number of stock", "by sample", "mean"]
+"""How the loss of a micro-batch is made. number of stock: stock's own number of items of the optimizer step makes it
+weigh as in stock. by sample: code of the trainer is called once a sample. mean: over the units of the micro-batch,
+which is weighed here."""
+
+
 @dataclass(eq=False, kw_only=True, repr=False)
 class Session:
     """odb on one trainer, as long as that lives: `trainer.odb`. The first fields are the arguments of `enable_odb`.
@@ -245,13 +251,25 @@ class Session:
         return None if self.training is None else self.training.trial_units
 
     @property
-    def is_by_sample(self) -> bool:
-        """Whether code of the trainer is called once a sample of the micro-batch in forward, else once for all."""
+    def way(self) -> Way:
+        """How the loss of the micro-batch in forward is made."""
         computing, training = self.computing, self.training
         if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
-            return False
+            return "mean"
         stock, has_weights = training.stock, computing.loss.row_weights is not None
-        return stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states)
+        if stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states):
+            return "by sample"
+        is_stock = self.config.loss_scaling == "stock" and not has_weights
+        return "number of stock" if is_stock and stock.takes_stock_number else "mean"
+
+    @property
+    def stock_number(self) -> tuple[Any, ...]:
+        """Stock's own number of items of the optimizer step, as an argument of `training_step`; (): none is taken."""
+        if self.way != "number of stock":
+            return ()
+        assert self.computing is not None and self.training is not None
+        units = self.computing.micro_batch.samples[0].stock_units
+        return (number_like(self.training.stock.number, units, self.trainer.args.device),)
 
     @contextlib.contextmanager
     def in_forward(self, measured: Measured) -> Iterator[None]:
@@ -283,6 +301,7 @@ class Session:
         if computing is not None and training is not None and is_stock:
             step = computing.micro_batch.step
             times = routers_weigh(training.run.loader.rule, step, self.trainer.args.world_size)
+            times *= computing.num_items / num_items
         return self._loss_of(model).weighing(row_weights, segments, num_items, num_supervised, times)
 
     @property

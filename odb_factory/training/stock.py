@@ -80,6 +80,11 @@ class StockLoss:
     counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
+    @property
+    def takes_stock_number(self) -> bool:
+        """Whether stock's own number of items makes any cut of the optimizer step stock's."""
+        return self.number is not None and self.mean.over == "step" and self.adds_up
+
 
 def assumed(trainer: Any) -> StockLoss:
     """The rule of a loss that cannot be measured here, such as that of pairs."""

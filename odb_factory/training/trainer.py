@@ -312,7 +312,8 @@ class ODBTrainerMixin(Base):
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)
         with training.odb.in_forward(measured), shared, recompute:
-            loss = super().training_step(model, training.with_known_integers(model, box.pop()))
+            number = training.odb.stock_number
+            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *number)
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
         return loss
@@ -326,7 +327,7 @@ class ODBTrainerMixin(Base):
         if odb is None:
             return stock(model, inputs, **kwargs)
         inputs, unpadded = odb.unpadded(inputs)
-        num_items, computing = odb.num_items, odb.computing
+        num_items, computing, way = odb.num_items, odb.computing, odb.way
         if num_items is None:
             if isinstance(inputs, StepInputs):
                 raise ConfigError(not_reached(self, "training_step"))
@@ -334,11 +335,15 @@ class ODBTrainerMixin(Base):
                 return stock(model, inputs, **kwargs)
         # A custom loss may read the accumulation.
         shown = contextlib.nullcontext() if odb.training is None else odb.training.arguments.shown()
+        if computing is not None and way == "number of stock":  # handed to `training_step`: nothing is weighed here
+            with unpadded, shown, odb.weighing(model, computing.micro_batch.samples[0].stock_units):
+                computing.is_weighed = True
+                return stock(model, inputs, **kwargs)
         # Our weights include the number of ranks; those of code of the trainer were measured as stock multiplies.
         keeps_args = odb.is_measured_with_args
         args = contextlib.nullcontext() if keeps_args else replaced(self.args, average_tokens_across_devices=False)
         with unpadded, shown, args:
-            if odb.is_by_sample:
+            if way == "by sample":
                 kwargs.pop("num_items_in_batch", None)
                 once: Any = functools.partial(super().compute_loss, **kwargs)
                 result = odb.loss_by_sample(once, model, inputs)
