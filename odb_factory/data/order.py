@@ -501,10 +501,7 @@ class StockSteps:
 
     def first_number(self, rank: int, step: int) -> int:
         """The number of the first sample that this rank draws for an optimizer step, or for a later one."""
-        if self.is_split:
-            micro_steps, remainder = divmod(step * self.global_batch_size, self.batch_size * self.world_size)
-            return micro_steps * self.batch_size + min(max(remainder - rank * self.batch_size, 0), self.batch_size)
-        return max(0, -(-(step * self.global_batch_size - rank) // self.world_size))
+        return -(-(step * self.global_batch_size - rank) // self.world_size)
 
     def progress(self, step: int) -> float | None:
         """Share of the epoch once this optimizer step is taken, in whole micro-steps of stock, as stock reports it."""
@@ -512,8 +509,7 @@ class StockSteps:
             return None
         of_all_ranks = self.batch_size * self.world_size
         total = max(-(-self.num_samples // of_all_ranks), 1)
-        micro_steps, remainder = divmod((step + 1) * self.global_batch_size, of_all_ranks)
-        return min(micro_steps + remainder / of_all_ranks, total) / total
+        return min((step + 1) * self.global_batch_size / of_all_ranks, total) / total
 
     def means_of(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
         """What stock's loss divides by: the last three fields of `SampleInfo` (int64[n, 3]), and how many means have

@@ -563,7 +563,7 @@ class _Watched:
     def _at_head(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
         if not self._is_trained:
             return None
-        logits = output.detach().to(torch.promote_types(output.dtype, torch.float32), copy=True)
+        logits = output.detach().to(torch.promote_types(output.dtype, torch.float32))
         if logits.shape[:2] != self.targets.shape:
             raise _Unmeasured(f"its logits are {list(logits.shape[:2])} and its labels {list(self.targets.shape)}")
         # Token losses from small to large, so that a loss that bends or clamps them shows its gradient.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -115,6 +116,7 @@ def _summed(scaling: str, losses: Losses, micro_batches: list[list[MicroBatch]])
         elif loss.row_weights is None:
             total += loss.scale * _mean(micro_batch.ids, losses)
         else:
+            assert math.fsum(map(operator.mul, loss.row_weights, micro_batch.units)) == pytest.approx(1), "of a mean"
             own = zip(loss.row_weights, micro_batch.ids)
             total += loss.scale * math.fsum(weight * math.fsum(losses[k]) for weight, k in own)
     return total / len(micro_batches)

@@ -61,14 +61,15 @@ def test_logits_of_other_rows_are_refused(shape: tuple[int, ...], segments: tupl
         weighted_token_loss(torch.zeros(shape), torch.zeros(shape[:2]).long(), ROW_WEIGHTS, segments=segments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_token_losses_are_those_of_the_model(dtype: torch.dtype) -> None:
-    """Upcast and shifted in the same way, times the weight of the row."""
+    """Upcast and shifted in the same way, times the weight of the row; float64 stays."""
     logits, labels = torch.randn(2, 9, 100, dtype=dtype), _batch()["labels"]
     own = sum(
         weight * ForCausalLMLoss(logits[row : row + 1], labels[row : row + 1], 100, num_items_in_batch=1)
         for row, weight in enumerate(ROW_WEIGHTS)
     )
+    own = own.to(torch.promote_types(dtype, torch.float32))
     torch.testing.assert_close(weighted_token_loss(logits, labels, ROW_WEIGHTS), own, rtol=1e-6, atol=0)
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     found = weighted_token_loss(logits, None, ROW_WEIGHTS, shift_labels=shifted)
@@ -90,6 +91,7 @@ def test_autocast_does_not_round_the_loss(dtype: torch.dtype, segments: tuple[in
         return loss.detach(), gradient
 
     expected = loss_and_gradient()
+    assert not segments or not expected[1][:, 15:].any(), "what fills up a flat row weighs 0"
     with torch.autocast("cpu", dtype):
         found = loss_and_gradient()
     assert found[0].dtype == torch.float32

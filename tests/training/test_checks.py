@@ -96,6 +96,14 @@ class Needs(Trainer):
         return self.server.rows(inputs)
 
 
+class Decays(Trainer):
+    """Its loss has a term that is made of weights."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        squares = sum(weight.square().sum() for weight in model.parameters())
+        return super().compute_loss(model, *args, **kwargs) + squares
+
+
 REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Trainer, has(model=t5), "model.__class__.__name__: 'T5ForConditionalGeneration'"),
     (Trainer, has(model=classifier), "model.__class__.__name__: 'Qwen2ForSequenceClassification'"),
@@ -112,18 +120,20 @@ REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Generates, has(), "trainer: a Generates "),
     (Rolls, has(), "trainer: a Rolls "),
     (Needs, has(), "trainer: a Needs "),
+    (Decays, has(), "how Decays weighs "),
 ]
 
 
 @pytest.mark.parametrize(("kind", "change", "key"), REFUSED, ids=[key for *_, key in REFUSED])
 def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, kind: Any, change: Any, key: str) -> None:
-    """Random numbers are drawn as if nothing had been tried, and no method stays replaced."""
+    """Random numbers are drawn as if nothing had been tried, no method stays replaced, and no gradient is left."""
     trainer = make(tiny_text, tmp_path, block=BLOCK, trainer_class=kind)
     change(trainer)
     state = random.getstate()
     refuses(trainer, key)
     assert random.getstate() == state
     assert not {"generate", "compute_loss"} & (vars(trainer) | vars(trainer.model)).keys()
+    assert all(weight.grad is None for weight in trainer.model.parameters())
 
 
 # Labels

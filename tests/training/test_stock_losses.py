@@ -15,7 +15,7 @@ import pytest
 import torch
 from distributed.ranks import run_ranks
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from toy import Rows
 from training import toy_training
 from training.toy_training import collate, losses
@@ -53,6 +53,20 @@ def collate_with_names(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
 
 def truncate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return collate([{key: values[:40] for key, values in row.items()} for row in rows])
+
+
+def attend_pairs(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """The mask says for each pair of tokens whether one sees the other: [rows, 1, length, length]."""
+    batch = collate_with_names(rows)
+    places = torch.arange(batch["input_ids"].shape[1])
+    seen = batch["attention_mask"].bool()[:, None, None] & (places[:, None] >= places)
+    return batch | {"attention_mask": seen}
+
+
+def shift_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Adds the labels of the next tokens, as sequence parallelism needs them."""
+    batch = collate(rows)
+    return batch | {"shift_labels": pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
 
 
 def end_rows(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -143,6 +157,11 @@ OfTheModel = computes(lambda outputs, *_: outputs.loss, gives_labels=True)
 """Stock adds up the means of its micro-batches."""
 
 
+ReadsRows = computes(
+    lambda outputs, labels, scale, *_: (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
+)
+
+
 class Penalizes(Trainer):
     """Adds a term that is made of weights: how often it counts depends on how an optimizer step is cut."""
 
@@ -170,6 +189,18 @@ class OwnLoss(Qwen3ForCausalLM):
         logits = self.lm_head(body.last_hidden_state.view(*input_ids.shape, self.config.hidden_size))
         loss = None if labels is None else token_mean(CausalLMOutputWithPast(logits=logits), labels)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class WithoutHead(Qwen3ForCausalLM):
+    """Does not show its output embedding."""
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+class ReturnsTuple(Qwen3ForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, labels=labels, **kwargs).to_tuple()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,23 +259,24 @@ CASES = {
     "a compute_loss that divides": Case(
         masks_first=False, trainer=computes(lambda outputs, labels, scale, number, _: divided(outputs, labels, number))
     ),
-    "a compute_loss that reads a value of each row": Case(
-        trainer=computes(
-            lambda outputs, labels, scale, *_: (of_tokens(outputs, labels).sum(1) / counts(labels) * scale).mean()
-        ),
-        collate=collate_with_names,
-    ),
+    "a compute_loss that reads a value of each row": Case(trainer=ReadsRows, collate=collate_with_names),
     "a compute_loss of the model's": Case(trainer=OfTheModel),
     "a compute_loss beside the model's own": Case(
         trainer=computes(lambda outputs, labels, *_: token_mean(outputs, labels), gives_labels=True)
     ),
     "loss_is_scaled_for_ga": Case(trainer=MeanOfMicroBatch),
     "a model with a loss of its own": Case(model=OwnLoss),
+    "a model without an output embedding": Case(model=WithoutHead),
+    "a model that returns a tuple": Case(model=ReturnsTuple),
+    "a mask of pairs": Case(trainer=ReadsRows, collate=attend_pairs),
+    "labels that are shifted already": Case(masks_first=False, collate=shift_labels),
 }
 REFUSED = {
     "in-batch negatives": Case(loss=in_batch_negatives),
     "no scalar": Case(loss=no_scalar),
     "one sample raises": Case(loss=raises),
+    "one sample raises, without an output embedding": Case(loss=raises, model=WithoutHead),
+    "in-batch negatives, without an output embedding": Case(loss=in_batch_negatives, model=WithoutHead),
     "a term that is made of weights": Case(trainer=Penalizes),
     "a label is predicted from padding": Case(masks_first=False, collate=functools.partial(collate, side="left")),
 }
@@ -333,7 +365,14 @@ def test_an_evaluation_leaves_out_a_batch_without_a_supervised_token(last: int, 
 # ----------------------------------------------------------------------------------------------------------------------
 # Two ranks.
 
-ON_TWO_RANKS = [name for name in CASES if name not in ("short rows in bf16", "no accumulation", "left padding")]
+ON_ONE_RANK = (
+    "short rows in bf16",
+    "no accumulation",
+    "left padding",
+    "labels that are shifted already",
+    "a model without an output embedding",
+)
+ON_TWO_RANKS = [name for name in CASES if name not in ON_ONE_RANK]
 
 
 def train_on_a_rank(rank: int, names: list[str], output: str) -> dict[str, float]:
