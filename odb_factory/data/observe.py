@@ -295,7 +295,8 @@ class ObservedDataset:
                 "" if is_item else "fix or remove the row" + self._or("set `on_error: skip` to leave such rows out"),
                 fatal=self.config.on_error == "raise",
             )
-        if cost.units == 0 and not getattr(self.observer, "keeps_unsupervised", False):
+        counts = cost.units or cost.leading_label  # which stock counts, though nothing predicts it
+        if not counts and not getattr(self.observer, "keeps_unsupervised", False):
             return reject("unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
             rows, length, _ = self.budget.shape([cost])

@@ -389,7 +389,9 @@ class _Measurement:
 
         def loss(inputs: Any, units: int) -> float:
             number = number_like(self.number, units, probe.args.device)
-            with torch.no_grad(), probe.compute_loss_context_manager():
+            # Not times the number of ranks, which is a part of the weight.
+            alone = replaced(probe.args, average_tokens_across_devices=False)
+            with torch.no_grad(), probe.compute_loss_context_manager(), alone:
                 return float(probe.compute_loss(probe.model, probe._prepare_inputs(inputs), num_items_in_batch=number))
 
         was_training = probe.model.training
