@@ -202,7 +202,7 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
             continue  # stock cannot train on a row without a supervised token
         if why:
             break
-        stock, why = _rule_of(answers, trainer.args.world_size, knows_first=bool(supervised))
+        stock, why = _rule_of(answers, trainer.args.world_size)
         if stock is not None:
             logger.debug("stock takes %s (measured)", stock.mean)
             return replace(stock, number=measurement.number)
@@ -263,7 +263,7 @@ def _losses_by(mean: StockMean, answers: Sequence[Any]) -> tuple[list[float], li
     return [loss for answer in answers for loss in answer["stock"]], expected
 
 
-def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tuple[StockLoss | None, str]:
+def _rule_of(answers: Sequence[Any], world_size: int) -> tuple[StockLoss | None, str]:
     """The rule that the answers of all ranks fit, or why there is none."""
     every = [[Row(*row) for row in answer["rows"]] for answer in answers]
     supervised = [[row for row in rows if row.units] for rows in every]
@@ -277,7 +277,7 @@ def _rule_of(answers: Sequence[Any], world_size: int, knows_first: bool) -> tupl
     off = {mean: difference(mean, supervised) for mean in candidates(world_size)}
     off_with_all = {mean: difference(mean, every) for mean in off}
     rules = [mean for mean in off if min(off[mean], off_with_all[mean]) < TOLERANCE]
-    if not knows_first:  # then no row shows whether first labels count
+    if not any(row.has_first for rows in every for row in rows):  # then no row shows whether first labels count
         rules = [mean for mean in rules if "labels" not in mean.counts]
     if not rules:
         nearest = min(off, key=off.__getitem__)
