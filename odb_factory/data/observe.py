@@ -295,7 +295,7 @@ class ObservedDataset:
                 "" if is_item else "fix or remove the row" + self._or("set `on_error: skip` to leave such rows out"),
                 fatal=self.config.on_error == "raise",
             )
-        counts = cost.units or cost.leading_label  # which stock counts, though nothing predicts it
+        counts = cost.units or (cost.leading_label and getattr(self.observer, "counts_first_labels", False))
         if not counts and not getattr(self.observer, "keeps_unsupervised", False):
             return reject("unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):

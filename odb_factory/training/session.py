@@ -549,6 +549,11 @@ class Training:
             observer: Any = odb.observer or odb.observer_of_items(parts, config)
             if self.stock.counts_unsupervised:
                 observer.keeps_unsupervised = True
+            # Such a label counts, though nothing predicts it; a mean over the micro-batch of a row alone has no value.
+            observer.counts_first_labels = self.stock.mean.counts == "labels" and self.stock.mean.over in (
+                "step",
+                "rank",
+            )
             loader = odb.make_loader(
                 parts,
                 config,

@@ -217,6 +217,7 @@ class Case:
     loss: Callable[..., Tensor] | None = None
     collate: Callable[..., Any] = collate
     arguments: dict[str, Any] = field(default_factory=dict)
+    budget: int = BUDGET
     close: float = CLOSE
 
     @property
@@ -235,6 +236,7 @@ CASES = {
     "first labels": Case(masks_first=False),
     "short rows": Case(SHORT, masks_first=False),
     "rows of one token": Case([1 + number % 5 for number in range(24)], masks_first=False),
+    "rows of one token, each alone": Case([1 + number % 5 for number in range(24)], masks_first=False, budget=1),
     "short rows in bf16": Case(SHORT, masks_first=False, arguments={"bf16": True}, close=2e-3),
     "left padding": Case(collate=functools.partial(collate, side="left")),
     "a collator that truncates": Case(masks_first=False, collate=truncate),
@@ -301,7 +303,7 @@ def train(case: Case, folder: Path, block: dict[str, Any] | None) -> tuple[list[
         model,
         folder,
         Rows(case.rows.__getitem__, len(case.lengths)),
-        block=None if block is None else {"token_budget": BUDGET} | block,
+        block=None if block is None else {"token_budget": case.budget, "overlong": "singleton"} | block,
         trainer_class=case.trainer,
         collate=case.collate,
         compute_loss_func=case.loss,
