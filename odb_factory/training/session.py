@@ -550,10 +550,8 @@ class Training:
             if self.stock.counts_unsupervised:
                 observer.keeps_unsupervised = True
             # Such a label counts, though nothing predicts it; a mean over the micro-batch of a row alone has no value.
-            observer.counts_first_labels = self.stock.mean.counts == "labels" and self.stock.mean.over in (
-                "step",
-                "rank",
-            )
+            mean = self.stock.mean
+            observer.counts_first_labels = mean.counts == "labels" and mean.over in ("step", "rank")
             loader = odb.make_loader(
                 parts,
                 config,
