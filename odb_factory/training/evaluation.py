@@ -315,8 +315,10 @@ class Evaluation:
 
 def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
     """What a forward has returned, for each of its samples: nested as it is, with numpy arrays."""
-    if values is None or (not isinstance(values, Tensor) and not values):
+    if values is None:
         return [None] * num_rows
+    if not isinstance(values, Tensor) and not values:
+        return [()] * num_rows  # stock computes metrics if the labels are an empty tuple, not if they are None
     if isinstance(values, Tensor):
         values = values.reshape(-1) if values.ndim == 0 else values  # of one pair
         array = values.detach().float().cpu().numpy() if values.is_floating_point() else values.cpu().numpy()

@@ -144,7 +144,7 @@ def test_other_data_are_refused(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
     with pytest.raises(DataError, match="checkpoint-4.*samples was 60, is 50.*ignore_data_skip"):
         train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1, num_rows=50)
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         train(tiny_text, tmp_path, resume=str(tmp_path / "nowhere"), block=BLOCK)
 
 
