@@ -114,10 +114,10 @@ class Evaluation:
         self._rows = self._rounds * in_round + self._rest
         gather = getattr(trainer.gather_function, "func", trainer.gather_function)
         self._counts_repeated = gather.__name__ == "gather"
-        counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
-        self._counted, self._of_row, divisor = counted, 1 / max(counted, 1), loader.rule.stock_mean.divisor
+        self._counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
+        divisor = loader.rule.stock_mean.divisor
         assert divisor is not None, "`mean_of_round` has one"
-        self._of_mean = in_round * self._of_row / divisor
+        self._of_mean = in_round / divisor
         self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, advises_split=False)
         self._loss: Tensor | None = None
         self._rows_without_loss = 0  # of batches of stock without a supervised token, which it leaves out of the mean
@@ -220,7 +220,7 @@ class Evaluation:
         counted = self._batch_size if self._counts_repeated else num_rows
         if loss is not None and not loss.isfinite():
             loss, self._rows_without_loss = torch.zeros_like(loss), self._rows_without_loss + counted
-        self._count(loss, counted * self._of_row, range(first, first + (rows or 0)), logits, labels)
+        self._count(loss, counted, range(first, first + (rows or 0)), logits, labels)
         return loss
 
     def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated]) -> Any:
@@ -301,7 +301,7 @@ class Evaluation:
             sums = torch.stack([self._loss.float(), torch.full_like(self._loss, self._rows_without_loss).float()])
             total, without_loss = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
             rest = self._counted - round(without_loss)
-            metrics[f"{prefix}_loss"] = total * self._counted / rest if rest else math.nan
+            metrics[f"{prefix}_loss"] = total / rest if rest else math.nan
         predictions, labels = None, None
         if not self.loss_only:
             rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))

@@ -309,7 +309,8 @@ class ODBTrainerMixin(Base):
         to its batch."""
         measured, ids, encoder = computing.measured, computing.micro_batch.ids, training.encoder
         check_batch(self, box[0], ids)
-        computing.pads_left = pads_left(box[0])
+        if training.stock.is_trainers:
+            computing.pads_left = pads_left(box[0])
         training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
         shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
         recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)
