@@ -540,7 +540,7 @@ class StockSteps:
             if len(batch):
                 tokens, media, audio = (rows[name][batch] for name in ("row_tokens", "has_media", "has_audio"))
                 dummy_tokens, _ = collation.dummies(int(media.sum()), int(audio.sum()))
-                total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
+                total += len(batch) * int(collation.length(tokens.max(), tokens[0], dummy_tokens))
         return total
 
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-Amount = TypeVar("Amount", int, np.ndarray)
-"""An integer, or an array of integers."""
-
-
-def larger(a: Amount, b: Amount | int) -> Amount:
-    """The larger of two numbers, or of each pair of two arrays."""
-    maximum: Amount = np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
-    return maximum
+MEASURES = ("tokens", "patches", "has_media", "has_audio")
+"""Fields of `Cost` whose sums over a group say, with the lengths of padded rows, what is collated of it."""
 
 
 def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np.ufunc = np.add) -> np.ndarray:
@@ -133,16 +127,17 @@ class Collation:
     def has_dummies(self) -> bool:
         return self.dummies(0, 0) != (0, 0)
 
-    def dummies(self, media: Amount, audio: Amount) -> tuple[Amount, Amount]:
-        """Tokens and patches that are injected into a group, given how many of its samples have media and audio."""
-        tokens: Amount = (media == 0) * self.dummy_media_tokens + (audio == 0) * self.dummy_audio_tokens
-        patches: Amount = (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
-        return tokens, patches
+    def dummies(self, media: Any, audio: Any) -> tuple[Any, Any]:
+        """Tokens and patches that are injected into a group, given how many of its samples have media and audio.
 
-    def length(self, longest: Amount, first: Amount, dummy_tokens: Amount) -> Amount:
+        Integers, or arrays of them, as those that are given.
+        """
+        tokens = (media == 0) * self.dummy_media_tokens + (audio == 0) * self.dummy_audio_tokens
+        return tokens, (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
+
+    def length(self, longest: Any, first: Any, dummy_tokens: Any) -> Any:
         """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
-        length: Amount = -(-larger(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        return length
+        return -(-np.maximum(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,47 +187,31 @@ class Budget:
         return replace(self, token_budget=lowest.token_budget, max_patches=lowest.max_patches)
 
     def collated(
-        self,
-        *,
-        count: Amount,
-        tokens: Amount,
-        patches: Amount,
-        media: Amount,
-        audio: Amount,
-        longest: Amount,
-        first: Amount,
-    ) -> tuple[Amount, Amount, Amount]:
-        """(rows, row length in tokens, patches) of a group as collated, or of an array of groups.
+        self, sums: np.ndarray, count: Any = 1, longest: Any = 0, first: Any = 0
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(rows, row length in tokens, patches) of groups as collated, each int64[...].
 
-        count: samples. tokens, patches: summed over them. media, audio: how many have it. longest, first: tokens of the
-        longest row and of the first one. Padded rows do not depend on tokens, flat ones not on count, longest and
-        first.
+        sums: int64[..., 4], of the `MEASURES` of their samples. count: samples. longest, first: tokens of the longest
+        row and of the first one. Flat rows do not depend on the last three, padded ones not on the sum of tokens.
         """
+        tokens, patches, media, audio = np.moveaxis(sums, -1, 0)
         dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
         if self.layout == "flat":
             multiple = self.pad_to_multiple_of
-            one_row: Amount = 0 * tokens + 1
-            return one_row, -(-(tokens + dummy_tokens) // multiple) * multiple, patches + dummy_patches
+            return np.ones_like(tokens), -(-(tokens + dummy_tokens) // multiple) * multiple, patches + dummy_patches
         return count, self.collation.length(longest, first, dummy_tokens), patches + dummy_patches
 
-    def excess(self, padded: Amount, patches: Amount) -> Amount:
+    def excess(self, padded: Any, patches: Any) -> Any:
         """Tokens and patches by which collated groups break the budgets; 0: within both. padded: rows x length."""
-        over = larger(padded - self.token_budget, 0)
-        if self.max_patches is not None:
-            over = over + larger(patches - self.max_patches, 0)
-        return over
+        over = np.maximum(padded - self.token_budget, 0)
+        return over if self.max_patches is None else over + np.maximum(patches - self.max_patches, 0)
 
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
-        return self.collated(
-            count=len(group),
-            tokens=sum(cost.tokens for cost in group),
-            patches=sum(cost.patches for cost in group),
-            media=sum(cost.has_media for cost in group),
-            audio=sum(cost.has_audio for cost in group),
-            longest=max(cost.padded for cost in group),
-            first=group[0].padded,
-        )
+        sums = np.array([sum(getattr(cost, name) for cost in group) for name in MEASURES])
+        longest = max(cost.padded for cost in group)
+        rows, length, patches = self.collated(sums, len(group), longest, group[0].padded)
+        return int(rows), int(length), int(patches)
 
     def fits(self, group: Sequence[Cost]) -> bool:
         rows, length, patches = self.shape(group)

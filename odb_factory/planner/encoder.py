@@ -7,7 +7,6 @@ assigned to ranks by themselves, from integers that all ranks know. Images stay 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,9 +102,8 @@ def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks
     """
     target = owner.copy()
     load, filled = by_number(owner, costs, num_ranks), by_number(owner, patches, num_ranks)
-    mean = -(-int(costs.sum()) // num_ranks)
-    lowest_load = max(mean, int(costs.max(initial=0)))
-    by_cost = np.lexsort((np.arange(len(costs)), -costs))
+    lowest_load = max(-(-int(costs.sum()) // num_ranks), int(costs.max(initial=0)))
+    by_cost = np.argsort(-costs, kind="stable")
     # 1.
     kept_load, pool = np.zeros(num_ranks, np.int64), []
     full = load > lowest_load
@@ -118,22 +116,13 @@ def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks
             load[rank] -= costs[image]
             filled[rank] -= patches[image]
     # 2.
-    emptiest = [(int(load[rank]), rank) for rank in range(num_ranks)]
-    heapq.heapify(emptiest)
     for image in pool:
-        tried = []
-        while emptiest:
-            _, rank = heapq.heappop(emptiest)
-            tried.append(rank)
-            if filled[rank] + patches[image] <= limit:
-                break
-        else:
-            return owner.copy()  # there is room for it nowhere
-        target[image] = rank
+        has_room = filled + patches[image] <= limit
+        if not has_room.any():
+            return owner
+        target[image] = rank = np.where(has_room, load, np.iinfo(np.int64).max).argmin()
         load[rank] += costs[image]
         filled[rank] += patches[image]
-        for tried_rank in tried:
-            heapq.heappush(emptiest, (int(load[tried_rank]), tried_rank))
     # 3.
     order = np.argsort(target, kind="stable")
     images = np.split(order, np.searchsorted(target[order], np.arange(1, num_ranks)))

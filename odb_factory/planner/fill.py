@@ -13,16 +13,15 @@ So the oldest sample of every pool goes in every round. When all data have ended
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from odb_factory.planner.cost import Budget
-from odb_factory.planner.flat import FlatSamples, bins_needed
+from odb_factory.planner.flat import bins_needed
 from odb_factory.planner.keep import cut, cut_into
-from odb_factory.planner.padded import Pools, groups_needed
-from odb_factory.planner.plan import BufferMetadata, Plan, Samples, Steps, to_plan, to_ranks
+from odb_factory.planner.padded import Pools
+from odb_factory.planner.plan import BufferMetadata, Plan, Samples, Step, to_plan
 
 SLACK = 2048
 """Flat bins are planned to be full except for 1/SLACK: exchanges between bins get that close to their targets."""
@@ -50,111 +49,91 @@ def plan_buffers(
     rank if there are so many (I5).
     """
     samples = Samples.held_by(buffers, budget, balance=balance)
-    slots, num_ranks = samples.slots, len(buffers)
+    slots, num_pools = samples.slots, samples.num_pools
     exhausted = np.array([buffer.exhausted for buffer in buffers])
     if slots > 1:
         exhausted = np.array([exhausted.all()])
-    count, final = np.bincount(samples.pool, minlength=len(exhausted)), bool(join and exhausted.all())
+    count, final = np.bincount(samples.pool, minlength=num_pools), bool(join and exhausted.all())
     # By pool, the oldest first; equally old samples of all ranks take turns.
-    turn = np.arange(len(samples.table)) - np.array(samples.starts)[samples.owner]
-    samples = samples.of(np.lexsort((samples.owner, turn, -samples.table["age"].astype(np.int64), samples.pool)))
+    turn = np.arange(len(samples)) - np.array(samples.starts)[samples.owner]
+    samples = samples.of(np.lexsort((samples.owner, turn, -samples.rows["age"].astype(np.int64), samples.pool)))
     pools, oldest = np.unique(samples.pool, return_index=True)
     if final:
-        groups = cut(samples)
+        steps = cut(samples)
     else:
-        modality_of = np.zeros(len(exhausted), dtype=np.int64)
-        modality_of[pools] = samples.rows["modality"][oldest]
-        usable = samples.of(samples.rows["modality"] == modality_of[samples.pool])
-        num_usable = np.bincount(usable.pool, minlength=len(exhausted))
+        modality = samples.rows["modality"]
+        modality_of = np.zeros(num_pools, dtype=np.int64)
+        modality_of[pools] = modality[oldest]
+        usable = samples.of(modality == modality_of[samples.pool])
         required = ~exhausted if join else np.ones_like(exhausted)
+        num_usable = np.bincount(usable.pool, minlength=num_pools)[required]
         multiple = 1 if join else accumulation
-        num_steps = _fillable(_needed(usable, len(exhausted)), num_usable, required, slots, multiple)
-        groups = cut_into(num_steps, usable.of(_oldest(usable, num_usable, num_steps * slots)))
+        # K: as many micro-steps as every required pool can fill, with a sample for each slot; a multiple of `multiple`.
+        # One at least, unless a required pool has too few samples for it.
+        max_steps = max(int(num_usable.min()) // slots, min(int(num_usable.min()), 1)) // multiple * multiple
+        full = int((_needed(usable)[required] - 1).min()) // slots
+        num_steps = min(max(full // multiple, 1) * multiple, max_steps)
+        steps = cut_into(num_steps, usable.of(_oldest(usable, num_steps * slots)))
         fewest = slots * multiple
-        if (num_usable[required] < fewest).any() and (count[required] >= fewest).all():
+        if (num_usable < fewest).any() and (count[required] >= fewest).all():
             # No rank may idle, and the modality of the oldest has too few samples: others go with it, each alone.
             alone = samples.index[oldest[:, None] + np.arange(fewest)].reshape(len(pools), multiple, slots, 1)
-            groups = [[(n, idx) for n, row in zip(pools.tolist(), alone[:, k]) for idx in row] for k in range(multiple)]
+            steps = [[(n, idx) for n, row in zip(pools.tolist(), alone[:, k]) for idx in row] for k in range(multiple)]
     if not join:
-        emitted = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
-        num_left = count - np.bincount(samples.owner[emitted], minlength=len(exhausted))
+        emitted = [samples.owner[group] for step in steps for _, group in step]
+        num_left = count - np.bincount(np.concatenate([*emitted, samples.owner[:0]]), minlength=num_pools)
         final = bool((exhausted & (num_left < accumulation)).any())
-    steps = to_ranks(groups, samples)
-    steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
-    plan = to_plan(steps, samples, final)
-    idles = any(step.active_ranks < num_ranks for step in plan.totals)  # behind its last sample (I7)
+    # In random order, for long groups shall not always come first. But a rank idles after its last group, never before
+    # it (I7), so only micro-steps with the same number of busy ranks change places.
+    rng = np.random.default_rng([seed % 2**64, epoch, round_index])
+    shuffled: list[Step] = []
+    for num_busy in sorted({len(step) for step in steps}, reverse=True):
+        equally_busy = [step for step in steps if len(step) == num_busy]
+        shuffled += [equally_busy[k] for k in rng.permutation(len(equally_busy))]
+    plan = to_plan(shuffled, samples, final)
+    idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)
     if final or not join or idles or budget.layout == "flat":
         return plan
-    return _fuller_half(plan, samples.index[oldest].tolist())
-
-
-def _fuller_half(plan: Plan, oldest: Sequence[int]) -> Plan:
-    """Without the micro-steps that pad more than most, unless they hold one of the samples `oldest`."""
-    must_stay = set(oldest)
+    # Without the micro-steps that pad more than most, unless they hold the oldest sample of a pool.
     fullness = [step.tokens / step.max_rank_tokens for step in plan.totals]
-    median = sorted(fullness)[len(fullness) // 2]
-    stays = [
-        full >= median or not must_stay.isdisjoint(itertools.chain.from_iterable(groups))
-        for full, *groups in zip(fullness, *plan.groups)
-    ]
-    groups = [list(itertools.compress(of_rank, stays)) for of_rank in plan.groups]
-    return replace(plan, groups=groups, totals=list(itertools.compress(plan.totals, stays)))
+    median, must_stay = sorted(fullness)[len(fullness) // 2], set(samples.index[oldest].tolist())
+    holds_oldest = [not must_stay.isdisjoint(itertools.chain(*groups)) for groups in zip(*plan.groups)]
+    return plan.of([k for k, full in enumerate(fullness) if full >= median or holds_oldest[k]])
 
 
-def _needed(samples: Samples, num_pools: int) -> np.ndarray:
+def _needed(samples: Samples) -> np.ndarray:
     """The fewest micro-batches that samples need in each pool [pools]."""
     budget = samples.budget
     if budget.layout == "padded":
-        return groups_needed(Pools(samples), num_pools)
+        pools = Pools(samples)
+        return np.array([len(groups) for groups in pools.walks(pools.largest_ends)])
     tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of
     limits = [
         None if limit is None else max(limit - dummy - limit // SLACK, 1)
         for limit, dummy in zip((tokens, budget.max_patches), budget.collation.dummies(0, 0))
     ]
-    return bins_needed(FlatSamples(**vars(samples)), limits, num_pools)
+    return bins_needed(samples, limits)
 
 
-def _fillable(needed: np.ndarray, count: np.ndarray, required: np.ndarray, slots: int, multiple: int) -> int:
-    """K: micro-steps that every required pool can fill, with a sample for each slot; a multiple of `multiple`.
-
-    One micro-step at least, unless a required pool has too few samples for it.
-    """
-    least_count = int(count[required].min())
-    max_steps = max(least_count // slots, min(least_count, 1)) // multiple * multiple
-    full = int((needed[required] - 1).min()) // slots
-    return min(max(full // multiple, 1) * multiple, max_steps)
-
-
-def _oldest(samples: Samples, count: np.ndarray, slots: int) -> np.ndarray:
+def _oldest(samples: Samples, slots: int) -> np.ndarray:
     """Which samples (pool by pool, the oldest first) go [n]: of each pool as many as `slots` hold.
 
     Bisection, to one sample in 1,024; the first guess is the part of the tokens that would fill `slots`.
     """
     pools, before = samples.pool, np.concatenate([[0], np.cumsum(samples.rows["row_tokens"], dtype=np.int64)])
-    starts, ends = (np.searchsorted(pools, np.arange(len(count)), side=side) for side in ("left", "right"))
-    place_in_pool = np.arange(len(pools)) - starts[pools]
+    bounds = np.searchsorted(pools, np.arange(samples.num_pools + 1))
+    starts, ends = bounds[:-1], bounds[1:]
+    count, place_in_pool = ends - starts, np.arange(len(pools)) - starts[pools]
     low, high = np.minimum(count, slots), count.copy()
-    needed = np.maximum(_needed(samples, len(count)), 1)
+    needed = np.maximum(_needed(samples), 1)
     guess = np.searchsorted(before, before[starts] + (before[ends] - before[starts]) * slots // needed, "right")
     guess -= 1 + starts
     while (high - low > count // 1024).any():
         tried = np.clip(guess, np.minimum(low + 1, high), high)
-        fits = _needed(samples.of(place_in_pool < tried[pools]), len(count)) <= slots
+        fits = _needed(samples.of(place_in_pool < tried[pools])) <= slots
         low, high = np.where(fits, tried, low), np.where(fits, high, np.maximum(tried - 1, low))
         width = count // 256 + 1
         guess = np.where(fits, low + width, high - width)
         guess = np.where(high - low <= 2 * width, (low + high + 1) // 2, guess)
     is_chosen: np.ndarray = place_in_pool < low[pools]
     return is_chosen
-
-
-def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarray | None]]:
-    """The steps in random order: long groups shall not always come first.
-
-    Only steps with the same number of busy ranks change places: a rank idles after its last group, never before
-    it (I7).
-    """
-    busy = [sum(group is not None for group in step) for step in steps]
-    for count in sorted(set(busy), reverse=True):
-        equally_busy = [step for step, ranks in zip(steps, busy) if ranks == count]
-        yield from (equally_busy[i] for i in rng.permutation(len(equally_busy)))

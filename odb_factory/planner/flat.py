@@ -1,76 +1,18 @@
-"""Samples and bins of a plan of flat micro-batches: what a sample adds to a bin, and how full each bin shall be."""
+"""Bins of flat micro-batches: how many, how full each shall be, and samples put into them to that measure.
+
+A flat micro-batch is a bin: its tokens and its patches are sums over its samples.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planner.cost import STEP_COST, by_number
+from odb_factory.planner.cost import by_number
 from odb_factory.planner.plan import Samples
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The samples of a plan of flat micro-batches: what each adds to a bin, and what a bin costs.
-# A flat micro-batch is a bin: its tokens and its patches are sums over its samples.
-
-PATCHES_PER_TOKEN = 4
-"""Patches that cost as much as a token: vision towers merge 2 x 2."""
-
-
-class FlatSamples(Samples):
-    """Samples of one modality to put into bins.
-
-    overlong: the sample breaks a budget alone, so it goes alone [n]. measures: tokens, patches, whether it has media,
-    and audio [n, 4]. prices: of a token and of a patch (0: no sample has any) [2]; step_price: of a micro-step.
-    """
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @cached_property
-    def num_pools(self) -> int:
-        return int(self.pool.max(initial=0)) + 1
-
-    @cached_property
-    def measures(self) -> np.ndarray:
-        rows = self.rows
-        columns = [rows[name] for name in ("tokens", "patches", "has_media", "has_audio")]
-        return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
-
-    @cached_property
-    def prices(self) -> np.ndarray:
-        return np.array([PATCHES_PER_TOKEN, 1] if self.measures[:, 1].any() else [1, 0])
-
-    @property
-    def step_price(self) -> int:
-        return STEP_COST * int(self.prices[0])
-
-    @cached_property
-    def overlong(self) -> np.ndarray:
-        alone: np.ndarray = self.excess(self.measures) > 0
-        return alone
-
-    def shapes(self, sums: np.ndarray) -> np.ndarray:
-        """Tokens and patches of bins with these sums of `measures`, as collated [..., 2]."""
-        tokens, patches, media, audio = np.moveaxis(sums, -1, 0)
-        sums_of_rows = {"tokens": tokens, "patches": patches, "media": media, "audio": audio}
-        _, *shapes = self.budget.collated(**sums_of_rows, count=tokens, longest=tokens, first=tokens)
-        return np.stack(shapes, axis=-1)
-
-    def excess(self, sums: np.ndarray) -> np.ndarray:
-        """By how much bins with these sums break the budgets (tokens and patches) [...]."""
-        shapes = self.shapes(sums)
-        return self.budget.excess(shapes[..., 0], shapes[..., 1])
-
-    def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
-        """`measures` of each bin [bins, 4]."""
-        return by_number(bin_of, self.measures, num_bins)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Bins for the samples of a plan: how many, in which micro-steps, and how full they shall be.
 
 LARGEST_AMOUNT = 1 << 28
 """Largest amount, so that the product of two amounts does not overflow."""
@@ -82,6 +24,22 @@ SHARE_BITS = 20
 """Precision of the fixed-point numbers by which targets are scaled to what a pool holds."""
 
 
+def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None]) -> np.ndarray:
+    """No fewer bins hold the samples of each pool [pools]. most_of_a_bin: tokens and patches; None: not limited.
+
+    The bins have room for the sum of the samples; two samples of more than half a bin cannot share one.
+    """
+    pool, num_pools = samples.pool[~samples.overlong], samples.num_pools
+    needed = np.minimum(np.bincount(pool, minlength=num_pools), 1)
+    for measure, limit in zip(samples.measures[~samples.overlong].T, most_of_a_bin):
+        if limit is not None:
+            halves = by_number(pool, 2 * measure > limit, num_pools)
+            rounded_up = -(-by_number(pool, measure, num_pools) // max(limit, 1))
+            needed = np.maximum(np.maximum(needed, halves), rounded_up)
+    with_overlong: np.ndarray = needed + np.bincount(samples.pool[samples.overlong], minlength=num_pools)
+    return with_overlong
+
+
 @dataclass(frozen=True, eq=False)
 class Bins:
     """Bins in the order of their pools, and what is to be balanced between them.
@@ -91,51 +49,18 @@ class Bins:
     targets: what each bin shall hold of it [bins, dimensions].
     """
 
-    samples: FlatSamples
+    samples: Samples
     pool: np.ndarray
     step: np.ndarray
     frozen: np.ndarray
     amounts: np.ndarray
     targets: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.step)
 
-
-def bins_needed(samples: FlatSamples, most_of_a_bin: Sequence[int | None], num_pools: int) -> np.ndarray:
-    """No fewer bins hold the samples of each pool [pools]. most_of_a_bin: tokens and patches; None: not limited.
-
-    The bins have room for the sum of the samples; two samples of more than half a bin cannot share one.
-    """
-    pool = samples.pool[~samples.overlong]
-    needed = np.minimum(np.bincount(pool, minlength=num_pools), 1)
-    for measure, limit in zip(samples.measures[~samples.overlong].T, most_of_a_bin):
-        if limit is not None:
-            sums = by_number(pool, measure, num_pools)
-            halves = by_number(pool, 2 * measure > limit, num_pools)
-            needed = np.maximum(np.maximum(needed, halves), -(-sums // max(limit, 1)))
-    with_overlong: np.ndarray = needed + np.bincount(samples.pool[samples.overlong], minlength=num_pools)
-    return with_overlong
-
-
-def make_bins(samples: FlatSamples, num_steps: int) -> Bins:
+def make_bins(samples: Samples, num_steps: int) -> Bins:
     """Empty bins for this number of micro-steps: as many as there are slots, or samples if these are fewer.
 
     Overlong samples get bins of their own in the first micro-steps, the longest first.
-    """
-    count = np.bincount(samples.pool, minlength=samples.num_pools)
-    num_overlong = np.bincount(samples.pool[samples.overlong], minlength=samples.num_pools)
-    num_bins = np.minimum(np.maximum(num_steps * samples.slots, num_overlong), count)
-    pool = np.repeat(np.arange(samples.num_pools), num_bins)
-    place = np.arange(len(pool)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
-    step, frozen = place // samples.slots, place < num_overlong[pool]
-    amounts, most_of_a_bin = _amounts(samples, len(pool))
-    targets = [_targets(samples, amount, limit, pool, step, frozen) for amount, limit in zip(amounts.T, most_of_a_bin)]
-    return Bins(samples, pool, step, frozen, amounts, np.stack(targets, axis=1))
-
-
-def _amounts(samples: FlatSamples, num_bins: int) -> tuple[np.ndarray, list[int]]:
-    """What each sample adds to its bin [n, dimensions], and the most that a bin may hold of each dimension.
 
     The dimensions are tokens and, if samples have some, patches. Both are in one unit of cost, so that tokens that a
     bin has too many can be weighed against patches that it has too few. The unit is so large that an average bin holds
@@ -144,18 +69,24 @@ def _amounts(samples: FlatSamples, num_bins: int) -> tuple[np.ndarray, list[int]
     Example: a token costs 4, a patch 1, and the unit is 1. Samples of 800 tokens with 3,200 patches and of 200 tokens
     add (3200, 3200) and (800, 0). Under `token_budget` 1,000 and `max_patches` 4,096 a bin may hold (4000, 4096).
     """
+    count = np.bincount(samples.pool, minlength=samples.num_pools)
+    num_overlong = np.bincount(samples.pool[samples.overlong], minlength=samples.num_pools)
+    num_bins = np.minimum(np.maximum(num_steps * samples.slots, num_overlong), count)
+    pool = np.repeat(np.arange(samples.num_pools), num_bins)
+    place = np.arange(len(pool)) - np.repeat(np.cumsum(num_bins) - num_bins, num_bins)
+    step, frozen = place // samples.slots, place < num_overlong[pool]
     budget, costs = samples.budget, samples.measures[:, :2] * samples.prices
     most_patches = int(samples.measures[:, 1].sum()) if budget.max_patches is None else budget.max_patches
     limits = np.array([budget.token_budget, most_patches]) * samples.prices
-    unit = max(int(costs.sum()) // (num_bins * AMOUNT_OF_A_BIN), 1)
+    unit = max(int(costs.sum()) // (len(pool) * AMOUNT_OF_A_BIN), 1)
     dimensions = np.flatnonzero(samples.prices)
-    amounts = np.minimum(costs // unit, LARGEST_AMOUNT)[:, dimensions]
-    return amounts, np.minimum(limits // unit, LARGEST_AMOUNT)[dimensions].tolist()
+    amounts, limits = (np.minimum(of // unit, LARGEST_AMOUNT)[..., dimensions] for of in (costs, limits))
+    bins = Bins(samples, pool, step, frozen, amounts, amounts)
+    targets = [_targets(bins, amount, limit) for amount, limit in zip(amounts.T, limits.tolist())]
+    return replace(bins, targets=np.stack(targets, axis=1))
 
 
-def _targets(
-    samples: FlatSamples, amount: np.ndarray, limit: int, pool: np.ndarray, step: np.ndarray, frozen: np.ndarray
-) -> np.ndarray:
+def _targets(bins: Bins, amount: np.ndarray, limit: int) -> np.ndarray:
     """How much of one dimension each bin shall hold [bins].
 
     amount: what each sample adds of it [n]. limit: what the budget allows a bin.
@@ -167,6 +98,7 @@ def _targets(
 
     Example: two bins of heights 20 and two of height 5, and samples that add 40: the targets are 16, 16, 4, 4.
     """
+    samples, pool, step, frozen = bins.samples, bins.pool, bins.step, bins.frozen
     num_pools, num_steps, ordinary = samples.num_pools, int(step.max(initial=0)) + 1, ~samples.overlong
     bins_in_step = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_in_step, (pool[~frozen], step[~frozen]), 1)
@@ -214,3 +146,169 @@ def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, min
         amount_left, bins_left = np.maximum(amount_left - num_bins * height, 0), bins_left - num_bins
         largest_left = np.minimum(largest_left + num_bins, ends)
     return heights
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fill bins: the largest samples first, then exchanges between pairs of bins, in all pairs at once.
+# The start is Graham's rule of the longest processing time (1969), many bins at a time. The exchanges are a local
+# search as in Kernighan and Lin's (1970): a pair of bins exchanges two samples, or moves one, so that the squared
+# distances from their targets, summed over all dimensions, fall by most.
+
+MAX_ROUNDS, PATIENCE = 64, 8
+"""Maximum rounds of pairing; stop after PATIENCE rounds without a change in any dimension."""
+TOKENS_WITHIN, OTHERS_WITHIN = 4096, 128
+"""A bin is left alone if its excess is at most target / TOKENS_WITHIN (other dimensions: OTHERS_WITHIN)."""
+TOKENS_COUNT_MORE = 4
+"""Weight of tokens against other dimensions once the targets of these are known to be out of reach."""
+MAX_TRIED, FEWEST, MOST = 1 << 16, 6, 32
+"""About MAX_TRIED exchanges are tried in a round, between FEWEST and MOST samples of a bin."""
+
+
+def fill_bins(bins: Bins) -> np.ndarray:
+    """The bin of each sample [n]. No bin is empty; whether they are within the budgets is for the caller to see."""
+    bin_of = _largest_first(bins)
+    # A bin without a sample takes the smallest from the one that has most of its pool.
+    count = np.bincount(bin_of, minlength=len(bins.pool))
+    for empty in np.flatnonzero(count == 0).tolist():
+        giver = int(np.where(bins.pool == bins.pool[empty], count, 0).argmax())
+        giver_samples = np.flatnonzero(bin_of == giver)
+        bin_of[giver_samples[bins.amounts[giver_samples, 0].argmin()]] = empty
+        count[giver], count[empty] = count[giver] - 1, 1
+    bin_of = _exchange(bins, bin_of)
+    if bins.amounts.shape[1] == 1:
+        return bin_of
+    # Tokens and patches cannot always reach their targets together. Tokens then count more, for they have a budget, and
+    # the target of patches is what the bins of each micro-step hold in the mean.
+    reached = by_number(bin_of, bins.amounts, len(bins.pool))
+    _, kind = np.unique(np.stack([bins.pool, bins.step, bins.frozen]), axis=1, return_inverse=True)
+    means = (by_number(kind, reached, int(kind.max()) + 1) // np.bincount(kind)[:, None])[kind]
+    means[:, 0] = bins.targets[:, 0]
+    weights = np.array([1, TOKENS_COUNT_MORE])
+    return _exchange(replace(bins, amounts=bins.amounts // weights, targets=means // weights), bin_of)
+
+
+def _largest_first(bins: Bins) -> np.ndarray:
+    """Each sample goes where most is missing, the largest first.
+
+    One at a time that would be slow. So all bins with about as much room as the roomiest take one at once: those that
+    would get a sample before this one got its second.
+    """
+    samples, bin_of = bins.samples, np.empty(len(bins.samples), dtype=np.int64)
+    # Here all dimensions count alike: if one of them has few large samples these must be spread before all others.
+    totals = bins.amounts.sum(axis=0)
+    scale = np.maximum(totals.max() // np.maximum(totals, 1), 1)
+    size, targets = bins.amounts @ scale, bins.targets @ scale
+    by_size = np.lexsort((-size, samples.pool))
+    bin_of[by_size[samples.overlong[by_size]]] = np.flatnonzero(bins.frozen)
+    order, ordinary = by_size[~samples.overlong[by_size]], np.flatnonzero(~bins.frozen)
+    pools = np.arange(samples.num_pools + 1)
+    bounds = np.searchsorted(samples.pool[order], pools)
+    following, ends = bounds[:-1], bounds[1:]  # of each pool the largest sample that is left, and the end of all
+    pool, room = bins.pool[ordinary], targets[ordinary]
+    first = np.searchsorted(pool, pools[:-1])
+    place = np.arange(len(ordinary)) - first[pool]
+    while (num_left := ends - following).any():
+        by_room = np.lexsort((-room, pool))
+        min_room = np.append(room[by_room], 0)[first] - np.append(size[order], 0)[following]
+        takes = (place < num_left[pool]) & ((room[by_room] > min_room[pool]) | (place == 0))
+        taking = by_room[takes]
+        chosen = order[following[pool[takes]] + place[takes]]
+        bin_of[chosen] = ordinary[taking]
+        room[taking] -= size[chosen]
+        following = following + np.bincount(pool[takes], minlength=samples.num_pools)
+    return bin_of
+
+
+def _exchange(bins: Bins, bin_of: np.ndarray) -> np.ndarray:
+    """The bin of each sample after exchanges between pairs of bins until nothing improves."""
+    movable = np.flatnonzero(~bins.frozen)
+    starts = np.searchsorted(bins.pool[movable], np.arange(bins.samples.num_pools + 1))
+    halves = np.diff(starts) // 2
+    num_pairs, num_dimensions = int(halves.sum()), bins.amounts.shape[1]
+    if not num_pairs:
+        return bin_of
+    held = _Held(bins, bin_of)
+    pool_of_pair = np.repeat(np.arange(len(halves)), halves)
+    place = np.arange(num_pairs) - np.repeat(np.cumsum(halves) - halves, halves)
+    tolerated = bins.targets // np.array([TOKENS_WITHIN, OTHERS_WITHIN])[:num_dimensions]
+    most_pairs = max(MAX_TRIED // FEWEST**2 // len(halves), 1)
+    unchanged = 0
+    rounds = MAX_ROUNDS if num_pairs <= most_pairs else MAX_ROUNDS // 2
+    if len(bin_of) < 2 * len(bins.pool):  # to swap samples that are alone in their bins changes nothing
+        rounds //= 4
+    for k in range(rounds):
+        dimension, shift = k % num_dimensions, k // num_dimensions
+        # The fullest of a pool with its emptiest; in later rounds with one beside that.
+        order = movable[np.lexsort((-held.excess[movable, dimension], bins.pool[movable]))]
+        partner = (place + shift) % halves[pool_of_pair]
+        fuller = order[starts[pool_of_pair] + place]
+        emptier = order[starts[pool_of_pair + 1] - 1 - partner]
+        too_full = (held.excess > tolerated).any(axis=1)
+        if unchanged >= PATIENCE * num_dimensions or not too_full[movable].any():
+            break
+        pairs = (too_full[fuller] | too_full[emptier]) & (place < most_pairs)
+        unchanged = 0 if pairs.any() and held.exchange(fuller[pairs], emptier[pairs], k) else unchanged + 1
+    after = np.empty_like(bin_of)
+    number, place = np.nonzero(held.rows != held.nobody)
+    after[held.rows[number, place]] = number
+    return after
+
+
+class _Held:
+    """The samples of each bin in rows of one width, empty places behind them.
+
+    excess: by how much each bin is fuller than its target [bins, dimensions].
+    """
+
+    def __init__(self, bins: Bins, bin_of: np.ndarray):
+        self.count = np.bincount(bin_of, minlength=len(bins.pool))
+        order = np.argsort(bin_of, kind="stable")
+        place = np.arange(len(order)) - np.repeat(np.cumsum(self.count) - self.count, self.count)
+        self.nobody = len(order)
+        self.rows = np.full((len(bins.pool), int(self.count.max()) + 4), self.nobody)
+        self.rows[bin_of[order], place] = order
+        self.amounts = np.concatenate([bins.amounts, np.zeros((1, bins.amounts.shape[1]), dtype=np.int64)])
+        self.excess = self.amounts[self.rows].sum(axis=1) - bins.targets
+
+    def _places(self, chosen: np.ndarray, width: int, k: int) -> np.ndarray:
+        """Places to exchange of each bin, an empty one among them: others in each round, if there are many."""
+        count = self.count[chosen][:, None]
+        few = np.arange(width)
+        many = (k * (width - 1) + few * count // (width - 1)) % np.maximum(count, 1)
+        many[:, -1:] = count
+        places: np.ndarray = np.minimum(np.where(count < width, few, many), self.rows.shape[1] - 1)
+        return places
+
+    def exchange(self, fuller: np.ndarray, emptier: np.ndarray, k: int) -> bool:
+        """In each pair of bins the exchange that helps most; whether any did."""
+        width = min(max(math.isqrt(MAX_TRIED // len(fuller)), FEWEST), MOST, self.rows.shape[1])
+        first_places, second_places = self._places(fuller, width, k), self._places(emptier, width, k)
+        first = self.rows[fuller[:, None], first_places]
+        second = self.rows[emptier[:, None], second_places]
+        gap = np.clip(self.excess[fuller] - self.excess[emptier], -2 * LARGEST_AMOUNT, 2 * LARGEST_AMOUNT)
+        amounts_given, amounts_taken = self.amounts.take(first, axis=0), self.amounts.take(second, axis=0)
+        # With d given less what is taken, squared distances change by 2 d (d - gap): here half of it, written out.
+        by_given = np.einsum("psd,psd->ps", amounts_given, amounts_given - gap[:, None])
+        by_taken = np.einsum("psd,psd->ps", amounts_taken, amounts_taken + gap[:, None])
+        change = by_given[:, :, None] + by_taken[:, None, :]
+        change -= 2 * amounts_given @ amounts_taken.transpose(0, 2, 1)
+        # No bin is emptied: one that gives its last sample gets another for it.
+        empties = (self.count[fuller] == 1)[:, None, None] & (second == self.nobody)[:, None, :]
+        change[empties | ((self.count[emptier] == 1)[:, None, None] & (first == self.nobody)[:, :, None])] = 0
+        change = change.reshape(len(fuller), -1)
+        best = change.argmin(axis=1)
+        helps = change[np.arange(len(fuller)), best] < 0
+        fuller, emptier, best = fuller[helps], emptier[helps], best[helps]
+        i, j = first_places[helps, best // width], second_places[helps, best % width]
+        gives, takes = self.rows[fuller, i], self.rows[emptier, j]
+        moved = self.amounts[gives] - self.amounts[takes]
+        for bins, place, leaves, comes, added in ((fuller, i, gives, takes, -moved), (emptier, j, takes, gives, moved)):
+            self.rows[bins, place] = comes
+            self.excess[bins] += added
+            # The last sample of a bin takes the place of one for which none comes.
+            shrinks = comes == self.nobody
+            last = self.count[bins[shrinks]] - 1
+            self.rows[bins[shrinks], place[shrinks]] = self.rows[bins[shrinks], last]
+            self.rows[bins[shrinks], last] = self.nobody
+            self.count[bins] += (leaves == self.nobody).astype(np.int64) - shrinks
+        return bool(helps.any())

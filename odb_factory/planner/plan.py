@@ -6,33 +6,20 @@ same result (I6): no clock, no communication, no I/O, no sum whose order matters
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 
-from odb_factory.planner.cost import Budget, Cost
+from odb_factory.planner.cost import MEASURES, STEP_COST, Budget, Cost
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The samples that a rank holds, as integers: sent to the other ranks.
-
+OF_COST = ("tokens", "patches", "units", "modality", "has_media", "leading_label", "has_audio")
 ROW = np.dtype(
-    [
-        ("tokens", "<i4"),
-        ("row_tokens", "<i4"),
-        ("patches", "<i4"),
-        ("units", "<i4"),
-        ("bytes", "<i4"),
-        ("position", "<i4"),
-        ("age", "u1"),
-        ("modality", "u1"),
-        ("has_media", "?"),
-        ("leading_label", "?"),
-        ("has_audio", "?"),
-    ]
+    [(name, "<i4") for name in ("tokens", "row_tokens", "patches", "units", "bytes", "position")]
+    + [("age", "u1"), ("modality", "u1"), ("has_media", "?"), ("leading_label", "?"), ("has_audio", "?")]
 )
 """A sample: its `Cost`, the size of its features (bytes), its position in the optimizer step (if steps are kept),
 and its age, the rounds in which it was kept back (255: or more)."""
@@ -54,28 +41,15 @@ def make_metadata(
     positions: Sequence[int] | None = None,
 ) -> BufferMetadata:
     """costs, ages, sizes (bytes; default 0), positions (default 0): one entry a sample."""
-    zeros = [0] * len(costs)
-    rows = [
-        (
-            cost.tokens,
-            cost.padded,
-            cost.patches,
-            cost.units,
-            min(size, np.iinfo(np.int32).max),
-            position,
-            min(age, 255),
-            cost.modality,
-            cost.has_media,
-            cost.leading_label,
-            cost.has_audio,
-        )
-        for cost, age, size, position in zip(costs, ages, sizes or zeros, positions or zeros)
-    ]
-    return BufferMetadata(np.array(rows, dtype=ROW), exhausted)
+    rows = np.zeros(len(costs), ROW)
+    for name in OF_COST:
+        rows[name] = [getattr(cost, name) for cost in costs]
+    rows["row_tokens"] = [cost.padded for cost in costs]
+    rows["age"] = np.minimum(ages, 255)
+    rows["bytes"] = np.minimum(sizes or 0, np.iinfo(np.int32).max)
+    rows["position"] = positions or 0
+    return BufferMetadata(rows, exhausted)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The samples that a plan is made of.
 
 MAX_REDISTRIBUTED_BYTES = 1 << 28
 """If a rank holds more than this (256 MiB), samples stay where they are: it might have to send all of them."""
@@ -84,19 +58,19 @@ MAX_REDISTRIBUTED_BYTES = 1 << 28
 def pool(buffers: Sequence[BufferMetadata]) -> tuple[np.ndarray, list[int], np.ndarray]:
     """The samples of all ranks as one array of `ROW`, where those of each rank start in it, and the rank of each."""
     sizes = [len(buffer.rows) for buffer in buffers]
-    starts = np.cumsum([0, *sizes]).tolist()
-    table = np.empty(starts[-1], ROW)  # numpy.concatenate compares the fields of structured arrays, one by one
-    for buffer, start, end in zip(buffers, starts, starts[1:]):
-        table[start:end] = buffer.rows
-    return table, starts, np.repeat(np.arange(len(buffers)), sizes)
+    content = bytearray().join(buffer.rows.tobytes() for buffer in buffers)  # numpy.concatenate compares the fields
+    table = np.frombuffer(content, ROW)
+    return table, np.cumsum([0, *sizes]).tolist(), np.repeat(np.arange(len(buffers)), sizes)
 
 
 def exceeds_limit(buffers: Sequence[BufferMetadata]) -> bool:
     """Whether the samples of any of several ranks are too heavy to travel (bytes)."""
-    return (
-        len(buffers) > 1
-        and max(int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers) > MAX_REDISTRIBUTED_BYTES
-    )
+    weights = [int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers]
+    return len(buffers) > 1 and max(weights) > MAX_REDISTRIBUTED_BYTES
+
+
+PATCHES_PER_TOKEN = 4
+"""Patches that cost as much as a token: vision towers merge 2 x 2."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,6 +87,7 @@ class Samples:
     owner: np.ndarray
     index: np.ndarray
     pool: np.ndarray
+    num_pools: int
     slots: int
     budget: Budget
 
@@ -127,52 +102,72 @@ class Samples:
             owner=owner,
             index=np.arange(len(table)),
             pool=np.zeros_like(owner) if shares else owner,
+            num_pools=1 if shares else len(buffers),
             slots=len(buffers) if shares else 1,
             budget=budget,
         )
 
-    @property
-    def rows(self) -> np.ndarray:
-        rows: np.ndarray = self.table[self.index]
-        return rows
+    def __len__(self) -> int:
+        return len(self.index)
 
     def of(self, chosen: np.ndarray) -> Self:
         """Some of them, as positions in these."""
         return replace(self, index=self.index[chosen], pool=self.pool[chosen])
 
+    @cached_property
+    def rows(self) -> np.ndarray:
+        rows: np.ndarray = self.table[self.index]
+        return rows
 
-PoolGroup = tuple[int, np.ndarray]
-"""A pool and a group of its samples, as positions in the table."""
-Steps = list[list[np.ndarray | None]]
-"""For each micro-step the group of every rank, as positions in the table; None: the rank idles."""
+    @cached_property
+    def measures(self) -> np.ndarray:
+        """int64[n, 4]"""
+        return measures_of(self.rows)
+
+    # A flat micro-batch is a bin: what it costs, and whether it is within the budgets, follows from the sums of the
+    # measures of its samples.
+
+    @cached_property
+    def prices(self) -> np.ndarray:
+        """Of a token and of a patch (0: no sample has any) [2]."""
+        return np.array([PATCHES_PER_TOKEN, 1] if self.measures[:, 1].any() else [1, 0])
+
+    @property
+    def step_price(self) -> int:
+        """Of a micro-step."""
+        return STEP_COST * int(self.prices[0])
+
+    @cached_property
+    def overlong(self) -> np.ndarray:
+        """Whether a sample breaks a budget alone, so that it goes alone [n]."""
+        alone: np.ndarray = self.excess(self.measures) > 0
+        return alone
+
+    def shapes(self, sums: np.ndarray) -> np.ndarray:
+        """Tokens and patches of bins with these sums of measures, as collated [..., 2]."""
+        return np.stack(self.budget.collated(sums)[1:], axis=-1)
+
+    def excess(self, sums: np.ndarray) -> np.ndarray:
+        """By how much bins with these sums of measures break the budgets (tokens and patches) [...]."""
+        excess: np.ndarray = self.budget.excess(*self.budget.collated(sums)[1:])
+        return excess
 
 
-def to_ranks(steps: Sequence[Sequence[PoolGroup]], samples: Samples) -> Steps:
-    """If ranks share a pool any rank takes any group of a micro-step, else that of its own pool."""
-    num_ranks = len(samples.starts) - 1
-    if samples.slots > 1:
-        return [_assigned([group for _, group in step], samples.owner, num_ranks) for step in steps]
-    return [[of_pool.get(rank) for rank in range(num_ranks)] for of_pool in map(dict, steps)]
+def measures_of(rows: np.ndarray) -> np.ndarray:
+    """Of samples as `ROW` [n]: int64[n, 4], the `MEASURES` of each."""
+    return np.stack([rows[name] for name in MEASURES], axis=1, dtype=np.int64, casting="unsafe")
 
 
-def _assigned(groups: Sequence[np.ndarray], owner: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
-    """Give each group of a micro-step to the rank that already holds most of its samples; at most one to each rank."""
-    assigned: list[np.ndarray | None] = [None] * num_ranks
-    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    pairs, counts = np.unique(group_of * num_ranks + owner[np.concatenate(groups)], return_counts=True)
-    unassigned = dict.fromkeys(range(len(groups)))
-    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
-        group, rank = divmod(pair, num_ranks)
-        if assigned[rank] is None and group in unassigned:
-            assigned[rank] = groups[group]
-            del unassigned[group]
-    free = (rank for rank in range(num_ranks) if assigned[rank] is None)
-    for group, rank in zip(unassigned, free):
-        assigned[rank] = groups[group]
-    return assigned
+Step = list[tuple[int, np.ndarray]]
+"""The groups of a micro-step: of each the number of its pool and its samples, as positions in the table."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def to_steps(step: np.ndarray, pool: np.ndarray, groups: Iterable[np.ndarray]) -> list[Step]:
+    """step, pool: of each group the number of its micro-step and of its pool [groups]."""
+    steps: list[Step] = [[] for _ in range(int(step.max(initial=-1)) + 1)]
+    for of_step, of_pool, group in zip(step.tolist(), pool.tolist(), groups):
+        steps[of_step].append((of_pool, group))
+    return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,57 +216,66 @@ class Plan:
 
     def checksum(self) -> int:
         """Equal for equal plans; ranks compare it to check that all have computed the same plan."""
-        sizes = [len(group) for groups in self.groups for group in groups]
-        samples = itertools.chain.from_iterable(itertools.chain.from_iterable(self.groups))
-        content = np.fromiter(itertools.chain((self.final, len(self.groups)), sizes, samples), dtype="<i8")
-        return zlib.crc32(content.tobytes())
+        return zlib.crc32(repr((self.final, self.groups)).encode())
 
     @property
     def moves(self) -> bool:
         """Whether any sample goes out on another rank than the one that holds it."""
         return any(step.moved for step in self.totals)
 
-
-def to_plan(steps: Steps, samples: Samples, final: bool) -> Plan:
-    """The plan of these micro-steps, with the totals of each."""
-    groups = [[[] if group is None else group.tolist() for group in rank] for rank in zip(*steps)] or [
-        [] for _ in samples.starts[1:]
-    ]
-    return Plan(groups, samples.starts, [_totals(samples, step) for step in steps], final)
+    def of(self, chosen: Sequence[int]) -> Plan:
+        """Some of the micro-steps, or all in another order."""
+        groups = [[of_rank[k] for k in chosen] for of_rank in self.groups]
+        return replace(self, groups=groups, totals=[self.totals[k] for k in chosen])
 
 
-def _totals(samples: Samples, step: Sequence[np.ndarray | None]) -> MicroStepTotals:
-    present = {rank: group for rank, group in enumerate(step) if group is not None}
-    if not present:
-        return MicroStepTotals()
-    busy = list(present)
-    chosen = np.concatenate(list(present.values()))
-    rows, sizes = samples.table[chosen], np.array([len(group) for group in present.values()])
-    starts = np.cumsum(sizes) - sizes
-    moved = samples.owner[chosen] != np.repeat(busy, sizes)
+def to_plan(steps: Sequence[Step], samples: Samples, final: bool) -> Plan:
+    """The plan of these micro-steps, with the totals of each.
 
-    def sums(values: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(values.astype(np.int64), starts)
+    A rank takes the group of its own pool. If ranks share a pool, any rank takes any group, one at most.
+    """
+    num_ranks = len(samples.starts) - 1
+    plan = Plan([[[] for _ in steps] for _ in range(num_ranks)], samples.starts, [], final)
+    for k, step in enumerate(steps):
+        sizes = np.array([len(group) for _, group in step])
+        chosen = np.concatenate([group for _, group in step])
+        owner = samples.owner[chosen]
+        ranks = [number for number, _ in step]
+        if samples.slots > 1:
+            ranks = _ranks_of(np.repeat(np.arange(len(step)), sizes), owner, num_ranks)
+        for rank, (_, group) in zip(ranks, step):
+            plan.groups[rank][k] = group.tolist()
+        rows, starts = samples.table[chosen], np.cumsum(sizes) - sizes
+        sums, row_tokens = np.add.reduceat(measures_of(rows), starts), rows["row_tokens"].astype(np.int64)
+        longest, first = np.maximum.reduceat(row_tokens, starts), row_tokens[starts]
+        collated_rows, lengths, patches = samples.budget.collated(sums, sizes, longest, first)
+        padded = collated_rows * lengths
+        totals = MicroStepTotals(
+            samples=len(rows),
+            tokens=int(sums[:, 0].sum()),
+            padded_tokens=int(padded.sum()),
+            patches=int(patches.sum()),
+            units=int(rows["units"].sum(dtype=np.int64)),
+            active_ranks=len(step),
+            max_rank_tokens=int(padded.max()),
+            max_rank_patches=int(patches.max()),
+            moved=int((owner != np.repeat(ranks, sizes)).sum()),
+        )
+        plan.totals.append(totals)
+    return plan
 
-    row_tokens = rows["row_tokens"].astype(np.int64)
-    collated_rows, lengths, patches = samples.budget.collated(
-        count=sizes,
-        tokens=sums(rows["tokens"]),
-        patches=sums(rows["patches"]),
-        media=sums(rows["has_media"]),
-        audio=sums(rows["has_audio"]),
-        longest=np.maximum.reduceat(row_tokens, starts),
-        first=row_tokens[starts],
-    )
-    collated = collated_rows * lengths
-    return MicroStepTotals(
-        samples=len(rows),
-        tokens=int(rows["tokens"].sum(dtype=np.int64)),
-        padded_tokens=int(collated.sum()),
-        patches=int(patches.sum()),
-        units=int(rows["units"].sum(dtype=np.int64)),
-        active_ranks=len(busy),
-        max_rank_tokens=int(collated.max()),
-        max_rank_patches=int(patches.max()),
-        moved=int(moved.sum()),
-    )
+
+def _ranks_of(group: np.ndarray, owner: np.ndarray, num_ranks: int) -> list[int]:
+    """The rank that takes each group of a micro-step: the one that holds most of its samples, if it is free.
+
+    group, owner: of each sample its group and the rank that holds it [n].
+    """
+    pairs, counts = np.unique(group * num_ranks + owner, return_counts=True)
+    ranks, free = [-1] * (int(group[-1]) + 1), dict.fromkeys(range(num_ranks))
+    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
+        number, rank = divmod(pair, num_ranks)
+        if ranks[number] < 0 and rank in free:
+            ranks[number] = rank
+            del free[rank]
+    left = iter(free)
+    return [next(left) if rank < 0 else rank for rank in ranks]
