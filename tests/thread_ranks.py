@@ -39,30 +39,29 @@ class Table:
                 raise CollectiveError(LOST)
             return [messages[rank] for rank in sorted(messages)]
 
-    def abort(self) -> None:
+    def abort(self, message: str = "") -> None:
         with self.changed:
             self.is_over = True
             self.changed.notify_all()
 
 
 class TableChannel:
-    """As `Channel`."""
+    """As `Channel`. counts: how often these ranks have met."""
 
     def __init__(self, table: Table, rank: int, name: str):
-        self.table, self.rank, self.world_size, self.name = table, rank, table.world_size, name
+        self.table, self.rank, self.name = table, rank, name
         self.counts: Counter[Any] = Counter()
 
     def _next(self, *place: Any) -> tuple[Any, ...]:
-        """A place where these ranks meet for the next time."""
         self.counts[place] += 1
         return *place, self.counts[place]
 
-    def gather(self, own: bytes, about: str = "") -> list[bytes]:
+    def gather(self, own: bytes, about: str) -> list[bytes]:
         place = self._next(self.name)
         self.table.tell(place, self.rank, own)
-        return self.table.answers(place, self.world_size)
+        return self.table.answers(place, self.table.world_size)
 
-    def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str = "") -> dict[int, bytes]:
+    def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str) -> dict[int, bytes]:
         """Only ranks that give or get something come here."""
         for rank, text in outgoing.items():
             assert text, "no rank is met for nothing"
@@ -76,22 +75,16 @@ class Seat(Ranks):
     """One rank: the production `Ranks` over a table."""
 
     def __init__(self, table: Table, rank: int):
-        self.table, self.silence_s = table, 30.0
-        self._ring: Any = SimpleNamespace(cause=lambda wait_s: None, failure=None)
+        self.silence_s, self.rank, self.world_size, self._is_closed = 30.0, rank, table.world_size, False
         self._channel: Any = TableChannel(table, rank, "all")
-        self._compared = TableChannel(table, rank, "compare")
-        self.rank, self.world_size = rank, table.world_size
-        self._has_failed = self._is_closed = False
-
-    def check(self) -> None: ...
-
-    def compare(self, message: bytes) -> list[bytes]:
-        return self._compared.gather(message)
-
-    def abort(self, message: str) -> None:
-        self.table.abort()
-
-    def close(self) -> None: ...
+        self._ring: Any = SimpleNamespace(
+            main=TableChannel(table, rank, "compare"),
+            failure=None,
+            cause=lambda wait_s: None,
+            check=lambda: None,
+            fail=table.abort,
+            give_back=lambda channel: None,
+        )
 
 
 def run_ranks(world_size: int, drive: Callable[[Seat], Any]) -> list[Any]:

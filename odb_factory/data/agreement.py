@@ -7,8 +7,6 @@ import pickle
 import platform
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from packaging.version import InvalidVersion, Version
-
 from odb_factory.config import ODBConfig
 from odb_factory.errors import CollectiveError, ODBError, one_line
 from odb_factory.version import installed_version
@@ -31,16 +29,10 @@ def block_settings(config: ODBConfig) -> dict[str, object]:
 
 @functools.cache
 def releases() -> dict[str, object]:
-    """The releases that ranks compare: major.minor.patch of `PACKAGES`, major.minor of Python."""
-    of_packages = {f"release of {name}": _release(installed_version(name)) for name in PACKAGES}
-    return {**of_packages, "release of Python": platform.python_version().rpartition(".")[0]}
-
-
-def _release(version: str | None) -> str | None:
-    try:
-        return None if version is None else ".".join(map(str, Version(version).release[:3]))
-    except InvalidVersion:
-        return version
+    """The releases that ranks compare: of `PACKAGES` without their builds, major.minor of Python."""
+    versions = {name: installed_version(name) for name in PACKAGES}
+    versions["Python"] = platform.python_version().rpartition(".")[0]
+    return {f"release of {name}": version and version.partition("+")[0] for name, version in versions.items()}
 
 
 def compare(
@@ -58,36 +50,25 @@ def compare(
     ranks = [pickle.loads(text) for text in gather(pickle.dumps((texts, reason), 5))]
     if problem is not None and len(ranks) == 1:
         raise problem
-    if (different := difference([texts for texts, _ in ranks])) is not None:
-        raise CollectiveError(f"{different}; give every rank the same.")
+    differing = []
+    for name in dict.fromkeys(name for texts, _ in ranks for name in texts):
+        values = [texts.get(name, "nothing") for texts, _ in ranks]
+        if (rank := first_unlike(values)) is not None:
+            here, there = (
+                value[:MAX_VALUE_CHARACTERS] + "..." * (len(value) > MAX_VALUE_CHARACTERS)
+                for value in (values[0], values[rank])
+            )
+            differing.append(f"{name} ({here} on rank 0; {there} on rank {rank})")
+    if differing:
+        named, num_more = ", ".join(differing[:MAX_KEYS_NAMED]), len(differing) - MAX_KEYS_NAMED
+        more = f" and {num_more} more" if num_more > 0 else ""
+        raise CollectiveError(f"the ranks differ in {named}{more}; give every rank the same.")
     reasons = [reason for _, reason in ranks]
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise CollectiveError(reason if len(set(reasons)) == 1 else f"rank {rank} stopped: {reason}")
 
 
-def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """In what the settings of the ranks differ, in one line; None if they are the same. ranks: name -> text of each.
-
-    >>> difference([{"seed": "1"}, {"seed": "2"}])
-    'the ranks differ in seed (1 on rank 0; 2 on rank 1)'
-    """
-    differing = {}
-    for key in dict.fromkeys(key for settings in ranks for key in settings):
-        values = [settings.get(key, "nothing") for settings in ranks]
-        if (rank := first_unlike(values)) is not None:
-            differing[key] = f"{key} ({_short(values[0])} on rank 0; {_short(values[rank])} on rank {rank})"
-    if not differing:
-        return None
-    named = ", ".join(list(differing.values())[:MAX_KEYS_NAMED])
-    more = f" and {len(differing) - MAX_KEYS_NAMED} more" if len(differing) > MAX_KEYS_NAMED else ""
-    return f"the ranks differ in {named}{more}"
-
-
 def first_unlike(values: Sequence[Hashable]) -> int | None:
     """The first rank whose value is not that of rank 0. values: of each rank."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."

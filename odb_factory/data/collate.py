@@ -27,11 +27,8 @@ Collated = tuple[MicroBatch, Measured, Any]
 """A micro-batch, its shape, and what the collator returned: a mapping with `input_ids`, unless a `cost_fn` of a loop
 gives the shape."""
 
-
 Salvaged = tuple[dict[int, str], Measured | None, Any]
 """Why samples cannot be collated, by id; the shape and the batch of the others, None if none is left."""
-MOST_NAMED = 16
-"""Rows that a message names."""
 
 
 class NotCollated(DataError):
@@ -63,10 +60,6 @@ class CollatedDataset:
     falls_back: bool = False
     positions: Callable[[Mapping[str, Any]], Tensor] | None = None
 
-    def padded(self) -> CollatedDataset:
-        """The same, with batches as the collator returns them."""
-        return replace(self, budget=replace(self.budget, layout="padded"))
-
     def collate(self, samples: Sequence[Sample]) -> tuple[Measured, Any]:
         """The batch of these samples, made in this process. Raises `NotCollated`, `ConfigError`."""
         failed, measured, batch = self.salvage(samples)
@@ -84,27 +77,17 @@ class CollatedDataset:
             return {}, *retried(lambda: self._collate(samples), (ConfigError,))
         except ConfigError:  # no fault of a row
             raise
-        except Exception:
-            failed = {}
-            for sample in samples:
-                try:
-                    retried(lambda sample=sample: self._collate([sample]), (ConfigError,))  # type: ignore[misc]
-                except ConfigError:
-                    raise
-                except Exception as error:
-                    failed[sample.id] = one_line(error)
-        collatable = [sample for sample in samples if sample.id not in failed]
-        try:
-            return failed, *(self._collate(collatable) if collatable else (None, None))
-        except ConfigError:
-            raise
         except Exception as error:
-            ids = [sample.id for sample in collatable]
-            rows = ", ".join(map(str, ids))
-            cause = (
-                f"rows {rows} cannot be collated together, and each can alone; a collator must pad: {one_line(error)}"
-            )
-            raise NotCollated(ids, cause) from error
+            cause = one_line(error)
+        if len(samples) == 1:
+            return {samples[0].id: cause}, None, None
+        failed = {id: why for sample in samples for id, why in self.salvage([sample])[0].items()}
+        collatable = [sample for sample in samples if sample.id not in failed]
+        if not failed:
+            ids = [sample.id for sample in samples]
+            named = f"{name_rows(ids)} cannot be collated together, and each can alone; a collator must pad"
+            raise NotCollated(ids, f"{named}: {cause}")
+        return (failed, *self.salvage(collatable)[1:]) if collatable else (failed, None, None)
 
     def _collate(self, samples: Sequence[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
@@ -117,7 +100,7 @@ class CollatedDataset:
         except LayoutError as error:
             # Of pairs, a batch has the first rows of all samples, then the second ones.
             at_fault = samples if error.row is None else [samples[error.row % len(samples)]]
-            why = f"{name_rows([sample.id for sample in at_fault], MOST_NAMED)}: {error.reason}"
+            why = f"{name_rows([sample.id for sample in at_fault])}: {error.reason}"
             if not self.falls_back:
                 raise LayoutError(why) from None
             return replace(self._measured(batch, samples), why_padded=why), batch
@@ -152,10 +135,9 @@ class CollatedDataset:
         return Measured(rows, length, media, sum(cost.units for cost in costs), segments)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The samples of the check of a flat layout.
-ROWS_TRIED, TOKENS_TRIED = 16, 16384
-"""Limits of the samples to choose from. The main process reads them, and lays those without media flat together."""
+ROWS_TRIED = 16
+"""Samples to choose from. The main process reads them, and lays those without media flat together."""
 
 
 class TrialBatches(NamedTuple):
@@ -176,7 +158,7 @@ def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, coun
     """`count` of the first samples of an epoch. groups: collates flat micro-batches. Samples that cannot be collated
     are skipped. Raises `DataError` if none is left, `LayoutError` if the samples cannot be laid flat."""
     logger.info("the check of the layout reads rows before the first step, at most %d", ROWS_TRIED)
-    samples, groups = list(rows_to_choose_from(first_samples, count)), replace(groups, falls_back=False)
+    samples, groups = list(itertools.islice(first_samples, ROWS_TRIED)), replace(groups, falls_back=False)
     while chosen := _choose(samples, count):
         try:
             if text := [sample for sample in samples if not sample.cost.has_media]:
@@ -190,16 +172,6 @@ def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, coun
             )
             samples = [sample for sample in samples if sample.id not in error.ids]
     raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
-
-
-def rows_to_choose_from(samples: Iterator[Sample], count: int) -> Iterator[Sample]:
-    """The first `ROWS_TRIED` samples, fewer if they are long: tokenizing long samples takes time."""
-    tokens = 0
-    for number, sample in enumerate(itertools.islice(samples, ROWS_TRIED), start=1):
-        yield sample
-        tokens += sample.cost.tokens
-        if number >= count and tokens >= TOKENS_TRIED:
-            return
 
 
 def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
@@ -218,7 +190,7 @@ def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
 
 
 def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> TrialBatches:
-    batches, padded = flat.budget.collation.batches, flat.padded()
+    batches, padded = flat.budget.collation.batches, replace(flat, budget=replace(flat.budget, layout="padded"))
 
     def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the model. Without labels it computes logits, whatever its loss is computed from."""

@@ -48,48 +48,34 @@ class Place:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """What must be as it was for a place to mean anything.
-
-    samples: of an epoch, without those that `drop_last` drops; None if nobody knows. seed: of an order that is drawn
-    here. fingerprint: of a `datasets.Dataset`. split_among: the ranks that a stream is split among beforehand.
-    """
-
-    global_batch_size: int | str
-    samples: int | None
-    seed: int | None = None
-    fingerprint: str | None = None
-    split_among: int | None = None
-
-
 SHOWN = {
     "global_batch_size": "samples of an optimizer step (global_batch_size, or per_device_train_batch_size x "
     "gradient_accumulation_steps x ranks)"
 }
-"""Fields of `TrainingData` in the words of a user, if they differ."""
+"""What must be as it was, in the words of a user, if it differs."""
 
 
 class Cursor:
     """Follows the optimizer steps that are consumed; writes and reads states.
 
+    data: what must be as it was for a place to mean anything: `global_batch_size` (N, or "fill"), `samples` (of an
+    epoch, without those that `drop_last` drops; None if nobody knows), `seed` (of an order that is drawn here),
+    `fingerprint` (of a `datasets.Dataset`), `split_among` (the ranks that a stream is split among beforehand).
     place: after the optimizer step consumed last. order: the checksum that the order of its epoch must have, if a state
     in the middle of an epoch was loaded. is_loaded: a state has been loaded, and no step taken since.
     """
 
-    place: Place
-    order: int | None
-    is_loaded: bool
-
-    def __init__(self, data: TrainingData):
+    def __init__(self, data: Mapping[str, int | str | None]):
         self._data = data
         self.open(0)
 
     def open(self, epoch: int, *, is_loaded: bool = False, **place: Any) -> None:
         """Stand at the begin of an epoch, or at `place` (fields of `Place`)."""
-        if self._data.global_batch_size == "fill":
+        if self._data["global_batch_size"] == "fill":
             place.setdefault("remaining", Remaining())
-        self.place, self.order, self.is_loaded, self._has_moved = Place(epoch=epoch, **place), None, is_loaded, False
+        self.place = Place(epoch=epoch, **place)
+        self.order: int | None = None
+        self.is_loaded, self._has_moved = is_loaded, False
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch; from where a loaded state left it if it is that one."""
@@ -113,14 +99,14 @@ class Cursor:
 
     def state(self, order: int) -> dict[str, Any]:
         """JSON types. order: the checksum of that of the epoch."""
-        return {"version": VERSION, **asdict(self.place), "data": asdict(self._data) | {"order": order}}
+        return {"version": VERSION, **asdict(self.place), "data": {**self._data, "order": order}}
 
     def load(self, state: Any, order: int) -> None:
         """Stand where `state` was written. order: the checksum of that of its epoch, here.
 
         Raises `DataError` that names what differs.
         """
-        saved, data = state["data"], asdict(self._data) | {"order": order}
+        saved, data = state["data"], {**self._data, "order": order}
         unlike = [key for key in data if saved.get(key) != data[key]]
         differs = [f"{SHOWN.get(key, key)} was {saved.get(key)}, is {data[key]}" for key in unlike]
         if differs:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from odb_factory.data.observe import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_
 from odb_factory.errors import LayoutError
 from odb_factory.planner import Collation
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Where the tokens of each sample stand in what a collator returned: the segments of a flat row.
 
 
@@ -47,43 +45,41 @@ def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: i
     mask = batch.get("attention_mask")
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
     if rows == len(tokens):
-        spans = _padded_rows(real, tokens, length)
-        if num_dummy:
-            spans.append(_dummy(spans[0], num_dummy, length))
-    elif rows == 1:
-        spans = _one_row(real, tokens, length)
+        if real is None:
+            real = torch.arange(length) < torch.tensor(tokens)[:, None]
+            if max(tokens) > length:
+                row = tokens.index(max(tokens))
+                raise LayoutError(f"the collator cut a sample of {tokens[row]} tokens to {length}", row)
+        index, lengths = real.flatten().nonzero().flatten(), real.sum(1).tolist()
+        for row, places in enumerate(index.split(lengths)):
+            if not len(places):
+                raise LayoutError("the collator made a row without tokens", row)
+            if int(places[-1] - places[0]) >= len(places):
+                raise LayoutError("its `attention_mask` has zeros between its tokens", row)
+        if num_dummy:  # dummy media stand where the first row's padding would begin
+            start, end = int(index[0]), int(index[lengths[0] - 1]) + 1
+            place = end if start == 0 else start - num_dummy
+            if place < 0 or place + num_dummy > length:
+                raise LayoutError(
+                    f"the collator made a first row of {length} tokens, too short for {end - start} of its sample and "
+                    f"{num_dummy} of the dummy media that it was seen to add to samples without media (collation)"
+                )
+            index = torch.cat([index, torch.arange(place, place + num_dummy)])
+            lengths.append(num_dummy)
+    elif rows == 1:  # laid flat by the collator; what stands behind the samples is a segment too
+        index, lengths, total = torch.arange(length), list(tokens), sum(tokens)
+        if total > length or (real is not None and not bool(real[0, :total].all())):
+            raise LayoutError(
+                f"the collator laid {len(tokens)} samples of {total} tokens into one row of {length} tokens"
+            )
+        lengths += [length - total] if total < length else []
     else:
         raise LayoutError(
             f"the collator made {rows} rows of {len(tokens)} samples, and a flat row takes one row a sample or all in "
             "one row"
         )
-    lengths = tuple(end - start for start, end in spans)
-    if min(lengths) < 1:
-        raise LayoutError("the collator made a row without tokens", lengths.index(0))
-    index = np.concatenate([np.arange(start, end) for start, end in spans])
     filled = -len(index) % multiple
-    return Segments(
-        torch.from_numpy(index), lengths + ((filled,) if filled else ()), samples=len(tokens), filled=filled
-    )
-
-
-def _padded_rows(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Where each row's tokens begin and end in the rows laid end to end."""
-    if real is None:
-        if max(tokens) > length:
-            row = tokens.index(max(tokens))
-            raise LayoutError(f"the collator cut a sample of {tokens[row]} tokens to {length}", row)
-        return [(row * length, row * length + count) for row, count in enumerate(tokens)]
-    counts = real.sum(1).tolist()
-    spans = []
-    for row, (count, from_left) in enumerate(zip(counts, real[:, 0].tolist())):
-        start = row * length + (0 if from_left else length - count)
-        spans.append((start, start + count))
-    flat = real.reshape(-1)
-    for row, (start, end) in enumerate(spans):
-        if not bool(flat[start:end].all()):
-            raise LayoutError("its `attention_mask` has zeros between its tokens", row)
-    return spans
+    return Segments(index, (*lengths, filled) if filled else tuple(lengths), samples=len(tokens), filled=filled)
 
 
 def pads_left(batch: Any) -> list[bool]:
@@ -95,30 +91,6 @@ def pads_left(batch: Any) -> list[bool]:
     return is_left
 
 
-def _dummy(first_row: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
-    """Dummy media stand where the first row's padding would begin."""
-    start, end = first_row
-    span = (end, end + num_tokens) if start == 0 else (start - num_tokens, start)
-    if span[0] < 0 or span[1] > length:
-        raise LayoutError(
-            f"the collator made a first row of {length} tokens, too short for {end - start} of its sample and "
-            f"{num_tokens} of the dummy media that it was seen to add to samples without media (collation)"
-        )
-    return span
-
-
-def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """The collator has laid the samples into one row itself; what stands behind them is a segment too."""
-    ends = list(itertools.accumulate(tokens))
-    if ends[-1] > length or (real is not None and not bool(real[0, : ends[-1]].all())):
-        raise LayoutError(
-            f"the collator laid {len(tokens)} samples of {ends[-1]} tokens into one row of {length} tokens"
-        )
-    spans = list(itertools.pairwise([0, *ends]))
-    return spans if ends[-1] == length else [*spans, (ends[-1], length)]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The flat layout: what the framework's collator returned, as one row in which the samples follow each other.
 # A flat micro-batch has `input_ids` and `labels` [1, total], `position_ids` that restart with each segment, and no
 # `attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, after the
@@ -228,13 +200,17 @@ def flatten(
     rows, length = batch_shape(batch)
     segments = _find_segments(batch, tokens, num_dummy, pad_to_multiple_of)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    filler = int(batch["input_ids"][0, -1])
+    labels = batch.get("labels")
+    if segments.filled and isinstance(labels, Tensor) and bool((labels != IGNORE_INDEX).any()):
+        filler = int(labels[labels != IGNORE_INDEX][0])  # of the text: a placeholder of media would be one too many
     for key, value in batch.items():
         if key in _DROPPED:
             del flat[key]
         elif key == "labels":
             flat[key] = _labels(value, segments, rows, length)
         elif key == "input_ids":
-            flat[key] = segments.pack(value, text_token(batch) if segments.filled else 0)
+            flat[key] = segments.pack(value, filler)
         elif key != "position_ids" and is_per_token(key, value, rows, length):
             flat[key] = segments.pack(value)
     position_ids = batch.get("position_ids")
@@ -256,15 +232,6 @@ def varlen_arguments(segments: Sequence[int]) -> dict[str, Any]:
     ends = torch.tensor([0, *itertools.accumulate(segments)], dtype=torch.int32)
     longest = max(segments)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-
-
-def text_token(batch: Mapping[str, Any]) -> int:
-    """To fill up with: no placeholder of media, of which there would be one too many."""
-    labels = batch.get("labels")
-    if isinstance(labels, Tensor):
-        for label in labels[labels != IGNORE_INDEX][:1].tolist():
-            return int(label)
-    return int(batch["input_ids"][0, -1])
 
 
 def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:

@@ -6,7 +6,6 @@ One background thread plans, ahead of what is being collated (`Pass`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import pickle
 import threading
@@ -22,20 +21,19 @@ from torch import Tensor
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Salvaged
-from odb_factory.data.cursor import RESTART, Cursor, TrainingData, epoch_of
+from odb_factory.data.cursor import Cursor, epoch_of
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import (
     DataLoaderParts,
     OptimizerStepRule,
     ShardSampler,
-    Start,
     StreamReader,
     checksum,
     length_of,
 )
 from odb_factory.data.pool import CLOSED, POLL_S, Draws, Pending, Pool, Row, Work, ends_of, size
 from odb_factory.data.ranks import Ranks
-from odb_factory.data.samples import LeftOut, MicroBatch, OptimizerStep, Rejection, Sample, no_usable_row
+from odb_factory.data.samples import LeftOut, MicroBatch, OptimizerStep, Rejection, Remaining, Sample, no_usable_row
 from odb_factory.data.serialize import Picklable
 from odb_factory.data.steps import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
@@ -268,7 +266,7 @@ class ODBLoader:
         if self.has_rows:
             self._order = ShardSampler(parts.sampler, rank, world_size)
         else:
-            whole = parts.batch_size if parts.drop_last else None
+            whole = parts.batch_size if parts.drop_last else 0
             self._order = StreamReader(
                 parts.dataset, rank, world_size, is_split=parts.already_split, whole_batches_of=whole
             )
@@ -281,15 +279,16 @@ class ODBLoader:
             None if is_split else length_of(parts.dataset if parts.sampler is None else parts.sampler)
         )
         self._stock = stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
-        self._is_split = is_split
+        if stock is not None and stock.remainder:
+            self._order.stop = stock.num_samples
         self._cursor = Cursor(
-            TrainingData(
-                global_batch_size="fill" if stock is None else stock.global_batch_size,
-                samples=self.num_samples if stock is None else stock.num_samples,
-                seed=parts.sampler.initial_seed if isinstance(parts.sampler, SeedableRandomSampler) else None,
-                fingerprint=fingerprint or getattr(parts.dataset, "_fingerprint", None),
-                split_among=world_size if is_split else None,
-            )
+            {
+                "global_batch_size": "fill" if stock is None else stock.global_batch_size,
+                "samples": self.num_samples if stock is None else stock.num_samples,
+                "seed": parts.sampler.initial_seed if isinstance(parts.sampler, SeedableRandomSampler) else None,
+                "fingerprint": fingerprint or getattr(parts.dataset, "_fingerprint", None),
+                "split_among": world_size if is_split else None,
+            }
         )
         self._settings = {
             **releases(),
@@ -477,37 +476,34 @@ class ODBLoader:
         cursor.turn_to(self.epoch)
         place = cursor.place
         self._order.set_epoch(self.epoch)
-        self._order.start = self._start
+        stock, start = self._stock, place.remaining
+        if stock is not None:
+            start = Remaining(first=place.optimizer_steps * stock.global_batch_size)
+        assert start is not None
+        self._order.start = start
+        if self.has_rows:
+            self._order.expected = cursor.order
         context = EpochContext(
             budget=self.budget,
             num_samples=self.num_samples,
-            balance=bool(self.config.balance),
+            config=self.config,
             seed=self._seed,
             ranks=ranks,
             stand_in=self.stand_in,
             leave_out=self.left_out.leave_out,
-            order=functools.partial(self._checked_order, cursor.order if self.has_rows else None),
-            compare_orders=self._order.compare,
+            reader=self._order,
             lowered=lambda: self.lowered,
             compute=self._compute,
-            loss_scaling=self.config.loss_scaling,
         )
         if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
             self._pool.close()
         self._start_workers()  # before there are threads
-        observed, stock = self._observed(iter(self._order)), self._stock
+        observed = self._observed(iter(self._order))
         planner: EpochPlanner
         if stock is not None:
-            planner = KeepEpoch(observed, context, place, stock=stock)
+            planner = KeepEpoch(observed, context, place, start, stock=stock)
         else:
-            planner = FillEpoch(
-                observed,
-                context,
-                place,
-                buffer_size=self.config.buffer_size,
-                accumulation=self.rule.accumulation,
-                join=self.config.join,
-            )
+            planner = FillEpoch(observed, context, place, start, accumulation=self.rule.accumulation)
         self.under_way = current = Pass(planner, self._collate, self._window, self.config.buffer_size)
         compare({**self._settings, **place.settings}, ranks.compare)
         current.start()
@@ -519,23 +515,6 @@ class ODBLoader:
             ranks.check()
         current.epoch_steps = current.planned[0].step.epoch_steps
         return current
-
-    @property
-    def _start(self) -> Start:
-        """Where the order of the epoch begins that the cursor stands in; of a split stream, this rank's part of it."""
-        place, stock = self._cursor.place, self._stock
-        if stock is not None:
-            first = place.optimizer_steps * stock.global_batch_size
-            if self._is_split:
-                first = stock.first_number(self.rank, place.optimizer_steps)
-            stop = stock.num_samples if stock.remainder else None
-            return Start(first=first, stop=stop)
-        assert place.remaining is not None
-        if not self._is_split:
-            return Start(first=place.remaining.first, held=place.remaining.held)
-        held, firsts = place.remaining.of_ranks(self.world_size)
-        positions = (held[self.rank] // self.world_size).tolist()
-        return Start(first=int(firsts[self.rank]) // self.world_size, held=positions)
 
     # What its workers do
 
@@ -641,15 +620,6 @@ class ODBLoader:
         else:
             self._ranks.abort(one_line(error))
         self.leave(ABORT_S)
-
-    def _checked_order(self, expected: int | None) -> int:
-        """The fingerprint of the order, which the ranks compare (planning thread). expected: of the state."""
-        if expected is not None and self._order.fingerprint != expected:
-            raise DataError(
-                "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
-                f"one whose order depends on its seed and epoch alone, or {RESTART}"
-            )
-        return self._order.fingerprint
 
     def _fingerprint(self, epoch: int) -> int:
         """That of the order of an epoch; a sampler can draw another order while a pass is under way. A stream is not

@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,7 +20,6 @@ from odb_factory.data.serialize import pack, unpack
 from odb_factory.errors import DataError, one_line
 from odb_factory.planner import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What a mapping of model inputs costs: one processed sample or one collated batch.
 
 IGNORE_INDEX = -100
@@ -42,17 +41,23 @@ def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE)
     patch_size values, without what towers leave out of them: if there are `image_sizes`, the padding of images to
     the largest, and of their tiles to the most.
     """
-    tensors = {key: inputs[key] for key in GRID_KEYS if inputs.get(key) is not None}
-    is_packed, unit = bool(tensors), 1
-    if is_packed:
-        grids = {key: np.asarray(grid) for key, grid in tensors.items() if len(grid)}
-        amounts = {key: int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for key, grid in grids.items()}
+    grids = {key: np.asarray(inputs[key]) for key in GRID_KEYS if inputs.get(key) is not None}
+    if grids:
+        unit = 1
+        amounts = {
+            key: int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for key, grid in grids.items() if len(grid)
+        }
     else:
         tensors = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
         sizes, unit = inputs.get("image_sizes"), 3 * patch_size * patch_size
         amounts = {key: _numel(pixels) - _num_padding(key, pixels, sizes) for key, pixels in tensors.items()}
     videos = sum(amount for key, amount in amounts.items() if key in VIDEO_KEYS)
-    return Media((sum(amounts.values()) - videos) // unit, videos // unit, _count_frames(inputs, is_packed=is_packed))
+    frames, mask = 0, next((inputs[key] for key in AUDIO_KEYS if inputs.get(key) is not None), None)
+    if mask is not None:  # models with patch grids take media without padding, others compute it
+        mask = np.asarray(mask)
+        lengths = mask.sum(-1) if grids else np.full(len(mask), mask.shape[-1])
+        frames = FRAMES_PER_PATCH * int((-(-lengths // FRAMES_PER_PATCH)).sum())
+    return Media((sum(amounts.values()) - videos) // unit, videos // unit, frames)
 
 
 def _num_padding(key: str, pixels: Any, sizes: Any) -> int:
@@ -64,16 +69,6 @@ def _num_padding(key: str, pixels: Any, sizes: Any) -> int:
     if pixels.dim() == 5:  # [images, tiles, 3, height, width]: tiles that are not there are all zeros
         suspects = pixels[pixels[:, :, 0, 0, 0] == 0]
         return sum(not tile.any() for tile in suspects) * math.prod(pixels.shape[2:])
-    return 0
-
-
-def _count_frames(inputs: Mapping[str, Any], is_packed: bool) -> int:
-    """is_packed: the model takes media without padding, as those with patch grids do; others compute it."""
-    for key in AUDIO_KEYS:
-        if inputs.get(key) is not None:
-            mask = np.asarray(inputs[key])
-            frames = mask.sum(-1) if is_packed else np.full(len(mask), mask.shape[-1])
-            return FRAMES_PER_PATCH * int((-(-frames // FRAMES_PER_PATCH)).sum())
     return 0
 
 
@@ -121,8 +116,19 @@ def measure_batch(
     segments: of a flat one. Raises `DataError` for labels that are none of tokens.
     """
     rows, length = batch_shape(batch)
-    labels = batch.get("labels")
-    units_by_row = None if labels is None else _units_by_row(np.asarray(labels), segments)
+    labels, units_by_row = batch.get("labels"), None
+    if labels is not None:
+        labels = np.asarray(labels)
+        _check_labels(labels.shape, 2)
+        carry = labels != IGNORE_INDEX
+        if (carry & (labels < 0)).any():
+            raise DataError(
+                f"a label is negative and not {IGNORE_INDEX}, so it is neither a token nor left out of the loss; make "
+                f"it {IGNORE_INDEX}"
+            )
+        # The first of a row, or of a segment, predicts nothing.
+        by_row = np.split(carry[0], np.cumsum(segments)[:-1]) if segments else carry
+        units_by_row = tuple(int(row[1:].sum()) for row in by_row)
     return Measured(
         rows=rows,
         length=length,
@@ -131,19 +137,6 @@ def measure_batch(
         segments=segments,
         units_by_row=units_by_row,
     )
-
-
-def _units_by_row(labels: np.ndarray, segments: tuple[int, ...]) -> tuple[int, ...]:
-    """labels: int[rows, length]; of a flat row the first of a segment predicts nothing."""
-    _check_labels(labels.shape, 2)
-    carry = labels != IGNORE_INDEX
-    if (carry & (labels < 0)).any():
-        raise DataError(
-            f"a label is negative and not {IGNORE_INDEX}, so it is neither a token nor left out of the loss; make "
-            f"it {IGNORE_INDEX}"
-        )
-    rows = np.split(carry[0], np.cumsum(segments)[:-1]) if segments else carry
-    return tuple(int(row[1:].sum()) for row in rows)
 
 
 def _check_labels(shape: tuple[int, ...], min_dimensions: int) -> None:
@@ -160,7 +153,6 @@ def _numel(value: Any) -> int:
     return int(np.prod(np.shape(value)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Any observer, and the dataset of the observe workers.
 
 
@@ -190,32 +182,27 @@ class Observer(Protocol):
         """Where `dataset[index]` comes from, for messages: dataset, row, files."""
 
 
-NOT_PACKED = "it cannot be sent to another process ({}); let it hold what pickle takes"
-
-
 def _packed(features: Any) -> bytes:
     try:
         return pack(features)
     except Exception as error:
-        raise ItemError(NOT_PACKED.format(one_line(error))) from error
+        message = f"it cannot be sent to another process ({one_line(error)}); let it hold what pickle takes"
+        raise ItemError(message) from error
 
 
-@dataclass(frozen=True, slots=True)
 class RawItem:
     """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
 
     id: its position in the stream. content: packed for a worker process, or why it cannot be.
     """
 
-    id: int
-    content: bytes | ItemError
-
-    @classmethod
-    def of(cls, id: int, item: Any) -> RawItem:
+    def __init__(self, id: int, item: Any):
+        self.id = id
+        self.content: bytes | ItemError
         try:
-            return cls(id, _packed(item))
+            self.content = _packed(item)
         except ItemError as error:
-            return cls(id, error)
+            self.content = error
 
     def __getitem__(self, id: int) -> Any:
         if isinstance(self.content, ItemError):
@@ -242,8 +229,8 @@ def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T
 class ObservedDataset:
     """`self[i]` observes `dataset[i]`, `self[raw_item]` an item of a stream. Never raises for a row.
 
-    Returns a `Sample`, or a `Rejection` if the row cannot be used; one that the reader of a stream has made is
-    returned as it is. is_evaluated: it is not a training dataset, and no policy of the block leaves rows out.
+    Returns a `Sample`, or a `Rejection` if the row cannot be used. is_evaluated: it is not a training dataset, and no
+    policy of the block leaves rows out.
     """
 
     def __init__(
@@ -264,9 +251,7 @@ class ObservedDataset:
             text = f"row {index} of the training dataset"
         return text.replace("the training dataset", "the evaluation dataset", 1) if self.is_evaluated else text
 
-    def __getitem__(self, row: int | RawItem | Rejection) -> Sample | Rejection:
-        if isinstance(row, Rejection):
-            return row
+    def __getitem__(self, row: int | RawItem) -> Sample | Rejection:
         index, source = (row.id, row) if isinstance(row, RawItem) else (row, self.dataset)
 
         def reject(reason: str, problem: str, way_out: str = "", fatal: bool = False) -> Rejection:
@@ -312,7 +297,6 @@ class ObservedDataset:
         return "" if self.is_evaluated else f", or {policy}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The observer of datasets whose items already are model inputs, of any kind and origin.
 
 PATCHES_KEY = "odb_n_patches"
@@ -359,7 +343,6 @@ class ItemObserver:
         self.units_from: UnitsFrom | None = None if takes_any_loss and cost_fn is not None else "labels"
         self.keeps_unsupervised = False
         self._longest_same, self._shortest_changed = 0, LARGEST_COST
-        self.needs_units = loss_scaling not in ("approx", "none")
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:
         cost = self._cost(item)
@@ -468,21 +451,22 @@ class ItemObserver:
         batch = self.collate_fn([copy.copy(item)])
         return batch if isinstance(batch, Mapping) else {}
 
+    def _inputs(self, features: Any, *keys: str) -> Mapping[str, Any]:
+        """The item, if it has all of these, else the batch that it makes alone."""
+        is_complete = isinstance(features, Mapping) and all(features.get(key) is not None for key in keys)
+        return features if is_complete else self._alone(features)
+
     def _has_token_labels(self, features: Any) -> bool:
         """Whether an item, or the batch that it makes alone, has one label for each of its `input_ids`."""
-        inputs = features if isinstance(features, Mapping) else {}
-        if inputs.get("labels") is None or inputs.get("input_ids") is None:
-            inputs = self._alone(features)
+        inputs = self._inputs(features, "labels", "input_ids")
         labels, ids = np.asarray(inputs.get("labels")), np.asarray(inputs.get("input_ids"))
         return labels.dtype.kind == "i" and labels.shape == ids.shape != ()
 
     def _labels(self, features: Any) -> Any:
         """The labels of an item, or of the batch that it makes alone; None if there are none and none are needed."""
-        inputs = features if isinstance(features, Mapping) else {}
-        if inputs.get("labels") is None:
-            inputs = self._alone(features)
+        inputs = self._inputs(features, "labels")
         labels = inputs.get("labels")
-        if labels is None and self.needs_units:
+        if labels is None and self.loss_scaling not in ("approx", "none"):
             raise ItemError(
                 f"loss_scaling {self.loss_scaling!r} weighs by units (supervised tokens), and neither the item nor its "
                 "collated batch has `labels`; add them (-100 if no loss is wanted), give cost_fn=... returning "

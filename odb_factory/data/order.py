@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,16 +25,16 @@ from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import first_unlike
+from odb_factory.data.cursor import RESTART
 from odb_factory.data.observe import RawItem
 from odb_factory.data.ranks import world_size_of
-from odb_factory.data.samples import Rejection
+from odb_factory.data.samples import Rejection, Remaining
 from odb_factory.data.serialize import fingerprint
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planner import BufferMetadata, Collation
 from odb_factory.planner.plan import pool
 from odb_factory.random_numbers import SamplerState, kept_random_numbers, random_states
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A DataLoader taken apart: what it reads, in which order, and with how many workers.
 
 IN_ORDER = (
@@ -160,44 +160,37 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts
                 f"its own; set it to False and divide batch_size by {batches.num_processes}."
             )
         batches = batches.batch_sampler
-    size = loader.batch_size or getattr(batches, "batch_size", None)
+    size, sampler = loader.batch_size or getattr(batches, "batch_size", None), None
+    if not isinstance(dataset, IterableDataset):
+        if batches is None:
+            raise ConfigError(
+                "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give one whose "
+                "dataset yields single samples."
+            )
+        kind, sampler = type(batches), getattr(batches, "sampler", None)
+        is_plain = getattr(kind, "__iter__", None) is BatchSampler.__iter__ or kind.__module__.startswith("torchdata.")
+        if sampler is None or not is_plain:
+            raise ConfigError(
+                f"odb: a {kind.__name__} decides which samples share a batch, as odb does; give the order alone: build "
+                "the DataLoader with `sampler=` or `shuffle=`."
+            )
+        sampler = _whole(sampler, seed)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return DataLoaderParts(
         dataset=dataset,
-        sampler=None if isinstance(dataset, IterableDataset) else _whole(_sampler(batches), seed),
-        batch_size=size if isinstance(size, int) else 1,
-        drop_last=loader.drop_last or bool(getattr(batches, "drop_last", False)),
+        sampler=sampler,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor or 2,
         persistent_workers=loader.persistent_workers,
         timeout=loader.timeout,
-        pin_memory=loader.pin_memory and _can_pin(),
         multiprocessing_context=loader.multiprocessing_context,
         worker_init_fn=loader.worker_init_fn,
         generator=loader.generator,
+        batch_size=size if isinstance(size, int) else 1,
+        drop_last=loader.drop_last or bool(getattr(batches, "drop_last", False)),
+        prefetch_factor=loader.prefetch_factor or 2,
+        pin_memory=loader.pin_memory and device is not None and device.type != "mps",  # elsewhere torch only warns
     )
-
-
-def _can_pin() -> bool:
-    """Whether torch can pin memory here; if it cannot, it only warns."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device is not None and device.type != "mps"
-
-
-def _sampler(batches: Any) -> Any:
-    if batches is None:
-        raise ConfigError(
-            "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give one whose dataset "
-            "yields single samples."
-        )
-    kind, sampler = type(batches), getattr(batches, "sampler", None)
-    cuts_in_order = getattr(kind, "__iter__", None) is BatchSampler.__iter__ or kind.__module__.startswith("torchdata.")
-    if sampler is None or not cuts_in_order:
-        raise ConfigError(
-            f"odb: a {kind.__name__} decides which samples share a batch, as odb does; give the order alone: build the "
-            "DataLoader with `sampler=` or `shuffle=`."
-        )
-    return sampler
 
 
 def _whole(sampler: Any, seed: int) -> Any:
@@ -218,34 +211,12 @@ def _whole(sampler: Any, seed: int) -> Any:
     return DrawnOrder(sampler) if draws else sampler
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The order of an epoch, and the shard of it that one rank draws.
 
 DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders (rank 0 and rank {}), so some would be lost and others trained "
     "on twice; give every rank the same whole sampler, seeded alike, not a share of it: each takes its own share."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """Where the ranks begin in the order of an epoch: what is left of it.
-
-    first: position from which nothing is done; held: those before it that are not done either. stop: the position
-    before which it ends (None: its end).
-    """
-
-    first: int = 0
-    held: Sequence[int] = ()
-    stop: int | None = None
-
-
-def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
-    """(position in the order, item) of what a rank draws: of the positions that are left, every `world_size`-th."""
-    numbered = itertools.islice(enumerate(order), start.stop)  # no rank looks beyond its end
-    held = {position for position in start.held if position % world_size == rank}
-    yield from ((position, item) for position, item in itertools.islice(numbered, start.first) if position in held)
-    yield from itertools.islice(numbered, (rank - start.first) % world_size, None, world_size)
 
 
 def _index(value: Any) -> int:
@@ -278,14 +249,16 @@ def checksum(order: np.ndarray) -> int:
 class ShardSampler(Sampler[int]):
     """The shard of a rank in `sampler`: no padding, no index twice (I2).
 
-    start: where the next iteration begins. order: of all ranks, as drawn last; fingerprint: its checksum.
+    start: what the next iteration begins with. stop: the position before which it ends, if not at the end of the order.
+    order: of all ranks, as drawn last; fingerprint: its checksum. expected: what this must be, if a state is resumed.
     """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
-        self.start = Start()
+        self.start, self.stop = Remaining(), sys.maxsize
         self.order = np.zeros(0, np.int64)
         self.fingerprint = 0
+        self.expected: int | None = None
         self._num_drawn = 0
 
     def peek(self) -> np.ndarray:
@@ -307,10 +280,14 @@ class ShardSampler(Sampler[int]):
         self._num_drawn += 1
         self.order = self._draw()
         self.fingerprint = checksum(self.order)
-        start, stop = self.start, min(len(self.order), sys.maxsize if self.start.stop is None else self.start.stop)
-        held = [position for position in start.held if position % self.world_size == self.rank and position < stop]
-        rest = np.arange(start.first + (self.rank - start.first) % self.world_size, stop, self.world_size)
-        return map(int, self.order[np.append(np.array(held, np.int64), rest)])
+        if self.expected is not None and self.fingerprint != self.expected:
+            raise DataError(
+                "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
+                f"one whose order depends on its seed and epoch alone, or {RESTART}"
+            )
+        held, firsts = self.start.of_ranks(self.world_size)
+        rest = np.arange(firsts[self.rank], min(len(self.order), self.stop), self.world_size)
+        return map(int, self.order[np.append(held[self.rank], rest)])
 
     def _draw(self) -> np.ndarray:
         most = MOST_DRAWN + (length_of(self.sampler) or 0)
@@ -332,7 +309,6 @@ class ShardSampler(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A dataset that is iterated: each rank takes its share of it.
 
 ITEMS_COMPARED = 16
@@ -363,43 +339,46 @@ class StreamReader:
     it (that of `datasets` loses its shuffle buffer).
     """
 
-    def __init__(
-        self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False, whole_batches_of: int | None = None
-    ):
+    def __init__(self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False, whole_batches_of: int = 0):
         """whole_batches_of: rows of a batch, if batches that are not full on all ranks are dropped (`drop_last`)."""
         self.dataset = dataset
         self.rank, self.world_size = rank, world_size
         self.is_split = is_split or is_split_by_node(dataset)
-        self._block = (whole_batches_of or 0) * (1 if self.is_split else world_size)
-        self.start = Start()
+        self._block = whole_batches_of * (1 if self.is_split else world_size)
+        self.start = Remaining()
         self.fingerprint = 0
 
     def __iter__(self) -> Iterator[RawItem | Rejection]:
+        """Item n of a stream that is split has the position n x ranks + rank."""
+        positions = self.start.positions(self.rank, self.world_size)
+        position, number = next(positions), -1
+        try:
+            for number, item in enumerate(_in_blocks(self._read(), self._block) if self._block else self._read()):
+                if number == (position // self.world_size if self.is_split else position):
+                    yield RawItem(position, item)
+                    position = next(positions)
+        except Exception as error:
+            message = (
+                f"the dataset raised an error while it was iterated, after item {number}: {one_line(error)}; "
+                "nothing can be read after it, so fix the dataset (`on_error: skip` is for items alone)."
+            )
+            yield Rejection(position, "unreadable", message, fatal=True)
+
+    def _read(self) -> Iterator[Any]:
+        """All items; the first ones at once, for the fingerprint."""
         first: list[Any] = []
         rest: Iterator[Any] = iter(())
+        failure: Exception | None = None
         try:
             rest = iter(self.dataset)
             first.extend(itertools.islice(rest, ITEMS_COMPARED))
         except Exception as error:
-            rest = _raising(error)
+            failure = error
         self.fingerprint = fingerprint(first) if first else 0
-        share = (0, 1) if self.is_split else (self.rank, self.world_size)
-        rows: Iterator[Any] = itertools.chain(first, rest)
-        pairs = shard(_in_blocks(rows, self._block) if self._block else rows, *share, self.start)
-        position = -1
-        while True:
-            try:
-                position, item = next(pairs)
-            except StopIteration:
-                return
-            except Exception as error:
-                message = (
-                    f"the dataset raised an error while it was iterated, after item {position}: {one_line(error)}; "
-                    "nothing can be read after it, so fix the dataset (`on_error: skip` is for items alone)."
-                )
-                yield Rejection(position + 1, "unreadable", message, fatal=True)
-                return
-            yield RawItem.of(position * self.world_size + self.rank if self.is_split else position, item)
+        yield from first
+        if failure is not None:
+            raise failure
+        yield from rest
 
     def compare(self, fingerprints: Sequence[int]) -> str | None:
         """Why the ranks, with these fingerprints, cannot go on; None if they can."""
@@ -423,12 +402,6 @@ def _in_blocks(rows: Iterator[Any], size: int) -> Iterator[Any]:
         yield from block
 
 
-def _raising(error: Exception) -> Iterator[Any]:
-    raise error
-    yield
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The optimizer steps of stock training: which samples they are made of, and what they weigh there.
 
 
@@ -465,83 +438,6 @@ class StockMean:
 MEAN_OF_STEP = StockMean()
 MEAN_OF_MICRO_BATCH = StockMean("micro_batch")
 """Of a model that takes the mean itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockSteps:
-    """The optimizer steps of stock training, which are kept.
-
-    global_batch_size: N, samples of an optimizer step on all ranks. batch_size: rows of a micro-batch of stock's.
-    world_size: data-parallel ranks. num_samples: of an epoch without its remainder, None if nobody knows. remainder:
-    samples that `drop_last` drops.
-    mean: what stock's loss is made of.
-    equal_weights: samples that stock weighs differently do not share a micro-batch.
-    is_split: every rank iterates a stream of its own.
-    """
-
-    global_batch_size: int
-    batch_size: int
-    world_size: int
-    num_samples: int | None
-    remainder: int = 0
-    mean: StockMean = MEAN_OF_STEP
-    equal_weights: bool = False
-    is_split: bool = False
-
-    @property
-    def steps_an_epoch(self) -> int | None:
-        return None if self.num_samples is None else -(-self.num_samples // self.global_batch_size)
-
-    def position(self, rank: int, number: int) -> int:
-        """Where the sample that this rank draws with this number stands in the order of all ranks."""
-        if not self.is_split:
-            return rank + number * self.world_size
-        micro_step, row = divmod(number, self.batch_size)
-        return (micro_step * self.world_size + rank) * self.batch_size + row
-
-    def first_number(self, rank: int, step: int) -> int:
-        """The number of the first sample that this rank draws for an optimizer step, or for a later one."""
-        return -(-(step * self.global_batch_size - rank) // self.world_size)
-
-    def progress(self, step: int) -> float | None:
-        """Share of the epoch once this optimizer step is taken, in whole micro-steps of stock, as stock reports it."""
-        if self.num_samples is None:
-            return None
-        of_all_ranks = self.batch_size * self.world_size
-        total = max(-(-self.num_samples // of_all_ranks), 1)
-        return min((step + 1) * self.global_batch_size / of_all_ranks, total) / total
-
-    def means_of(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        """What stock's loss divides by: the last three fields of `SampleInfo` (int64[n, 3]), and how many means have
-        tokens. rows: all samples of the optimizer step, as `ROW` [n].
-        """
-        counted = rows["units"].astype(np.int64)
-        if "labels" in self.mean.counts:
-            counted += rows["leading_label"]
-        elif self.mean.counts == "samples":
-            counted[:] = 1
-        batch, ranks = rows["position"].astype(np.int64) // self.batch_size, self.world_size
-        by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
-        means, mean_index = np.unique(by_kind[self.mean.over], return_inverse=True)
-        tokens = np.bincount(mean_index, weights=counted, minlength=len(means)).astype(np.int64)
-        divisors = tokens[mean_index] * (np.maximum(rows["units"], 1) if self.mean.counts == "samples" else 1)
-        return np.stack((divisors, counted, batch), axis=1), int(np.count_nonzero(tokens))
-
-    def input_tokens(self, rows: np.ndarray, rank: int, collation: Collation) -> int:
-        """Padded tokens of the batches that stock would have collated on this rank.
-
-        rows: all samples of the optimizer step, as `ROW` [n].
-        """
-        slots = rows["position"] // self.batch_size
-        rows_of_rank = np.flatnonzero(slots % self.world_size == rank)
-        rows_of_rank = rows_of_rank[np.argsort(rows["position"][rows_of_rank], kind="stable")]
-        total = 0
-        for batch in np.split(rows_of_rank, np.flatnonzero(np.diff(slots[rows_of_rank])) + 1):
-            if len(batch):
-                tokens, media, audio = (rows[name][batch] for name in ("row_tokens", "has_media", "has_audio"))
-                dummy_tokens, _ = collation.dummies(int(media.sum()), int(audio.sum()))
-                total += len(batch) * int(collation.length(tokens.max(), tokens[0], dummy_tokens))
-        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -592,15 +488,82 @@ class OptimizerStepRule:
             )
         remainder = num_samples % of_all_ranks if self.drop_last and num_samples is not None else 0
         return StockSteps(
+            rule=self,
             global_batch_size=size,
-            batch_size=self.batch_size,
             world_size=world_size,
             num_samples=None if num_samples is None else num_samples - remainder,
             remainder=remainder,
-            mean=self.stock_mean,
-            equal_weights=self.equal_weights and config.loss_scaling == "stock",
             is_split=is_split,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockSteps:
+    """The optimizer steps of stock training, which are kept.
+
+    global_batch_size: N, samples of an optimizer step on all ranks. world_size: data-parallel ranks.
+    num_samples: of an epoch without its remainder, None if nobody knows. remainder: samples that `drop_last` drops.
+    is_split: every rank iterates a stream of its own.
+    """
+
+    rule: OptimizerStepRule
+    global_batch_size: int
+    world_size: int
+    num_samples: int | None
+    remainder: int
+    is_split: bool
+
+    @property
+    def steps_an_epoch(self) -> int | None:
+        return None if self.num_samples is None else -(-self.num_samples // self.global_batch_size)
+
+    def position(self, position: int) -> int:
+        """Where stock has a sample of the order of all ranks: of streams that are split, each rank makes batches."""
+        if not self.is_split:
+            return position
+        number, rank = divmod(position, self.world_size)
+        micro_step, row = divmod(number, self.rule.batch_size)
+        return (micro_step * self.world_size + rank) * self.rule.batch_size + row
+
+    def progress(self, step: int) -> float | None:
+        """Share of the epoch once this optimizer step is taken, in whole micro-steps of stock, as stock reports it."""
+        if self.num_samples is None:
+            return None
+        of_all_ranks = self.rule.batch_size * self.world_size
+        total = max(-(-self.num_samples // of_all_ranks), 1)
+        return min((step + 1) * self.global_batch_size / of_all_ranks, total) / total
+
+    def means_of(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
+        """What stock's loss divides by: the last three fields of `SampleInfo` (int64[n, 3]), and how many means have
+        tokens. rows: all samples of the optimizer step, as `ROW` [n].
+        """
+        mean, counted = self.rule.stock_mean, rows["units"].astype(np.int64)
+        if "labels" in mean.counts:
+            counted += rows["leading_label"]
+        elif mean.counts == "samples":
+            counted[:] = 1
+        batch, ranks = rows["position"].astype(np.int64) // self.rule.batch_size, self.world_size
+        by_kind = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
+        means, mean_index = np.unique(by_kind[mean.over], return_inverse=True)
+        tokens = np.bincount(mean_index, weights=counted, minlength=len(means)).astype(np.int64)
+        divisors = tokens[mean_index] * (np.maximum(rows["units"], 1) if mean.counts == "samples" else 1)
+        return np.stack((divisors, counted, batch), axis=1), int(np.count_nonzero(tokens))
+
+    def input_tokens(self, rows: np.ndarray, rank: int, collation: Collation) -> int:
+        """Padded tokens of the batches that stock would have collated on this rank.
+
+        rows: all samples of the optimizer step, as `ROW` [n].
+        """
+        slots = rows["position"] // self.rule.batch_size
+        rows_of_rank = np.flatnonzero(slots % self.world_size == rank)
+        rows_of_rank = rows_of_rank[np.argsort(rows["position"][rows_of_rank], kind="stable")]
+        total = 0
+        for batch in np.split(rows_of_rank, np.flatnonzero(np.diff(slots[rows_of_rank])) + 1):
+            if len(batch):
+                tokens, media, audio = (rows[name][batch] for name in ("row_tokens", "has_media", "has_audio"))
+                dummy_tokens, _ = collation.dummies(int(media.sum()), int(audio.sum()))
+                total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
+        return total
 
 
 def split_by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:

@@ -7,8 +7,7 @@
    resume.
 4. A worker ends with the process that started it, whatever ends that; the training process decides about Ctrl-C and
    SIGTERM.
-5. A worker never raises: what went wrong is a part of its answer. A worker that dies, or that is not done in time, is
-   one line with its row and the cause.
+5. A worker that fails, that dies, or that is not done in time, is one line with its row and the cause.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -32,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,39 +59,18 @@ JOIN_S = 5.0
 DECIDED_BY_PARENT = (signal.SIGINT, signal.SIGTERM)
 NO_WORKER = torch.zeros(0, 2, dtype=torch.int64)
 CLOSED = "odb: this loader has been closed; make another one."
-MOST_NAMED = 8
-"""Rows that a message names."""
 
-# ----------------------------------------------------------------------------------------------------------------------
 # In a worker process.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
-    """What a worker process is started with.
-
-    work, init_fn: make what they stand for, see `_Shipped`. table: int64[num_workers, 2] in shared memory, the process
-    id of each worker (0: it has not begun) and the row that it is at (-1: none). lock: over the choice of a line of it.
-    connections: for each worker, see `serialize.dump`. outlives: SIGTERM does not end the worker.
-    """
-
-    work: Callable[[], Any]
-    init_fn: Callable[[], Any]
-    num_workers: int
-    seed: int
-    table: torch.Tensor
-    lock: Any
-    connections: list[socket.socket]
-    outlives: bool
 
 
 @dataclass(slots=True)
 class _Worker:
-    """This process as a worker. problem: why it can compute nothing."""
+    """This process as a worker. line: its own of the table of `_begin`. connection: see `serialize.dump`. problem: why
+    it can compute nothing."""
 
-    setup: _Setup
     number: int
     line: np.ndarray
+    connection: socket.socket
     work: Any = None
     problem: Exception | None = None
 
@@ -124,36 +103,45 @@ class _Shipped:
             raise ConfigError(f"{self.name} {NOT_SENT.format(one_line(error))}") from None
 
 
-def _begin(setup: _Setup) -> None:
-    """The initializer of a worker process."""
+def _begin(
+    work: _Shipped,
+    init_fn: _Shipped,
+    seed: int,
+    shared_table: torch.Tensor,
+    lock: Any,
+    connections: Sequence[socket.socket],
+    outlives: bool,
+) -> None:
+    """The initializer of a worker process.
+
+    shared_table: int64[num_workers, 2], the process id of each worker (0: it has not begun) and the row that it is at
+    (-1: none). lock: over the choice of a line of it. outlives: SIGTERM does not end the worker.
+    """
     global _worker
-    table = setup.table.numpy()
-    with setup.lock:
+    table = shared_table.numpy()
+    with lock:
         number = int(np.flatnonzero(table[:, 0] == 0)[0])
         table[number, 0] = os.getpid()
-    _worker = _Worker(setup, number, table[number])
+    _worker = _Worker(number, table[number], connections[number])
     # A collection would look at every object of the process that this one was forked from, and so copy its memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the training process too, which ends the pool
-    signal.signal(signal.SIGTERM, _pass_over if setup.outlives else signal.SIG_DFL)
+    # Unlike SIG_IGN, a handler is not inherited by programs that the worker starts.
+    signal.signal(signal.SIGTERM, (lambda *_: None) if outlives else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DECIDED_BY_PARENT)
     threading.Thread(target=_end_with_parent, name="odb-parent-watch", daemon=True).start()
     torch.set_num_threads(1)
     try:
-        _worker.work, init_fn = setup.work(), setup.init_fn()
+        _worker.work, seed = work(), random_seed(seed, number)
         dataset: Any = getattr(_worker.work, "dataset", None)
-        seed = random_seed(setup.seed, number)
-        info = torch_utils.worker.WorkerInfo(id=number, num_workers=setup.num_workers, seed=seed, dataset=dataset)
-        torch_utils.worker._worker_info = info
+        torch_utils.worker._worker_info = torch_utils.worker.WorkerInfo(
+            id=number, num_workers=len(table), seed=seed, dataset=dataset
+        )
         seed_random_numbers(seed)
-        if init_fn is not None:
-            init_fn(number)
+        if (initialize := init_fn()) is not None:
+            initialize(number)
     except Exception as error:
         _worker.problem = error if isinstance(error, ConfigError) else DataError(f"a data worker: {one_line(error)}")
-
-
-def _pass_over(*_: object) -> None:
-    """The handler of a signal that must not end this process; unlike SIG_IGN, a program started by it has none."""
 
 
 def _end_with_parent() -> None:
@@ -170,36 +158,31 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-Answer = tuple[Dumped | None, Exception | None, int]
-"""What a call has come to, the error in place of it, and the number of the worker."""
+Answer = tuple[Dumped, int]
+"""What a call has come to, and the number of the worker."""
 
 
 def _run(name: str, args: tuple[Any, ...]) -> Answer:
+    """Raises only what arrives whole in another process."""
     assert _worker is not None
     try:
         if _worker.problem is not None:
             raise _worker.problem
         value = getattr(_worker.work, name)(*args)
     except BaseException as error:
-        return None, _sendable(error), _worker.number
+        raise (ConfigError if isinstance(error, ConfigError) else DataError)(one_line(error)) from None
     finally:
         at(-1)
     try:
-        return dump(value, _worker.setup.connections[_worker.number]), None, _worker.number
+        return dump(value, _worker.connection), _worker.number
     except Exception as error:
-        return None, NotSent(why_no_space(error) or one_line(error)), _worker.number
-
-
-def _sendable(error: BaseException) -> Exception:
-    """As an error that arrives whole in another process."""
-    return (ConfigError if isinstance(error, ConfigError) else DataError)(one_line(error))
+        raise NotSent(why_no_space(error) or one_line(error)) from None
 
 
 class NotSent(DataError):
     """A result could not be sent to the training process."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # In the training process.
 
 
@@ -234,8 +217,9 @@ class Pending:
             except CancelledError:
                 raise ConfigError(CLOSED) from None
             except NotSent as error:
+                named = name_rows(self._rows) if self._rows else "a plan"
                 raise DataError(
-                    f"{named(self._rows)}: what a data worker has made cannot be sent to the training process "
+                    f"{named}: what a data worker has made cannot be sent to the training process "
                     f"({one_line(error)}); let dataset and collate_fn return what pickle takes, or set num_workers to "
                     "0."
                 ) from None
@@ -249,16 +233,20 @@ class Pending:
 def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
     """In a thread of the executor, for one answer after the other."""
     try:
-        arrived.set_result(pool.receive(*call.result()))
+        dumped, number = call.result()
+        try:
+            value = load(dumped, pool.connections[number])
+        except Exception as cause:
+            raise NotSent(one_line(cause)) from None
+        if pool.device is not None:
+            torch.accelerator.set_device_index(pool.device)  # this thread has one of its own
+            value = torch_utils.pin_memory.pin_memory(value)
+        arrived.set_result(value)
     except BaseException as error:
         # Its traceback holds this frame, and with it both futures, which hold the error: the pipes of the executor
-        # would stay open until the garbage collector comes.
+        # would stay open until the garbage collector comes. Its cause is the traceback in the worker.
+        error.__cause__ = None
         arrived.set_exception(error.with_traceback(None))
-
-
-def named(rows: Sequence[int]) -> str:
-    """Rows as in messages."""
-    return name_rows(rows, MOST_NAMED) if rows else "a plan"
 
 
 class Pool:
@@ -280,9 +268,9 @@ class Pool:
         if self._context is None or isinstance(self._context, str):
             self._context = multiprocessing.get_context(self._context)
         self._executor: ProcessPoolExecutor | None = None
-        self._processes: list[BaseProcess] = []
-        self._connections: list[socket.socket] = []
-        self._device: int | None = None
+        self._processes: Mapping[int, Any] = {}
+        self.connections: list[socket.socket] = []
+        self.device: int | None = None
         self._table = NO_WORKER
         self._why_broken, self._owner = "", 0
         self._lock = threading.Lock()
@@ -297,28 +285,24 @@ class Pool:
             return
         self._why_broken, self._table = "", torch.tensor([[0, -1]] * self.num_workers).share_memory_()
         pairs = [socket.socketpair() for _ in range(self.num_workers)]
-        self._connections = [parent_end for parent_end, _ in pairs]
-        self._device = torch.accelerator.current_device_index() if self.parts.pin_memory else None
-        setup = _Setup(
-            work=_Shipped(self.work, f"dataset: {type(self.parts.dataset).__name__}, or its cost_fn,"),
-            init_fn=_Shipped(self.parts.worker_init_fn, "worker_init_fn:"),
-            num_workers=self.num_workers,
-            seed=seed,
-            table=self._table,
-            lock=self._context.Lock(),
+        self.connections = [parent_end for parent_end, _ in pairs]
+        self.device = torch.accelerator.current_device_index() if self.parts.pin_memory else None
+        arguments = (
+            _Shipped(self.work, f"dataset: {type(self.parts.dataset).__name__}, or its cost_fn,"),
+            _Shipped(self.parts.worker_init_fn, "worker_init_fn:"),
+            seed,
+            self._table,
+            self._context.Lock(),
+            [worker_end for _, worker_end in pairs],
             # A job scheduler sends SIGTERM to all processes. A training process that handles it, to save a checkpoint
             # for one, needs its workers until then.
-            outlives=callable(signal.getsignal(signal.SIGTERM)),
-            connections=[worker_end for _, worker_end in pairs],
+            callable(signal.getsignal(signal.SIGTERM)),
         )
-        context: Any = _Context(self._context)
-        self._executor = executor = ProcessPoolExecutor(
-            self.num_workers, context, initializer=_begin, initargs=(setup,)
-        )
-        self._processes, self._owner = context.processes, os.getpid()
+        self._executor = executor = ProcessPoolExecutor(self.num_workers, self._context, _begin, arguments)
+        self._processes, self._owner = executor._processes, os.getpid()  # by process id, as they are started
         _pools.add(self)
         # A worker that is being forked has the handlers of this process, which must not run in it.
-        mask, threads = signal.pthread_sigmask(signal.SIG_BLOCK, DECIDED_BY_PARENT), set(threading.enumerate())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, DECIDED_BY_PARENT)
         try:
             for _ in range(self.num_workers):  # the first starts all workers that are forked, each starts a spawned one
                 executor.submit(os.getpid)
@@ -326,7 +310,9 @@ class Pool:
             self.close()
             raise
         finally:
-            _threads.update(set(threading.enumerate()) - threads)
+            manager: Any = executor._executor_manager_thread
+            if manager is not None:
+                _threads.add(manager)
             for _, worker_end in pairs:
                 worker_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: a handler may raise here
@@ -361,20 +347,6 @@ class Pool:
             for submitted in pending:
                 submitted.cancel()
 
-    def receive(self, dumped: Dumped | None, error: Exception | None, number: int) -> Any:
-        """The result in the answer of a worker."""
-        if dumped is None:
-            assert error is not None
-            raise error
-        try:
-            value = load(dumped, self._connections[number])
-        except Exception as error:
-            raise NotSent(one_line(error)) from None
-        if self._device is not None:
-            torch.accelerator.set_device_index(self._device)  # the thread of the executor has one of its own
-            value = torch_utils.pin_memory.pin_memory(value)
-        return value
-
     def why_late(self) -> str:
         busy = ", ".join(f"row {row} (pid {pid})" for pid, row in self._table.tolist() if row >= 0)
         return (
@@ -386,55 +358,39 @@ class Pool:
         """Why a worker has died; ends the others."""
         with self._lock:
             if not self._why_broken:
-                pid, code = self._first_dead()
+                # The one that has died by itself, with its exit code; the executor terminates the others.
+                dead: list[tuple[int, int | None]] = []
+                until = time.monotonic() + JOIN_S
+                while not dead and time.monotonic() < until:
+                    time.sleep(0.01)
+                    dead = [
+                        (pid, one.exitcode) for pid, one in list(self._processes.items()) if one.exitcode is not None
+                    ]
+                pid, code = min(dead, key=lambda pid_and_code: pid_and_code[1] == -signal.SIGTERM, default=(0, None))
                 row = dict(self._table.tolist()).get(pid, -1)
                 place = f"at row {row} of the dataset" if row >= 0 else "at no row"
                 self._why_broken = why_worker_died(pid, code, place)
-                self._kill()
+                _kill(list(self._processes.values()))
         return self._why_broken
-
-    def _first_dead(self) -> tuple[int, int | None]:
-        """Process id and exit code of the worker that has died by itself; the executor terminates the others."""
-        end = time.monotonic() + JOIN_S
-        while True:
-            dead = [(process.pid or 0, process.exitcode) for process in self._processes if process.exitcode is not None]
-            dead.sort(key=lambda pid_and_code: pid_and_code[1] == -signal.SIGTERM)
-            if dead or time.monotonic() > end:
-                return dead[0] if dead else (0, None)
-            time.sleep(0.01)
 
     def close(self) -> None:
         """End the workers, whatever they are doing. `start` starts other ones."""
         # A copy, in a process that was forked later, may hold a lock of the executor that nobody releases there.
         if self._executor is not None and os.getpid() == self._owner:
+            processes = list(self._processes.values())
             self._executor.shutdown(wait=False, cancel_futures=True)
-            self._kill()
+            _kill(processes)
         # Last: the handler of a signal may raise at any line above, and `_close_all` then calls this again.
-        self._processes, self._connections, self._table = [], [], NO_WORKER  # they hold file descriptors
+        self._processes, self.connections, self._table = {}, [], NO_WORKER  # they hold file descriptors
         self._executor = None
         _pools.discard(self)
 
-    def _kill(self) -> None:
-        started = [process for process in self._processes if process.pid is not None]
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join(JOIN_S)
 
-
-class _Context:
-    """A context of multiprocessing that keeps the processes that are made with it."""
-
-    def __init__(self, inner: Any):
-        self.inner, self.processes = inner, list[BaseProcess]()
-
-    def Process(self, *args: Any, **kwargs: Any) -> BaseProcess:
-        process: BaseProcess = self.inner.Process(*args, **kwargs)
-        self.processes.append(process)
-        return process
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(JOIN_S)
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
@@ -454,7 +410,6 @@ def _close_all() -> None:
 # has. What is registered here it calls before.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What the pool of a loader computes.
 
 OBSERVES, COLLATES = range(2)
@@ -476,7 +431,15 @@ class Work:
         return self.rows.dataset
 
     def observe(self, draws: Draws, rows: Sequence[Row]) -> list[Sample | Rejection]:
-        return [self._observe(draws, row) for row in rows]
+        observed = []
+        for row in rows:
+            if not isinstance(row, Sample | Rejection):
+                id = row.id if isinstance(row, RawItem) else row
+                at(id)
+                seed_random_numbers(*draws, OBSERVES, id)
+                row = self.rows[row]
+            observed.append(row)
+        return observed
 
     def collate(self, draws: Draws, samples: Sequence[Sample]) -> Salvaged:
         first = samples[0].id
@@ -500,37 +463,20 @@ class Work:
     def compute(self, function: Callable[..., R], args: Any, kwargs: Any) -> R:
         return function(*args, **kwargs)
 
-    def _observe(self, draws: Draws, row: Row) -> Sample | Rejection:
-        if isinstance(row, Sample | Rejection):
-            return row
-        id = row.id if isinstance(row, RawItem) else row
-        at(id)
-        seed_random_numbers(*draws, OBSERVES, id)
-        return self.rows[row]
-
 
 def size(sample: Sample) -> tuple[int, int]:
     return sample.cost.patches + sample.cost.padded, sample.id
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A look at single rows before there is a loader. A worker reads them, if there are any: the workers to come must not
 # inherit what a dataset opens when it is read first.
-
-
-@dataclass
-class _Look:
-    dataset: Any
-    function: Callable[[Any], Any]
-
-    def look(self) -> Any:
-        return self.function(self.dataset)
 
 
 def look(parts: DataLoaderParts, function: Callable[[Any], R]) -> R:
     """`function(dataset)`, in a process of its own if these parts have workers; random numbers stay as they are."""
     parts = replace(parts, num_workers=min(parts.num_workers, 1), pin_memory=False)
-    with closing(Pool(_Look(parts.dataset, function), parts)) as pool:
+    work = SimpleNamespace(dataset=parts.dataset, look=partial(function, parts.dataset))
+    with closing(Pool(work, parts)) as pool:
         pool.start()
         result: R = pool.submit("look").result()
         return result
@@ -558,18 +504,17 @@ def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
     Returns "", or why items of this kind cannot be observed: they need a `cost_fn` or labels, or `cost_fn` returns no
     cost.
     """
-    message, units_from = look(parts, partial(_first_observed, observer))
-    if not message:
-        observer.units_from = units_from
+    message, observer.units_from = look(parts, partial(_first_observed, observer))
     return message
 
 
 def _first_observed(observer: ItemObserver, dataset: Any) -> tuple[str, UnitsFrom | None]:
     """What is wrong with the kind of an item, or ""; what its units are counted from."""
+    message = ""
     try:
         observer(dataset[0])
     except ItemError as error:
-        return str(error), None
+        message = str(error)
     except Exception:  # a row that cannot be read; the loader reports it, by its policy
         pass
-    return "", observer.units_from
+    return message, observer.units_from

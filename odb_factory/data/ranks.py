@@ -42,7 +42,6 @@ from odb_factory.planner import ROW, BufferMetadata, Limits
 
 logger = get_logger(__name__)
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The data-parallel ranks of a custom loop.
 
 
@@ -119,7 +118,6 @@ def _of_accelerate() -> dist.ProcessGroup | None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # A gloo group for the calls of one thread.
 
 YEAR = timedelta(days=365)
@@ -187,8 +185,6 @@ class Channel:
 
     def cancel(self) -> None:
         """End what waits in this channel, in whatever thread: a receive that times out closes its connections."""
-        if self._gloo is None:
-            return
         with contextlib.suppress(RuntimeError):
             nothing = torch.zeros(1, dtype=torch.uint8)
             self._gloo.recv([nothing], self.ring.before, CANCEL_TAG).wait(timedelta(milliseconds=1))
@@ -198,7 +194,6 @@ def _tensor(content: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The ring that ends all waits.
 
 BEAT_S = 1.0
@@ -233,7 +228,8 @@ class Ring:
 
     silence_s: how long a rank may give no sign of life. end_process: ends this process, whatever its main thread is
     doing, `END_S` after a failure that the main thread has not been told of; None: nobody does.
-    main: the channel of the main thread. failure: why a rank has failed; is_known: the main thread has been told.
+    group: the process group, if it lives. main: the channel of the main thread. is_closing: it is not used any more.
+    failure: why a rank has failed; is_known: the main thread has been told.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, silence_s: float):
@@ -241,7 +237,7 @@ class Ring:
         self.patience = YEAR
         self.end_process: Callable[[str], None] | None = None
         self.failure: str | None = None
-        self.is_known = self._is_closing = self._before_has_ended = False
+        self.is_known = self.is_closing = self._before_has_ended = False
         self._changed = threading.Condition()
         self._channels: list[Channel] = []
         self._idle: list[Channel] = []
@@ -254,7 +250,8 @@ class Ring:
         self.before, self.after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         self.patience = min(timedelta(seconds=patience_of(parent)), YEAR)
         group: Any = parent or dist.group.WORLD
-        generation = _generations[group] = _generations.get(group, 0) + 1
+        self.group = weakref.ref(group)
+        generation = sum(ring.group() is group for ring in _rings)
         self._store = dist.PrefixStore(f"odb_factory {generation}", _get_process_group_store(group))
         self.main = self.channel()
         loops = (self._listen, "odb-ring"), (self._beat, "odb-beat")
@@ -309,13 +306,9 @@ class Ring:
         """Why a call has failed; all ranks learn of it."""
         is_late = waited_s > 0.9 * self.patience.total_seconds()
         if (cause := self.cause(0.0 if is_late else CAUSE_S)) is None:
-            cause = (
-                LATE.format(self.rank, waited_s, about)
-                if is_late
-                else (
-                    f"rank {self.rank} lost another rank in {about}; look for its own last message ({one_line(error)})."
-                )
-            )
+            cause = f"rank {self.rank} lost another rank in {about}; look for its own last message ({one_line(error)})."
+            if is_late:
+                cause = LATE.format(self.rank, waited_s, about)
             if self._before_has_ended:
                 cause = ENDED_EARLY.format(self.before)
             self._note(cause)
@@ -323,9 +316,9 @@ class Ring:
 
     def close(self) -> None:
         """End in order: the rank after this one is told, and threads that wait are ended."""
-        if self.world_size == 1 or self._is_closing:
+        if self.world_size == 1 or self.is_closing:
             return
-        self._is_closing = True
+        self.is_closing = True
         with contextlib.suppress(RuntimeError):  # it may have ended before this one
             if self.failure is None:
                 self._send(ENDED)
@@ -359,24 +352,22 @@ class Ring:
             try:
                 self.main._gloo.recv([message], self.before, RING_TAG).wait(timedelta(seconds=limit_s))
             except RuntimeError:
-                if self._is_closing or self.failure is not None or self._before_has_ended:
-                    return
-                waited_s = time.monotonic() - started
-                is_silent = waited_s > 0.9 * limit_s
-                self._note(SILENT.format(self.before, limit_s) if is_silent else GONE.format(self.before))
+                if not (self.is_closing or self.failure is not None):
+                    is_silent = time.monotonic() - started > 0.9 * limit_s
+                    self._note(SILENT.format(self.before, limit_s) if is_silent else GONE.format(self.before))
                 return
             content = message.numpy().tobytes().rstrip(b"\0")
-            self._before_has_ended |= content[:1] == ENDED
+            if content[:1] == ENDED:
+                self._before_has_ended = True
+                return
             if content[:1] == FAILED:
                 self._note(content[1:].decode(errors="replace"))
-                return
-            if self._before_has_ended:
                 return
 
     def _beat(self) -> None:
         """The thread that sends a sign of life to the rank after this one, which may have ended."""
         with contextlib.suppress(RuntimeError):
-            while not self._is_closing and self.failure is None:
+            while not self.is_closing and self.failure is None:
                 self._send(BEAT, YEAR)
                 time.sleep(BEAT_S)
 
@@ -390,7 +381,7 @@ class Ring:
     def _note(self, reason: str) -> None:
         """Keep the first failure, pass it on, and end all waits."""
         with self._changed:
-            if self.failure is not None or self._is_closing:
+            if self.failure is not None or self.is_closing:
                 return
             self.failure = reason
             self._changed.notify_all()
@@ -403,19 +394,15 @@ class Ring:
     def _end_if_unknown(self) -> None:
         """The main thread may be in a collective of the training that never returns."""
         time.sleep(END_S)
-        if self.is_known or self._is_closing or self.failure is None:
+        if self.is_known or self.is_closing or self.failure is None:
             return
         logger.error("%s", self.failure)
         if self.end_process is not None:
             self.end_process(self.failure)
 
 
-_rings: weakref.WeakKeyDictionary[Any, Ring] = weakref.WeakKeyDictionary()
-_open: list[Ring] = []
-_past_rings: list[Ring] = []
-"""Rings of the past: destructors of gloo's objects wait for threads, which a forked process does not have."""
-_generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Rings that a process group has had."""
+_rings: list[Ring] = []
+"""Closed ones stay: destructors of gloo's objects wait for threads, which a forked process does not have."""
 
 
 def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
@@ -427,29 +414,27 @@ def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
     if world_size_of(process_group) == 1:
         return Ring(process_group, silence_s)
     group = process_group or dist.group.WORLD
-    ring = _rings.get(group)
+    ring = next((ring for ring in reversed(_rings) if ring.group() is group), None)
     if ring is not None and ring.failure is not None:
         if not ring.is_known:
             ring.check()
         ring.close()
-        _open.remove(ring)
-        _past_rings.append(ring)
-        ring = None
-    if ring is None:
-        _rings[group] = ring = Ring(process_group, silence_s)
-        _open.append(ring)
+    if ring is None or ring.is_closing:
+        ring = Ring(process_group, silence_s)
+        _rings.append(ring)
     ring.silence_s = silence_s
     return ring
 
 
 def known_failure(wait_s: float = CAUSE_S) -> str | None:
     """Why another rank has failed."""
-    return next((cause for ring in _open if (cause := ring.cause(wait_s))), None)
+    living = (ring for ring in _rings if not ring.is_closing)
+    return next((cause for ring in living if (cause := ring.cause(wait_s))), None)
 
 
 def end_all(reason: str | None) -> None:
     """The main thread ends this process; let the other ranks know why, unless they know (None)."""
-    for ring in _open:
+    for ring in _rings:
         ring.end_process = None
         if reason is not None:
             ring.fail(reason)
@@ -457,15 +442,14 @@ def end_all(reason: str | None) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for ring in _open:
+    for ring in _rings:
         ring.close()
 
 
 def _forget_all() -> None:
     """In a forked process, which has none of the threads."""
-    _past_rings.extend(_open)
-    _open.clear()
-    _rings.clear()
+    for ring in _rings:
+        ring.is_closing = True
 
 
 os.register_at_fork(after_in_child=_forget_all)
@@ -493,7 +477,6 @@ def gather_once(message: bytes, silence_s: float, parent: dist.ProcessGroup | No
     return ring_of(parent, silence_s).main.gather(message, "comparing the ranks")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The ranks of a training, as the planning of a loader sees them.
 
 LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
@@ -531,7 +514,7 @@ class Ranks:
         self._ring = ring_of(process_group, silence_s)
         self._channel = self._ring.channel()
         self.rank, self.world_size = self._ring.rank, self._ring.world_size
-        self._has_failed = self._is_closed = False
+        self._is_closed = False
 
     def check(self) -> None:
         """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
@@ -545,7 +528,8 @@ class Ranks:
         if self.world_size == 1:
             ranks = [metadata]
         else:
-            self._refuse_if_left()
+            if self._is_closed:
+                raise CollectiveError(self._ring.failure or f"rank {self.rank} has left the training.")
             ranks = [pickle.loads(text) for text in self._channel.gather(pickle.dumps(metadata, 5), "planning")]
         # A rank that only left may have done so because of the failure of another one.
         failures = [(meta.failure == LEFT_EPOCH, rank, meta.failure) for rank, meta in enumerate(ranks) if meta.failure]
@@ -570,9 +554,7 @@ class Ranks:
 
     def abort(self, message: str) -> None:
         """Let the others know why this rank ends, whatever they are doing."""
-        if not self._has_failed:
-            self._has_failed = True
-            self._ring.fail(message)
+        self._ring.fail(message)
 
     def mark_told(self) -> None:
         """The caller, in the main thread, has been told why a rank has failed, if one has."""
@@ -583,7 +565,3 @@ class Ranks:
         if not self._is_closed:
             self._is_closed = True
             self._ring.give_back(self._channel)
-
-    def _refuse_if_left(self) -> None:
-        if self._has_failed or self._is_closed:
-            raise CollectiveError(self._ring.failure or f"rank {self.rank} has left the training.")

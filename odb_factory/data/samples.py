@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -51,6 +51,11 @@ class Remaining:
         ends = np.cumsum(np.bincount(owners, minlength=world_size))
         held_by_rank = np.split(held[np.argsort(owners, kind="stable")], ends[:-1])
         return held_by_rank, self.first + (ranks - self.first) % world_size
+
+    def positions(self, rank: int, world_size: int) -> Iterator[int]:
+        """Those that a rank draws, in ascending order, without end."""
+        held, firsts = self.of_ranks(world_size)
+        return itertools.chain(held[rank].tolist(), itertools.count(int(firsts[rank]), world_size))
 
     def after(self, drawn: np.ndarray, waiting: np.ndarray) -> Remaining:
         """What is left once each rank has drawn this many of its positions, of which `waiting` are not trained on."""
@@ -194,7 +199,6 @@ class MicroBatch:
         return self.index == self.step.num_micro_batches - 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The weight of every unit within its optimizer step (I8, I9).
 # With `loss_scaling` one of these, a unit of sample s with n units weighs
 #     stock     1 / (num_stock_means x stock_units of s)     as in stock training
@@ -222,9 +226,6 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
         case _:
             divisor = step.active_ranks * micro_batch.num_units
     return (world_size / (divisor or 1),) * len(samples)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +268,12 @@ def describe_cost(tokens: int, media: Media) -> str:
     return f"{tokens} tokens, {media}" if any(media) else f"{tokens} tokens"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The rows that are left out: one way for all reasons. A row is rejected when it is read, before a plan, or it fails: it
 # is planned, and then cannot be collated, or memory does not hold it. One that fails after its optimizer step began is
 # late: the others keep their weights, and its share of the loss is lost.
 
-MAX_LOGGED = 10
+MAX_LOGGED, MOST_NAMED = 10, 16
+"""Rows that are logged, and that a message names."""
 COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
 """The reasons of rows that fail: they cannot be collated, or are of a micro-batch that memory does not hold."""
 HINTS = {"unsupervised": " (no token carries loss; cutoff_len may cut the answers off, and nothing would be learned)"}
@@ -295,10 +296,10 @@ class LeftOut:
             logger.warning("further rows that are left out are counted and not logged")
 
 
-def name_rows(ids: Sequence[int], most: int) -> str:
-    """Rows as in messages, at most this number of them: `row 3`, `rows 1, 2, ...`."""
-    ellipsis = ", ..." if len(ids) > most else ""
-    return f"row{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:most]))}{ellipsis}"
+def name_rows(ids: Sequence[int]) -> str:
+    """Rows as in messages, at most `MOST_NAMED`: `row 3`, `rows 1, 2, ...`."""
+    ellipsis = ", ..." if len(ids) > MOST_NAMED else ""
+    return f"row{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:MOST_NAMED]))}{ellipsis}"
 
 
 def no_usable_row(rejected: Mapping[str, int], other_reasons: Sequence[str] = (), empty: str = "it is empty") -> str:

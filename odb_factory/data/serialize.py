@@ -11,7 +11,7 @@ import pickle
 import socket
 import types
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 
 from odb_factory.errors import ConfigError, one_line
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait until they are collated, and how samples travel between ranks.
 # A list of token ids as pickle writes it takes 3 bytes an id, an array of int32 4, and neither is faster.
 
@@ -61,7 +60,6 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # An object for another process, with its tensors and arrays in one file in memory that has no name.
 # torch sends a file for each tensor, which the receiver asks a thread of the sender for, in several messages; a sender
 # that computes answers late. Here the file of a batch follows at once, over a socket that both have from the beginning.
@@ -69,8 +67,6 @@ def unpack(packed: bytes) -> Any:
 
 ALIGNMENT = 64
 """Bytes; a multiple of the size of every number."""
-MOST_BUFFERS = 512
-"""Of one call of `writev`."""
 Dumped = tuple[bytes, tuple[int, ...]]
 """The object without what is in the file, and the bytes of each buffer in it."""
 
@@ -83,7 +79,10 @@ def dump(value: Any, connection: socket.socket) -> Dumped:
     if raw:
         file = os.memfd_create("odb-batch")
         try:
-            _write(file, raw)
+            with open(file, "wb", closefd=False) as stream:
+                for view in raw:
+                    stream.write(view)
+                    stream.write(bytes(-view.nbytes % ALIGNMENT))
             socket.send_fds(connection, [b"f"], [file])
         finally:
             os.close(file)
@@ -107,22 +106,11 @@ def load(dumped: Dumped, connection: socket.socket) -> Any:
     return pickle.loads(pickled, buffers=buffers)
 
 
-def _write(file: int, buffers: Sequence[memoryview]) -> None:
-    pending = [part for buffer in buffers for part in (buffer, memoryview(bytes(-buffer.nbytes % ALIGNMENT)))]
-    while pending:
-        written = os.writev(file, pending[:MOST_BUFFERS])
-        while pending and written >= len(pending[0]):
-            written -= len(pending.pop(0))
-        if written:
-            pending[0] = pending[0][written:]
-
-
 class _BatchPickler(ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         return reduce_tensor(obj)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Send a collator to a worker process that is not forked, without the weights of a model it holds.
 # LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled unchanged, every worker
 # would get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place: code
@@ -162,8 +150,8 @@ class Picklable:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles modules without their weights: classes, submodules, attributes; tensors as "meta", functions as
-    `_NotSent`. models: the pickles of modules that were sent before, by their id; None within a module."""
+    """Pickles modules without their weights: classes, submodules, attributes; tensors as "meta", and no functions that
+    were set on a module. models: the pickles of modules that were sent before, by their id; None within a module."""
 
     def __init__(self, file: io.BytesIO, models: dict[int, bytes] | None = None):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -183,19 +171,9 @@ class _Pickler(ForkingPickler):
         # Hooks belong to the trainer of the model, functions are often closures of an engine.
         blank = vars(torch.nn.Module())
         state = {name: value for name, value in vars(obj).items() if name not in blank}
-        state = {name: _NotSent(name) if isinstance(value, _FUNCTIONS) else value for name, value in state.items()}
+        state = {name: value for name, value in state.items() if not isinstance(value, _FUNCTIONS)}
         state |= blank | {name: dict(vars(obj)[name]) for name in ("_parameters", "_buffers", "_modules")}
         return copyreg.__newobj__, (type(obj),), {**state, "training": obj.training}  # type: ignore[attr-defined]
-
-
-class _NotSent:
-    """Stands for a function that was set on a module; raises if it is called."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self.name} of the model is not there in a worker process that is not forked")
 
 
 def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -203,7 +181,6 @@ def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> tor
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What rows say, as a number: to notice that the data of ranks differ.
 
 

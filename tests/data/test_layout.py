@@ -64,14 +64,16 @@ def collate(
     multiple=st.sampled_from([1, 4]),
     round_to=st.sampled_from([1, 8]),
     num_rotary=st.sampled_from([0, 3, 4]),
+    mask=st.booleans(),
 )
 def test_it_is_the_same_tokens_without_padding(
-    lengths: list[int], left: bool, dummy: int, multiple: int, round_to: int, num_rotary: int
+    lengths: list[int], left: bool, dummy: int, multiple: int, round_to: int, num_rotary: int, mask: bool
 ) -> None:
-    rows = items(lengths)
+    """mask: the batch has an `attention_mask`; without one the lengths say where padding begins, on the right."""
+    left, rows = left and mask, items(lengths)
     for row in rows if left else ():
         row["labels"][0] = IGNORE  # padding would predict it
-    batch: dict[str, Any] = collate(rows, left=left, dummy=dummy, multiple=multiple)
+    batch: dict[str, Any] = collate(rows, left=left, dummy=dummy, multiple=multiple, mask=mask)
     shape = batch["input_ids"].shape
     batch["token_type_ids"] = batch["input_ids"] % 7
     batch["pixel_values"] = torch.randn(len(rows), shape[1])  # a shape that tells nothing
@@ -109,14 +111,6 @@ def test_it_is_the_same_tokens_without_padding(
     assert batch.keys() == before.keys() and all(torch.equal(batch[key], before[key]) for key in batch), "pure"
 
 
-def test_without_a_mask_the_lengths_say_where_padding_begins() -> None:
-    rows = items([3, 5, 1])
-    with_mask, _ = flatten(collate(rows, dummy=2), [3, 5, 1], 2)
-    without, segments = flatten(collate(rows, dummy=2, mask=False), [3, 5, 1], 2)
-    assert segments.lengths == (3, 5, 1, 2)
-    assert all(torch.equal(with_mask[key], without[key]) for key in with_mask)
-
-
 def test_boundaries_are_those_of_the_segments() -> None:
     flat, segments = flatten(collate(items([3, 5])), [3, 5], pad_to_multiple_of=16, with_boundaries=True)
     assert segments.lengths == (3, 5, 8)
@@ -128,17 +122,12 @@ def test_boundaries_are_those_of_the_segments() -> None:
     assert varlen_arguments((4,))["max_length_k"] == 4
 
 
-def test_sounds_stay_where_they_have_the_shape_of_tokens() -> None:
+def test_the_kind_of_mapping_and_what_goes_by_media_stay() -> None:
     """A clip in each row, and as many bands and frames as the rows have tokens."""
-    sounds = {"input_features": torch.rand(2, 5, 7), "feature_attention_mask": torch.ones(2, 5)}
-    flat, _ = flatten(collate(items([5, 3])) | sounds, [5, 3])
-    assert all(flat[name] is value for name, value in sounds.items())
-
-
-def test_the_kind_of_mapping_stays() -> None:
-    batch = BatchEncoding(collate(items([3, 5])) | {"note": "kept"})
-    flat, _ = flatten(batch, [3, 5])
-    assert type(flat) is BatchEncoding and flat["note"] == "kept"
+    kept = {"input_features": torch.rand(2, 5, 7), "feature_attention_mask": torch.ones(2, 5), "note": "kept"}
+    batch = BatchEncoding(collate(items([5, 3])) | kept)
+    flat, _ = flatten(batch, [5, 3])
+    assert type(flat) is BatchEncoding and all(flat[name] is value for name, value in kept.items())
     assert batch["input_ids"].shape == (2, 5) and "attention_mask" in batch
 
 

@@ -6,11 +6,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,22 +50,6 @@ def failure(loader: ODBLoader) -> str:
         list(loader)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-@contextmanager
-def within(seconds: int) -> Iterator[None]:
-    """Turn a hang of the main thread into a failure."""
-
-    def ring(*_: Any) -> None:
-        raise TimeoutError(f"no answer within {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def holding() -> tuple[int, int, int]:
@@ -135,7 +117,7 @@ def test_two_optimizer_steps_are_planned_ahead_and_no_more_than_the_buffer_has_r
 @WORKERS
 def test_an_epoch_may_be_left_and_begun_again(num_workers: int) -> None:
     """Nothing of the epoch that was left turns up in the one after it; not even where its iterator lives on."""
-    with open_loader(num_workers=num_workers) as loader, within(40):
+    with open_loader(num_workers=num_workers) as loader:
         first = run(loader)
         assert every_row(first)
         for count in (1, 5):
@@ -233,7 +215,7 @@ def test_a_row_stops_the_run_and_is_named(
     """In one line, and again when the epoch is tried again; no advice to set what is set."""
     is_all = fate.startswith("all ")
     rows = fated(*(range(4) if is_all else [33]), num_rows=4 if is_all else 60, fate=fate.removeprefix("all "))
-    with open_loader(rows, num_workers, **options) as loader, within(40):
+    with open_loader(rows, num_workers, **options) as loader:
         message = failure(loader)
         assert all(word in message for word in words), message
         assert options.get("on_error") != "skip" or "on_error" not in message

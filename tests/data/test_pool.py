@@ -19,6 +19,7 @@ import torch
 from toy import Rows, item, pad
 
 from odb_factory import DataError, ODBDataLoader, pop_step_info
+from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.random_numbers import random_states
 
 TESTS = Path(__file__).parents[1]
@@ -98,64 +99,83 @@ def test_start_methods_give_the_same(method: str) -> None:
     assert epochs(1, num_workers=1, multiprocessing_context=method) == epochs(1, num_workers=0)
 
 
-# Tensors that come back
+# Values that travel
 
 
-def tensors(items: list[dict[str, Any]]) -> dict[str, Any]:
-    rows = torch.arange(12).reshape(3, 4)
-    return pad(items) | {
-        "view": rows[:, 1:3],
-        "transposed": rows.t(),
-        "expanded": torch.ones(1).expand(2, 3),
-        "bfloat16": torch.full((2, 3), 0.5, dtype=torch.bfloat16),
-        "bool": torch.tensor([True, False]),
-        "scalar": torch.tensor(3),
-        "empty": torch.empty(0, 4),
-        "sparse": torch.eye(3).to_sparse(),
-        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
-        "odd": torch.arange(7, dtype=torch.uint8),
-        "nested": [{"x": (torch.ones(2), "text")}],
-    }
+def same(value: Any, other: Any) -> bool:
+    """Equal, and of the same types: 1, 1.0 and True are three things to a collator."""
+    if isinstance(value, (list, tuple)):
+        return type(value) is type(other) and len(value) == len(other) and all(map(same, value, other))
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        is_alike = type(value) is type(other) and (value.dtype, value.shape) == (other.dtype, other.shape)
+        dense = [one.to_dense() if isinstance(one, torch.Tensor) else one for one in (value, other)]
+        return is_alike and dense[0].tolist() == dense[1].tolist()
+    return type(value) is type(other) and (value is other or value == other)
 
 
-def test_a_batch_comes_back_as_it_was_made_and_may_be_changed() -> None:
-    expected = tensors([item(0)])
-    with ODBDataLoader(Rows(), collate_fn=tensors, num_workers=2, **OPTIONS) as loader:
+LISTS: list[Any] = [[1, True], [1, [2, 3], None, 2.5], (1, "b"), [EncodedImage(b"file", None, 2), {"path": "b.png"}]]
+TENSORS: list[Any] = [
+    torch.tensor(3),
+    torch.empty(0, 4),
+    torch.tensor([True, False]),
+    torch.randn(3, 2, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
+    torch.arange(12).reshape(3, 4).t(),
+    torch.ones(1).expand(2, 3),
+    torch.arange(7, dtype=torch.uint8),
+    np.arange(6, dtype=np.int16).reshape(3, 2),
+    np.zeros((0, 3), np.float32),
+    torch.eye(3).to_sparse(),
+]
+
+
+def carrying(k: int) -> dict[str, Any]:
+    return item(k) | {"values": LISTS + TENSORS}
+
+
+def carried(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Changes its items in place, as collators may: tensors, arrays, keys."""
+    values = items[0].pop("values")
+    for value in values[-4:-2]:
+        value += 0
+    return pad(items) | {"values": values}
+
+
+def test_values_come_back_as_they_were_and_may_be_changed() -> None:
+    """From the dataset to a collator in a worker, and from there: ids, media references, tensors, with their types."""
+    with ODBDataLoader(Rows(carrying), collate_fn=carried, num_workers=2, **OPTIONS) as loader:
         for batch in loader:
             pop_step_info(batch)
-            for key, value in expected.items():
-                if key in ("input_ids", "labels"):
-                    continue
-                own = batch[key]
-                assert type(own) is type(value), key
-                if isinstance(value, torch.Tensor):
-                    assert own.dtype == value.dtype and own.shape == value.shape
-                    assert torch.equal(own.to_dense(), value.to_dense()), key
-            assert batch["array"].tolist() == expected["array"].tolist()
-            assert batch["nested"][0]["x"][0].tolist() == [1, 1] and batch["nested"][0]["x"][1] == "text"
-            batch["bfloat16"].zero_(), batch["input_ids"].fill_(7)
+            for value, other in zip(batch["values"], LISTS + TENSORS, strict=True):
+                assert same(value, other), other
+            batch["values"][len(LISTS) + 3].zero_(), batch["input_ids"].fill_(7)
 
 
 # What goes wrong
 
 
+def fail(how: str) -> None:
+    if how == "exit":
+        os._exit(3)
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sleeps":
+        time.sleep(30)
+    if how == "odd error":
+        raise Odd(lambda: None)
+
+
 class Failing(Rows):
+    """At row 100."""
+
     def __init__(self, how: str):
         super().__init__(num_rows=200)
         self.how = how
 
     def __getitem__(self, k: int) -> Any:
         if k == 100:
-            if self.how == "exit":
-                os._exit(3)
-            if self.how == "sys.exit":
-                sys.exit(3)
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "sleeps":
-                time.sleep(30)
-            if self.how == "odd error":
-                raise Odd(lambda: None)
+            fail(self.how)
         return item(k)
 
 
@@ -163,16 +183,9 @@ class Odd(Exception):
     """Cannot be pickled."""
 
 
-def odd(items: list[dict[str, Any]]) -> Any:
-    raise Odd(lambda: None)
-
-
-def killed(items: list[dict[str, Any]]) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def sleeping(items: list[dict[str, Any]]) -> Any:
-    time.sleep(30)
+def collating(how: str, **options: Any) -> dict[str, Any]:
+    """Options of a loader whose collator fails."""
+    return {"collate_fn": lambda items: fail(how), "cost_fn": lambda item: 5, **options}
 
 
 def unsendable(items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -191,11 +204,11 @@ def fails_to_begin(worker_id: int) -> None:
         ({"dataset": Failing("exit")}, r"row 100 .*exit code 3"),
         ({"dataset": Failing("sys.exit")}, "SystemExit: 3"),
         ({"dataset": Failing("odd error")}, "row 100 .*Odd"),
-        ({"collate_fn": odd, "cost_fn": lambda item: 5}, r"row.* \d+.*Odd"),
-        ({"collate_fn": killed, "cost_fn": lambda item: 5}, "out-of-memory killer"),
+        (collating("odd error"), r"row.* \d+.*Odd"),
+        (collating("killed"), "out-of-memory killer"),
         ({"worker_init_fn": fails_to_begin}, "no such disk"),
         ({"dataset": Failing("sleeps"), "timeout": 1}, "timeout: 1 s.*row 100"),
-        ({"collate_fn": sleeping, "cost_fn": lambda item: 5, "timeout": 1}, "timeout: 1 s.*row "),
+        (collating("sleeps", timeout=1), "timeout: 1 s.*row "),
         # A queue of torch would lose it, and the trainer wait for ever.
         ({"collate_fn": unsendable, "cost_fn": lambda item: 5}, "^rows .*cannot be sent to the training process"),
     ],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -193,11 +192,9 @@ def refused(state: Any, *words: str, lengths: Any = LENGTHS, **options: Any) -> 
 @pytest.mark.parametrize(
     ("mode", "changed", "word"),
     [
-        ({}, {"seed": 8}, "seed was 7, is 8"),
         ({}, {"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
         (EIGHT, {"seed": 8}, "seed was 7, is 8"),
         (EIGHT, {"order": 1}, "order"),
-        (EIGHT, {"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
         (EIGHT, {"global_batch_size": 16}, "ranks) was 8, is 16"),
         (EIGHT, {"drop_last": True, "batch_size": 8}, "samples was 60, is 56"),
         (EIGHT, {"stream": Stream}, "samples was 60, is None"),
@@ -220,14 +217,14 @@ def test_another_training_is_refused(mode: dict[str, Any], changed: dict[str, An
 def test_another_dataset_is_refused(mode: dict[str, Any]) -> None:
     """Of as many rows, which `datasets` tells apart."""
 
-    class OfSeat(Observer):
+    class OfColumns(Observer):
         def __call__(self, item: dict[str, Any]) -> Any:
             return super().__call__((item["index"], item["length"]))
 
     def dataset(lengths: list[int]) -> Dataset:
         return Dataset.from_dict({"index": range(len(lengths)), "length": lengths})
 
-    options = {"observer": OfSeat(), **mode}
+    options = {"observer": OfColumns(), **mode}
     before, state = run(LENGTHS, stop_after=4, dataset=dataset(LENGTHS), **options)
     after, _ = run(LENGTHS, state=state, dataset=dataset(LENGTHS), **options)
     assert ids_of(before) + ids_of(after) == usable(LENGTHS)
@@ -254,18 +251,10 @@ def test_a_stream_that_was_split_goes_on_with_the_same_ranks_alone() -> None:
 # Ranks that are not in agreement
 
 
-class Turned:
-    """An order of which only the first `alike` indices are the same on all ranks."""
-
-    def __init__(self, num_rows: int, alike: int, rank: int):
-        first, rest = list(range(alike)), list(range(alike, num_rows))
-        self.order = first + rest[rank:] + rest[:rank]
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
+def turned(alike: int, rank: int) -> list[int]:
+    """An order of 200 rows of which only the first `alike` are the same on all ranks."""
+    rest = list(range(alike, 200))
+    return [*range(alike), *rest[rank:], *rest[:rank]]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -276,7 +265,7 @@ def test_orders_that_differ_anywhere_are_noticed(alike: int, size: int, drop_las
     def drive(seat: Any) -> Any:
         options = KEEP | {"global_batch_size": size, "drop_last": drop_last}
         steps = []
-        with open_loader([5] * 200, seat, sampler=Turned(200, alike, seat.rank), **options) as loader:
+        with open_loader([5] * 200, seat, sampler=turned(alike, seat.rank), **options) as loader:
             try:
                 for one, _, _ in loader:
                     steps.append(one.step.index)

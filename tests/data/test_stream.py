@@ -1,4 +1,5 @@
-"""A dataset that is iterated: one process of a rank reads, and any number observe what it has read (I2, I6)."""
+"""A dataset that is iterated: one process of a rank reads, and any number observe what it has read. That the order and
+a resume do not depend on their number (I2, I6): tests/llamafactory/test_streaming.py."""
 
 from __future__ import annotations
 
@@ -11,26 +12,11 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 from toy import Observer, item, pad
-from worlds import LENGTHS, Stream, ids_of, run, usable
+from worlds import LENGTHS, Stream, run
 
 from odb_factory import ODBDataLoader, pop_step_info
 from odb_factory.errors import DataError
 from odb_factory.planner import Cost
-
-STEPS = {"global_batch_size": "keep", "batch_size": 2, "accumulation": 4, "stream": Stream}
-
-
-@pytest.mark.parametrize("options", [STEPS, {"stream": Stream}], ids=["keep", "fill"])
-def test_order_and_resume_do_not_depend_on_the_number_of_workers(options: dict[str, Any]) -> None:
-    whole = [run(LENGTHS, epochs=2, num_workers=count, **options)[0] for count in (0, 1, 3)]
-    assert whole[0] == whole[1] == whole[2]
-    assert ids_of(whole[0]) == ids_of(whole[0], 1) == usable(LENGTHS)
-    before, state = run(LENGTHS, num_workers=3, stop_after=2, **options)
-    rest = [run(LENGTHS, epochs=2, num_workers=count, state=state, **options)[0] for count in (0, 1, 3)]
-    assert rest[0] == rest[1] == rest[2]
-    assert ids_of(before) + ids_of(rest[0]) == usable(LENGTHS)
-    if options is STEPS:
-        assert [one.ids for one in before[0] + rest[0][0]] == [one.ids for one in whole[0][0]]
 
 
 class Telling(Observer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import warnings
@@ -29,9 +30,8 @@ def batches_of(loader: Any) -> list[Any]:
 
 def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
     """A collator that draws random numbers of all three kinds."""
-    worker = get_worker_info()
-    seed = None if worker is None else worker.seed
-    return pad(items) | {"drawn": (torch.rand(1).item(), random.random(), float(np.random.rand())), "seed": seed}
+    drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
+    return pad(items) | {"drawn": drawn, "seed": get_worker_info().seed}
 
 
 # Options
@@ -47,25 +47,17 @@ class Opened(Rows):
         return item(k)
 
 
-begun: list[int] = []
-
-
 def open_file(worker_id: int) -> None:
     worker = get_worker_info()
     assert worker is not None and worker.id == worker_id
     worker.dataset.opened_by = os.getpid()
-    begun.append(worker_id)
-
-
-def tell_begun(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return pad(items) | {"begun": list(begun)}
 
 
 def test_worker_init_fn_runs_in_every_worker_and_finds_the_dataset() -> None:
-    options = {"worker_init_fn": open_file, "multiprocessing_context": "fork", "num_workers": 1}
-    with make(Opened(), collate_fn=tell_begun, **options) as loader:
-        assert {tuple(batch["begun"]) for batch in batches_of(loader)} == {(0,)}
-    assert not begun, "not in this process"
+    dataset = Opened()
+    with make(dataset, worker_init_fn=open_file, multiprocessing_context="fork", num_workers=1) as loader:
+        assert batches_of(loader)
+    assert not dataset.opened_by, "not in this process"
 
 
 class Changing(Rows):
@@ -117,9 +109,8 @@ def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) ->
 def seeds_of(rank: int) -> list[int]:
     torch.manual_seed(5)  # on both ranks the same, as trainers do
     # As the Trainer of transformers gives it, which adds the rank itself.
-    init_fn = None if rank < 0 else lambda worker_id: seed_worker(worker_id, num_workers=1, rank=rank)
-    options = {"worker_init_fn": init_fn, "multiprocessing_context": "fork", "num_workers": 1}
-    with make(collate_fn=drawing, **options) as loader:
+    init_fn = functools.partial(seed_worker, num_workers=1, rank=rank)
+    with make(collate_fn=drawing, worker_init_fn=init_fn, num_workers=1) as loader:
         batches = batches_of(loader)
     return sorted({batch["seed"] for batch in batches}) + [batch["drawn"][0] for batch in batches]
 

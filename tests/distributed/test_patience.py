@@ -54,7 +54,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "is frozen": freeze,
     "sleeps": lambda: time.sleep(8),
     "sleeps for ever": lambda: time.sleep(3600),
-    "leaves at once": lambda: os._exit(0),
     "raises": fail,
     "raises late": fail_later,
 }
@@ -149,10 +148,8 @@ FIVE = {"world_size": 5, "options": {"balance": True, "layout": "flat"}}
 RANK_1_FAILS = ("rank 1 left the training: ValueError: it cannot go on",)
 CELLS = {
     "killed in a step": Cell("is killed", STEP, GONE),
-    "left without a word": Cell("leaves at once", STEP, GONE),
     # Its own threads, or a collective of the training, may reach their timeout first, so the last line differs.
     "asleep for ever": Cell("sleeps for ever", STEP, **PATIENT),
-    "asleep for ever before": Cell("sleeps for ever", -1, **PATIENT),
     "a row never comes": Cell(**PATIENT | {"options": {"exchange_timeout_s": 3, "hangs": 61}}),
     "rank 0 frozen": Cell("is frozen", STEP, ("rank 0 gave no sign of life for 10 s",), victims=(0,), **FROZEN),
     "frozen": Cell("is frozen", STEP, ("rank 1 gave no sign of life for 10 s", "exchange_timeout_s"), **FROZEN),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from pathlib import Path
@@ -19,13 +18,9 @@ from training.toy_training import audit, losses, make
 from transformers import LlamaForCausalLM, Trainer
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
-from odb_factory.data.collate import rows_to_choose_from
-from odb_factory.data.samples import Sample
-from odb_factory.data.serialize import pack
 from odb_factory.model import attention
 from odb_factory.model import check as check_module
-from odb_factory.model.check import NUM_SAMPLES, Layout, Runs, check_rows, models_of, of_flat_batch
-from odb_factory.planner import Cost
+from odb_factory.model.check import Layout, Runs, check_rows, models_of, of_flat_batch
 
 BUDGET = 256
 
@@ -297,11 +292,3 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     alone = losses(train(make_model("llama"), tmp_path / "one", "padded"))
     assert mine == pytest.approx(alone, rel=1e-5), "the same optimizer steps on one rank"
     assert not any(line.get("segments") for line in audit(tmp_path / "auto"))
-
-
-@pytest.mark.parametrize(("length", "expected"), [(10, 16), (3000, 6), (8192, 3), (100_000, 3)])
-def test_few_rows_are_read_to_choose_from_where_rows_are_long(length: int, expected: int) -> None:
-    """The main process reads them, one after the other, before the first optimizer step."""
-    rows = (Sample(i, Cost(length), pack({})) for i in itertools.count())
-    assert len(list(rows_to_choose_from(rows, NUM_SAMPLES))) == expected
-    assert next(rows).id == expected, "no further row is read"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from data.layout_models import IMAGE, VISION, Drawn, vision_model
+from data.layout_models import IMAGE, picture_row, vision_model
 from distributed.ranks import run_ranks
 from toy import Rows
 from training.flat_models import make_model
@@ -155,15 +155,6 @@ def test_a_late_row_of_one_rank_pads_a_micro_batch_of_it(num_workers: int, tmp_p
 # Positions of images, which a model makes of padded rows
 
 
-def picture_row(k: int) -> dict[str, Any]:
-    """Every other row has a picture of 4 tokens before its answer."""
-    vision, drawn = VISION["qwen2_5_vl"], Drawn(k)
-    made = drawn.sample(2 + k % 7, 3 + k * 5 % 20, images=k % 2, tokens=vision.tokens)
-    torch.manual_seed(k)
-    pixels = vision.pixels(1) if made.images else {}
-    return {"k": k, "input_ids": made.ids, "labels": made.labels, "attention_mask": [1] * len(made.ids), **pixels}
-
-
 def collate_pictures(rows: list[dict[str, Any]], *, with_marks: bool) -> dict[str, torch.Tensor]:
     """with_marks: of media, without which today's transformers counts their tokens as text."""
     batch = collate(rows)
@@ -183,7 +174,7 @@ def test_positions_of_images_are_made_as_the_model_makes_them(
 ) -> None:
     def trained(layout: str) -> Trainer:
         return train(
-            vision_model("qwen2_5_vl", "sdpa").float(),
+            vision_model(),
             tmp_path / layout,
             Rows(picture_row, NUM_ROWS),
             block=None if layout == "stock" else {"token_budget": 128, "layout": layout, "audit": True},
