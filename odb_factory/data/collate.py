@@ -141,12 +141,12 @@ ROWS_TRIED = 16
 
 
 class TrialBatches(NamedTuple):
-    """Model inputs of the same samples. alone: padded, of each sample. padded: of all, and of the last and the first.
-    flat: of all; segments: of it. tokens, ids: of the samples. alone and padded are empty if the collator lays
-    samples into one row itself. has_logits: else a flat micro-batch is trained without."""
+    """Model inputs of the same samples. alone: padded, of each sample. padded: of all. flat: of all; segments: of it.
+    tokens, ids: of the samples. alone and padded are empty if the collator lays samples into one row itself.
+    has_logits: else a flat micro-batch is trained without."""
 
     alone: list[dict[str, Any]]
-    padded: list[dict[str, Any]]
+    padded: dict[str, Any]
     flat: dict[str, Any]
     segments: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -203,7 +203,6 @@ def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> TrialBatches
     flat_fields = inputs(row), measured.segments, tokens, ids, not batches
     together = padded.collate(samples)[1]
     if len(together["input_ids"]) < len(samples):
-        return TrialBatches([], [], *flat_fields)
+        return TrialBatches([], {}, *flat_fields)
     alone = [inputs(padded.collate([sample])[1]) for sample in samples]
-    pair = padded.collate([samples[-1], samples[0]])[1]
-    return TrialBatches(alone, [inputs(together), inputs(pair)], *flat_fields)
+    return TrialBatches(alone, inputs(together), *flat_fields)

@@ -44,7 +44,6 @@ from odb_factory.model.check import (
     check_rows,
     fall_back,
     models_of,
-    of_batches,
     positions_of_media,
     resolve_layout,
 )
@@ -302,7 +301,7 @@ class BatchGenerator(TrainerCallback):
         online.loader.begin()
         return check_rows(
             Runs(self._trainer.model, prepare, online.gather),
-            lambda: of_batches(*online.trial_batches(NUM_SAMPLES)._replace(has_logits=True)),
+            lambda: online.trial_batches(NUM_SAMPLES)._replace(has_logits=True),
         )
 
     def _micro_batch(self, batch: dict[str, Any], info: ODBStepInfo) -> dict[str, Any]:

@@ -62,13 +62,14 @@ def attend(
     row = None if attention_mask is not None else _row_of(module, query, key)
     if row is None:
         return sdpa(module, query, key, value, attention_mask, **kwargs)
-    longest = _longest(row)
-    window = _window(longest, kwargs)
-    if serves_flash(query, value, kwargs.get("dropout")):
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return flash(row.ends(query.device), longest, window, (query, key, value), kwargs.get("scaling"), causal), None
-    return _sdpa_by_runs(row, window, module, (query, key, value), kwargs), None
+    states = query, key, value
+    if not serves_flash(query, value, kwargs.get("dropout")):
+        return _run_by_run(row, sdpa, module, states, kwargs), None
+    longest = row.tokens if torch.compiler.is_compiling() else row.longest  # else a graph is that of one longest sample
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    ends, window = row.ends(query.device), kwargs.get("sliding_window")
+    return flash(ends, longest, window, states, kwargs.get("scaling"), causal), None
 
 
 def attend_eager(
@@ -76,9 +77,10 @@ def attend_eager(
 ) -> tuple[Tensor, Tensor | None]:
     """The same by the eager function of the model's own file, which may cap scores or have sinks."""
     row = None if attention_mask is not None else _row_of(module, query, key)
+    eager = _eager_of(module)
     if row is None:
-        return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
-    return _eager_by_runs(row, module, (query, key, value), kwargs), None
+        return eager(module, query, key, value, attention_mask, **kwargs)
+    return _run_by_run(row, eager, module, (query, key, value), kwargs), None
 
 
 @torch.compiler.disable
@@ -98,17 +100,6 @@ def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | No
             f"of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens)"
         )
     return row
-
-
-def _longest(row: FlatRow) -> int:
-    """A length that no sample exceeds: a compiled graph would be that of one longest sample."""
-    return row.tokens if torch.compiler.is_compiling() else row.longest
-
-
-def _window(longest: int, kwargs: dict[str, Any]) -> int | None:
-    """The sliding window that an attention function is told; None if it holds samples of this length."""
-    window: int | None = kwargs.get("sliding_window")
-    return None if window is not None and window >= longest else window
 
 
 def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -172,9 +163,6 @@ def device_lacks(device: torch.device) -> str | None:
     return None
 
 
-# aten::_flash_attention_forward
-
-
 FLASH_ARGUMENTS = (
     "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
 )  # fmt: skip
@@ -182,15 +170,10 @@ FLASH_ARGUMENTS = (
 
 def find_flash_forward() -> Callable[..., Any] | None:
     """The operator of this torch, whose name is private; None if its schema is not the one that is called here."""
-    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    if operator is None:
-        return None
-    names = [argument.name for argument in operator.default._schema.arguments]
-    known = tuple(names[: len(FLASH_ARGUMENTS)]) == FLASH_ARGUMENTS
-    if not known or not {"scale", "window_size_left", "window_size_right"} <= set(names):
-        return None
-    function: Callable[..., Any] = operator.default
-    return function
+    operator: Any = getattr(getattr(torch.ops.aten, "_flash_attention_forward", None), "default", None)
+    names = [] if operator is None else [argument.name for argument in operator._schema.arguments]
+    is_known = tuple(names[: len(FLASH_ARGUMENTS)]) == FLASH_ARGUMENTS
+    return operator if is_known and {"scale", "window_size_left", "window_size_right"} <= set(names) else None
 
 
 FLASH_FORWARD = find_flash_forward()
@@ -200,10 +183,11 @@ FLASH_FORWARD = find_flash_forward()
 def flash(
     ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], scale: float | None, causal: bool
 ) -> Tensor:
-    """ends: of the samples, none of which is longer than `longest`. states: query, key, value as of `attend`. scale: of
-    the scores; None: size of a head ** -0.5."""
+    """ends: of the samples, none of which is longer than `longest`. window: sliding; states: query, key, value as of
+    `attend`. scale: of the scores; None: size of a head ** -0.5."""
     assert FLASH_FORWARD is not None, "`why_no_flash` has asked"
     query, _, value = states
+    window = None if window is not None and window >= longest else window
     size, value_size, dtype = query.shape[-1], value.shape[-1], _dtype_of_sdpa(query)
     filled = -(-max(size, value_size) // HEAD_MULTIPLE) * HEAD_MULTIPLE  # up with zeros
     scale = size**-0.5 if scale is None else scale
@@ -224,51 +208,30 @@ def flash(
     return attended[None, ..., :value_size]
 
 
-# sdpa or eager, run by run: outside of compiled graphs, which would be those of one row
-
-
 @torch.compiler.disable
-def _sdpa_by_runs(
-    row: FlatRow, window: int | None, module: torch.nn.Module, states: Sequence[Tensor], kwargs: dict[str, Any]
+def _run_by_run(
+    row: FlatRow,
+    function: Callable[..., Any],
+    module: torch.nn.Module,
+    states: Sequence[Tensor],
+    kwargs: dict[str, Any],
 ) -> Tensor:
-    def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if window is None or q.shape[2] <= window:
-            return sdpa(module, q, k, v, None, **kwargs)[0]
-        return sdpa(module, q, k, v, _visible(q, window), **kwargs | {"is_causal": False})[0]
+    """Attention by sdpa or an eager function, outside of compiled graphs, which would be those of one row.
 
-    return _run_by_run(row, by_sdpa, states)
-
-
-@torch.compiler.disable
-def _eager_by_runs(row: FlatRow, module: torch.nn.Module, states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
-    eager, window = _eager_of(module), _window(row.longest, kwargs)
-
-    def by_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = q.new_zeros(()).masked_fill(~_visible(q, window), torch.finfo(q.dtype).min)
-        return eager(module, q, k, v, mask, **kwargs)[0]
-
-    return _run_by_run(row, by_eager, states)
-
-
-def _run_by_run(row: FlatRow, function: Callable[..., Tensor], states: Sequence[Tensor]) -> Tensor:
-    """The samples of a run go together, as rows of a padded micro-batch do. states: query, key, value, of which
-    `function` gets [samples, heads, length, size] and returns [samples, length, heads, size]."""
+    The samples of a run go together, as rows of a padded micro-batch do. states: query, key, value, as of `attend`.
+    """
+    window, parts = kwargs.get("sliding_window"), []
     tokens = [rows * length for rows, length in row.runs]
-    parts = []
-    for run, *of_run in zip(row.runs, *(_parts(heads[0], tokens) for heads in states)):
-        parts.append(function(*(heads.unflatten(1, run).transpose(0, 1) for heads in of_run)).flatten(0, 1))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
-
-
-def _parts(heads: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
-    """heads: [heads, tokens, size]. A single part is the whole tensor: neither this nor its backward copies it."""
-    return heads.split(list(tokens), dim=1) if len(tokens) > 1 else (heads,)
-
-
-def _visible(query: Tensor, window: int | None) -> Tensor:
-    """bool[1, 1, length, length]: each token of `query` sees itself and the `window - 1` before it, or all before."""
-    square = query.new_ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
-    return (square if window is None else square.triu(1 - window))[None, None]
+    for (rows, length), *of_run in zip(row.runs, *(heads[0].split(tokens, dim=1) for heads in states)):
+        # [samples, heads, length, size] -> [samples, length, heads, size]
+        query, key, value = (heads.unflatten(1, (rows, length)).transpose(0, 1) for heads in of_run)
+        mask = None
+        if function is not sdpa or (window is not None and window < length):
+            visible = query.new_ones(length, length, dtype=torch.bool).tril()
+            visible = visible if window is None else visible.triu(1 - window)
+            mask = query.new_zeros(()).masked_fill(~visible, torch.finfo(query.dtype).min)[None, None]
+        parts.append(function(module, query, key, value, mask, **kwargs)[0].flatten(0, 1))
+    return torch.cat(parts)[None]
 
 
 # Into a model and out of it

@@ -23,22 +23,24 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from odb_factory.errors import DataError, LayoutError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model import attention, mixers
-from odb_factory.model.flat_row import call_all, flat_row
+from odb_factory.model.flat_row import call_all, flat_row, positions_of
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.tiny_copy import WORDS, tiny_copy
 
@@ -64,20 +66,13 @@ def models_of(trainer: Any) -> list[Any]:
     return [unwrapped(model) for model in models if model is not None]
 
 
-def shifts_labels(model: Any) -> bool:
-    """Whether the Trainer has its label smoother shift the labels: for what transformers lists as a causal model."""
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What no check computes, by name.
-
 CROSS_ATTENTION = ("mllama",)
 """Models whose text attends to the images of its row."""
 
 
 def why_refused(model: Any, args: Any) -> str | None:
-    """Why the model (unwrapped) cannot take flat rows, with these arguments of the training; None: nothing is known."""
+    """Why the model (unwrapped) cannot take flat rows, by what no check computes: its name, the arguments of the
+    training; None: nothing is known."""
     name = type(model).__name__
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return f"{name} is not a model of transformers, and nothing is known of its attention"
@@ -86,15 +81,9 @@ def why_refused(model: Any, args: Any) -> str | None:
     if getattr(args, "packing", False):  # of TRL's arguments
         return "packing: True makes rows of several samples, in each of which positions begin at 0 again"
     factor = getattr(args, "label_smoothing_factor", 0)
-    if not factor or shifts_labels(model):
+    if not factor or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():  # the Trainer shifts the labels of these
         return None
     return f"label_smoothing_factor: {factor} counts the first label of a sample for {name}, and a flat row has none"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The choice, and the model set up for it.
-
-PRICE = "exact, but its attention costs the square of a whole row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +113,14 @@ def resolve_layout(
         return Layout("padded", "as configured")
     if layout == "auto" and is_stream:
         return Layout("padded", "the rows of a stream cannot be looked at before training; `layout: flat` does without")
-    why = refused or why_refused(models[0], args)
-    return _padded(layout, why) if why is not None else _by_kernel(models, layout, args)
+    try:
+        if (why := refused or why_refused(models[0], args)) is not None:
+            raise LayoutError(why)
+        return _flat(models, layout, args)
+    except LayoutError as error:
+        if layout == "flat":
+            raise
+        return Layout("padded", error.reason)
 
 
 def fall_back(flat: Layout, layout: str, why: str) -> Layout:
@@ -133,22 +128,18 @@ def fall_back(flat: Layout, layout: str, why: str) -> Layout:
 
     layout: as configured. Raises `LayoutError` if that is flat.
     """
-    padded = _padded(layout, why)
-    flat.undo()
-    return padded
-
-
-def _padded(layout: str, why: str) -> Layout:
     if layout == "flat":
         raise LayoutError(why)
+    flat.undo()
     return Layout("padded", why)
 
 
-def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
+def _flat(models: Sequence[Any], layout: str, args: Any) -> Layout:
+    """The flat layout, by the attention kernel of the model. Raises `LayoutError` if it is not right."""
     model = models[0]
     kernel = attention.text_config(model)._attn_implementation or "eager"
-    reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
-    computed, price, with_boundaries, install = f"attention by {kernel}", None, False, False
+    computed, with_boundaries, is_slow = f"attention by {kernel}", False, False
+    doors = [without_cache, mixers.install]
     if not mixers.has_attention(model):
         computed = ""
     elif "flash" in kernel:
@@ -156,32 +147,31 @@ def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
         with_boundaries = inspect.Parameter.VAR_KEYWORD in kinds
     elif kernel in ("sdpa", "eager"):
         why_not = attention.why_unusable(model) or _why_wrong(models, installs=True)
-        install = why_not is None
-        if install:
+        if is_slow := why_not is not None:
+            computed += f": exact, but its attention costs the square of a whole row; {attention.NAME} does not take "
+            computed += f"its place: {why_not}"
+        else:
+            doors.append(attention.install)
             dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
             computed = f"attention by {attention.NAME}: {attention.expected(model, args.device, dtype)}"
-        else:
-            price = f"{kernel}: {PRICE}; {attention.NAME} does not take its place: {why_not}"
-            computed = f"attention by {price}"
     elif kernel != "flex_attention" and layout != "flat":
-        return _padded(layout, f"nothing is known of the attention kernel {kernel}")
-    if not install and (why := _why_wrong(models, installs=False)) is not None:
-        return _padded(layout, why)
-    if price is not None and args.device.type != "cpu" and layout != "flat":
-        return _padded(layout, f"{price}; `layout: flat` has it all the same")
+        raise LayoutError(f"nothing is known of the attention kernel {kernel}")
+    if attention.install not in doors and (why := _why_wrong(models, installs=False)) is not None:
+        raise LayoutError(why)
+    if is_slow and args.device.type != "cpu" and layout != "flat":
+        raise LayoutError(f"{computed.removeprefix('attention by ')}; `layout: flat` has it all the same")
     undo: list[Callable[[], None]] = []
     try:
-        for each in models:
-            undo.append(without_cache(each))
-            undo.append(mixers.install(each))
-            if install:
-                undo.append(attention.install(each))
-    except LayoutError as error:
+        for each, door in itertools.product(models, doors):
+            undo.append(door(each))
+    except LayoutError:
         call_all(undo)
-        return _padded(layout, error.reason)
-    mixed = mixers.describe(model)
-    parts = [reason, *filter(None, (computed, mixed and f"{mixed} by padded groups of samples"))]
-    return Layout("flat", f"{parts[0]}, {'; '.join(parts[1:])}", with_boundaries, functools.partial(call_all, undo))
+        raise
+    counts = Counter(type(mixer).__name__ for mixer in mixers.find(model))
+    mixed = " and ".join(f"{number} {name}" for name, number in counts.items())
+    reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
+    by = "; ".join(filter(None, (computed, mixed and f"{mixed} by padded groups of samples")))
+    return Layout("flat", f"{reason}, {by}", with_boundaries, functools.partial(call_all, undo))
 
 
 def _why_wrong(models: Sequence[Any], *, installs: bool) -> str | None:
@@ -204,7 +194,6 @@ def without_cache(model: Any) -> Callable[[], None]:
     return functools.partial(call_all, [functools.partial(setattr, config, "use_cache", True) for config in configs])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The check of a tiny random copy.
 
 LENGTHS = (33, 5, 80, 21, 47)
@@ -253,54 +242,39 @@ def compare_copy(
     if the copy fails on a flat row alone, `DataError` if it cannot compute attention as the training does, or an error
     of the class.
     """
-    is_flash = kernel is not None and "flash" in kernel
-    if kernel is not None and kernel not in COMPUTED_HERE and not is_flash:
-        raise DataError(f"nothing is known of the attention function {kernel}")
+    if kernel is not None and kernel not in COMPUTED_HERE:
+        raise DataError(f"the attention function {kernel} does not run on the host")
     own = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
     with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False), quiet():
         model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else own)
-        if is_flash and (why := attention.why_unusable(model)) is not None:
-            raise DataError(f"{kernel} does not run on the host, and {why}")
+        types = {"token_type_ids", "mm_token_type_ids"} & inspect.signature(model.forward).parameters.keys()
+
+        def losses_of(batch: Mapping[str, Any], own_segments: tuple[int, ...]) -> Tensor:
+            each, given = copy.deepcopy(model), segments if own_segments else ()  # rotary positions remember a length
+            if given:
+                batch = {**batch, "position_ids": positions_of(given)[None]}
+                mixers.install(each)
+                if installs:
+                    attention.install(each)
+            of_types = {name: torch.zeros_like(batch["input_ids"]) for name in types}
+            if "token_type_ids" in types:
+                of_types["token_type_ids"] = (batch["input_ids"] > sum(WORDS) // 2).long()
+            try:
+                return _token_losses(each, None, {**batch, **of_types}, given)
+            except Exception as error:
+                if given:
+                    raise LayoutError(f"{model_class.__name__} fails on a flat row: {one_line(error)}") from error
+                raise
+
         generator = torch.Generator().manual_seed(0)
-        pieces = [torch.randint(*WORDS, (length,), generator=generator) for length in LENGTHS]
-        trial = of_pieces(pieces)
-        losses_of = functools.partial(_losses_of_copy, model, installs or is_flash)
-        alone: dict[int, Tensor] = {}
-        for number, laid_out in enumerate(trial.alone):
-            if is_flash:  # flash attention has no mask, as in a flat row of this sample
-                laid_out = replace(of_pieces([pieces[number]]).flat, spans=laid_out.spans)
-            alone |= losses_of(laid_out)
-        every = torch.cat(list(alone.values()))
-        if not every.isfinite().all():
-            raise DataError("its loss is not a number")
-        positions = torch.cat([torch.arange(length) for length in segments])[None]
-        row = replace(trial.flat, batch={**trial.flat.batch, "position_ids": positions}, segments=tuple(segments))
-        try:
-            flat = losses_of(row)
-        except Exception as error:
-            raise LayoutError(f"{model_class.__name__} fails on a flat row: {one_line(error)}") from error
-        tolerance = SAME * float(every.abs().mean())
-        difference = _difference(flat, alone)
-        if not difference <= tolerance:  # in stock, too, a loss may depend on the longest sample of a micro-batch
-            difference = min(difference, _difference(flat, losses_of(trial.padded[0])))
+        trial = of_pieces([torch.randint(*WORDS, (length,), generator=generator) for length in LENGTHS])
+        alone, padded, flat = _losses(trial, losses_of)
+    if not alone.isfinite().all():
+        raise DataError("its loss is not a number")
+    tolerance, difference = SAME * float(alone.abs().mean()), _largest(flat - alone)
+    if not difference <= tolerance:  # in stock, too, a loss may depend on the longest sample of a micro-batch
+        difference = min(difference, _largest(flat - padded))
     return difference, tolerance
-
-
-def _losses_of_copy(model: Any, installs: bool, laid_out: LaidOut) -> dict[int, Tensor]:
-    """As `_token_losses`. Every run has a copy of its own: rotary positions remember the longest row."""
-    model, batch, spans = copy.deepcopy(model), dict(laid_out.batch), laid_out.spans
-    if laid_out.segments:
-        mixers.install(model)
-        if installs:
-            attention.install(model)
-    ids, takes = batch["input_ids"], inspect.signature(model.forward).parameters
-    batch |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
-    if "token_type_ids" in batch:  # the second half of a sample is of another type; none is of an image
-        for row, start, end in spans.values():
-            batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
-    with flat_row(laid_out.segments):
-        losses = _by_logits(model(**batch), functional.pad(ids, (0, 1))[:, 1:])
-    return {number: losses[row, start : end - 1] for number, (row, start, end) in spans.items()}
 
 
 @contextlib.contextmanager
@@ -314,15 +288,12 @@ def quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(before)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The check of the real model on a few short samples.
 
 TIMES_ROUNDING = 10
 """Allowed difference of flat, as a multiple of the difference between padded and alone."""
 LEAST_EPS = 4
 """Allowed difference in any case: this multiple of the rounding of the dtype, times the largest loss."""
-
-
 NUM_SAMPLES = 3
 """Samples of the check on each rank."""
 TEXT_KEYS = {
@@ -330,81 +301,23 @@ TEXT_KEYS = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 }
 """What a flat batch of text has: it can be cut apart again."""
-FURTHER = 8
-"""Tokens by which the second padded layout of a batch that was cut apart is longer."""
-Span = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class LaidOut:
-    """A batch without labels. spans: number of a sample -> (row, first token, end). segments: of a flat row."""
+class Trial(NamedTuple):
+    """Model inputs of the same samples. alone: padded, of each. padded: of all. flat: of all, with these segments.
 
-    batch: dict[str, Any]
-    spans: dict[int, Span]
-    segments: tuple[int, ...] = ()
-
-    def tokens(self) -> dict[int, Tensor]:
-        """Of each sample, by its number."""
-        return {number: self.batch["input_ids"][row, start:end] for number, (row, start, end) in self.spans.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Samples by their number: each alone, padded in two ways, flat. As many batches whatever the samples, so that
-    ranks run the model equally often. ids: rows of the dataset. has_logits: a flat micro-batch is trained with them."""
-
-    alone: list[LaidOut]
-    padded: list[LaidOut]
-    flat: LaidOut
-    ids: tuple[int, ...] = ()
-    has_logits: bool = True
-
-
-def of_batches(
-    alone: Sequence[dict[str, Any]],
-    padded: Sequence[dict[str, Any]],
-    flat: dict[str, Any],
-    segments: Sequence[int],
-    tokens: Sequence[int],
-    ids: tuple[int, ...],
-    has_logits: bool,
-) -> Trial:
-    """Model inputs of the same samples. alone: of each. padded: of all, and of the last and the first; both are empty
-    if samples can only be collated flat. segments: of `flat`; tokens, ids: of the samples; has_logits: of `Trial`.
-
-    Padding is on either side, and dummy media are masked like it. If samples have several rows, each row is a
-    sample here: the first rows of all samples, then the second ones.
+    tokens, ids: of the samples. alone and padded are empty if samples can only be collated flat. has_logits: a flat
+    micro-batch is trained with them. Padding is on either side, and dummy media are masked like it. Samples may have
+    several rows: the first rows of all samples, then the second ones.
     """
-    total = len(ids)
-    if not alone:
-        return of_flat_batch(flat, segments[:total], ids)
 
-    def in_rows(batch: dict[str, Any], *numbers: int) -> LaidOut:
-        mask = batch.get("attention_mask")
-        spans = {}
-        for row in range(len(batch["input_ids"])):
-            turn, place = divmod(row, len(numbers))
-            start = 0 if mask is None else int((mask[row] != 0).int().argmax())  # torch has no argmax of bools
-            length = tokens[numbers[place]] if mask is None else int((mask[row] != 0).sum())
-            spans[turn * total + numbers[place]] = (row, start, start + length)
-        return LaidOut(batch, spans)
-
-    together, pair = padded
-    trial = Trial(
-        [in_rows(batch, number) for number, batch in enumerate(alone)],
-        [in_rows(together, *range(total)), in_rows(pair, total - 1, 0)],
-        LaidOut(flat, _behind_each_other(segments[: len(together["input_ids"])]), tuple(segments)),
-        ids,
-        has_logits,
-    )
-    of_alone = {number: tokens for laid_out in trial.alone for number, tokens in laid_out.tokens().items()}
-    for number, tokens_beside in (pair for rows in (*trial.padded, trial.flat) for pair in rows.tokens().items()):
-        if not torch.equal(tokens_beside, of_alone[number]):
-            raise LayoutError(
-                f"the collator sorts or changes its rows: beside others row {ids[number % total]} has other tokens "
-                "than alone"
-            )
-    return trial
+    alone: Sequence[Mapping[str, Any]]
+    padded: Mapping[str, Any]
+    flat: Mapping[str, Any]
+    segments: tuple[int, ...]
+    tokens: tuple[int, ...]
+    ids: tuple[int, ...]
+    has_logits: bool
 
 
 def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[int, ...] = ()) -> Trial:
@@ -414,38 +327,51 @@ def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[
     """
     if not set(batch) <= TEXT_KEYS or batch["position_ids"].dim() != 2:
         raise DataError("samples with media that lie in one row cannot be taken apart to compare the layouts")
-    spans = _behind_each_other(segments)
-    pieces = [batch["input_ids"][0, start:end] for _, start, end in spans.values()]
-    pieces = list(itertools.islice(itertools.cycle(pieces), NUM_SAMPLES))
-    return of_pieces(pieces, ids)
+    pieces = batch["input_ids"][0, : sum(segments)].split(list(segments))
+    return of_pieces(list(itertools.islice(itertools.cycle(pieces), NUM_SAMPLES)), ids)
 
 
-def of_pieces(pieces: list[Tensor], ids: tuple[int, ...] = ()) -> Trial:
+def of_pieces(pieces: Sequence[Tensor], ids: tuple[int, ...] = ()) -> Trial:
     """pieces: the tokens of each sample, int64[length]."""
-    lengths, numbers = tuple(map(len, pieces)), range(len(pieces))
 
-    def padded(of: Sequence[Tensor], more: int, numbers: Sequence[int]) -> LaidOut:
-        length = max(map(len, of)) + more
-        padded_ids = torch.stack([functional.pad(piece, (0, length - len(piece))) for piece in of])
-        mask = torch.stack([(torch.arange(length) < len(piece)).long() for piece in of]).to(padded_ids.device)
-        spans = {number: (row, 0, len(of[row])) for row, number in enumerate(numbers)}
-        return LaidOut({"input_ids": padded_ids, "attention_mask": mask}, spans)
+    def padded(*of: Tensor) -> dict[str, Any]:
+        masks = [torch.ones_like(piece) for piece in of]
+        return {
+            "input_ids": pad_sequence(list(of), batch_first=True),
+            "attention_mask": pad_sequence(masks, batch_first=True),
+        }
 
-    row = {
-        "input_ids": torch.cat(pieces)[None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths]).to(pieces[0].device)[None],
-    }
-    return Trial(
-        [padded([piece], 0, [number]) for number, piece in zip(numbers, pieces)],
-        [padded(pieces, more, numbers) for more in (0, FURTHER)],
-        LaidOut(row, _behind_each_other(lengths), lengths),
-        ids,
-    )
+    lengths = tuple(map(len, pieces))
+    row = {"input_ids": torch.cat(list(pieces))[None], "position_ids": positions_of(lengths)[None].to(pieces[0].device)}
+    return Trial([padded(piece) for piece in pieces], padded(*pieces), row, lengths, lengths, ids, True)
 
 
-def _behind_each_other(segments: Sequence[int]) -> dict[int, Span]:
-    ends = [0, *itertools.accumulate(segments)]
-    return {number: (0, start, end) for number, (start, end) in enumerate(itertools.pairwise(ends))}
+def _by_row(
+    trial: Trial, values_of: Callable[[Mapping[str, Any], tuple[int, ...]], Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """A value of each token, for each row of a sample: alone, padded, flat. values_of: batch, its segments (none: it is
+    padded) -> [rows, length]."""
+
+    def of_rows(batch: Mapping[str, Any], tokens: Sequence[int]) -> list[Tensor]:
+        values, mask = values_of(batch, ()), batch.get("attention_mask")
+        if mask is None:
+            return [row[:count] for row, count in zip(values, itertools.cycle(tokens))]
+        return [row[own != 0] for row, own in zip(values, mask.to(values.device))]
+
+    each = [of_rows(batch, [tokens]) for batch, tokens in zip(trial.alone, trial.tokens)]
+    alone, padded = [row for turn in zip(*each) for row in turn], of_rows(trial.padded, trial.tokens)
+    lengths = list(trial.segments[: len(padded)])
+    return alone, padded, values_of(trial.flat, trial.segments)[0, : sum(lengths)].split(lengths)
+
+
+def _losses(trial: Trial, losses_of: Callable[[Mapping[str, Any], tuple[int, ...]], Tensor]) -> list[Tensor]:
+    """Of the samples alone, padded, flat, [tokens] each: without the first token of a row, which nothing predicts."""
+    return [torch.cat([row[1:] for row in rows]) for rows in _by_row(trial, losses_of)]
+
+
+def _largest(differences: Tensor) -> float:
+    """NaN if there is one."""
+    return float(functional.pad(differences.abs(), (0, 1)).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,45 +385,46 @@ class Runs:
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
+def check_rows(runs: Runs, make: Callable[[], Iterable[Any]]) -> str | None:
     """Why flat rows are not what padded ones are, as all ranks see it; None if they are. Collective.
 
-    If `make` fails on a rank no rank runs the model, whose wrapper may wait for all of them.
+    make: the fields of a `Trial`. If it fails on a rank no rank runs the model, whose wrapper may wait for all of them.
     """
-    answer: dict[str, Any] = {}
-    trial = None
-    try:
-        trial = make()
-    except Exception as error:
-        answer = {"error": _reason(error)}
-    why = _of_all_ranks(runs, answer)
-    if why is not None or trial is None:
+    trials: list[Trial] = []
+
+    def of_all_ranks(run: Callable[[], str | None]) -> str | None:
+        """What the first rank says that finds something."""
+        try:
+            why = run()
+        except LayoutError as error:
+            why = error.reason
+        except Exception as error:
+            why = f"the check of the layout could not be made: {one_line(error).rstrip('.')}"
+        answers = runs.gather(why)
+        found = [f"{why} (rank {rank})" if len(answers) > 1 else why for rank, why in enumerate(answers) if why]
+        return next(iter(found), None)
+
+    def made() -> None:
+        trial = Trial(*make())
+        if not trial.alone:
+            trial = of_flat_batch(trial.flat, trial.segments[: len(trial.ids)], trial.ids)
+        for number, rows in enumerate(zip(*_by_row(trial, lambda batch, _: batch["input_ids"]))):
+            if not all(torch.equal(row, rows[0]) for row in rows):
+                raise LayoutError(
+                    f"the collator sorts or changes its rows: beside others row {trial.ids[number % len(trial.ids)]} "
+                    "has other tokens than alone"
+                )
+        trials.append(trial)
+
+    if (why := of_all_ranks(made)) is not None:
         return why
-    why = _positions(runs.model, trial.flat.batch)
-    if why is not None:  # on all ranks alike
-        return why
-    try:
-        answer = {**_deviations(runs, trial), "rows": trial.ids}
-    except Exception as error:
-        answer = {"error": _reason(error)}
-    return _of_all_ranks(runs, answer)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, LayoutError):
-        return error.reason
-    return f"the check of the layout could not be made: {one_line(error).rstrip('.')}"
-
-
-def _positions(model: Any, batch: Mapping[str, Any]) -> str | None:
-    """Why not: the model would make positions of images itself, for which it needs rows (few samples may show none)."""
-    maker = _makes_positions(model)
-    if maker is None or batch["position_ids"].dim() == 3:
-        return None
-    return (
-        f"the collator gives no position_ids, and {type(maker).__name__} makes those of images from padded rows only "
-        "(a collator can call its get_rope_index, as LLaMA-Factory's does)"
-    )
+    maker, (trial,) = _makes_positions(runs.model), trials
+    if maker is not None and trial.flat["position_ids"].dim() != 3:  # few samples may show no difference
+        return (  # on all ranks alike
+            f"the collator gives no position_ids, and {type(maker).__name__} makes those of images from padded rows "
+            "only (a collator can call its get_rope_index, as LLaMA-Factory's does)"
+        )
+    return of_all_ranks(lambda: _why_different(runs, trial))
 
 
 def _makes_positions(model: Any) -> Any:
@@ -532,112 +459,75 @@ def _rotary_positions(get_rope_index: Callable[..., Any], batch: Mapping[str, An
     return positions
 
 
-def _of_all_ranks(runs: Runs, answer: dict[str, Any]) -> str | None:
-    """The failure of the first rank that has one, if any."""
-    answers = runs.gather(answer)
-    for rank, answer in enumerate(answers):
-        where = f" (rank {rank})" if len(answers) > 1 else ""
-        if "error" in answer:
-            return f"{answer['error']}{where}"
-        if answer and not math.isfinite(answer["loss"]):
-            return (
-                f"the model's loss of {_named(answer['rows'])} is {answer['loss']}{where}, each alone in a plain "
-                "batch: its weights or its inputs are damaged, and no layout can be compared"
-            )
-        if answer and not answer["flat"] <= answer["tolerance"]:  # also if it is not a number
-            return (
-                f"the model computes something else on a flat row: token losses of {_named(answer['rows'])} differ by "
-                f"{answer['flat']:.1e} from each alone, padded by {answer['padded']:.1e}{where}"
-            )
-    return None
-
-
-def _named(rows: Sequence[int]) -> str:
-    return f"rows {', '.join(map(str, dict.fromkeys(rows)))}" if rows else "the same samples"
-
-
-def _deviations(runs: Runs, trial: Trial) -> dict[str, float]:
-    """The largest token loss of samples alone, the largest differences from it, flat and padded, and the tolerance."""
+def _why_different(runs: Runs, trial: Trial) -> str | None:
     door = WithoutLogits(runs.model)
-    with _evaluating(runs.model), runs.context():
-        alone: dict[int, Tensor] = {}
-        with _dtypes_seen() as dtypes:
-            for laid_out in trial.alone:
-                alone |= _token_losses(runs, door, laid_out)
-        padded = [_difference(_token_losses(runs, door, laid_out), alone) for laid_out in trial.padded]
-        flat = _token_losses(runs, door, trial.flat)
+
+    def losses_of(batch: Mapping[str, Any], segments: tuple[int, ...]) -> Tensor:
+        return _token_losses(runs.model, door, runs.prepare(dict(batch)), segments)
+
+    with _evaluating(runs.model) as dtypes, runs.context():
+        alone, padded, flat = _losses(trial, losses_of)
     if door.reason is not None and not trial.has_logits:
         raise DataError(door.reason)
+    rows = f"rows {', '.join(map(str, dict.fromkeys(trial.ids)))}" if trial.ids else "the same samples"
+    loss, of_padded, of_flat = _largest(alone), _largest(padded - alone), _largest(flat - alone)
+    if not math.isfinite(loss):
+        return (
+            f"the model's loss of {rows} is {loss}, each alone in a plain batch: its weights or its inputs are "
+            "damaged, and no layout can be compared"
+        )
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
-    every = torch.cat([losses.flatten() for losses in alone.values()])
-    largest = float(every.abs().max()) if every.numel() else 0.0
-    tolerance = max(TIMES_ROUNDING * max(padded), LEAST_EPS * eps * max(largest, 1.0))
-    return {"loss": largest, "flat": _difference(flat, alone), "padded": max(padded), "tolerance": tolerance}
+    if of_flat <= max(TIMES_ROUNDING * of_padded, LEAST_EPS * eps * max(loss, 1.0)):
+        return None
+    return (  # also if it is not a number
+        f"the model computes something else on a flat row: token losses of {rows} differ by {of_flat:.1e} from each "
+        f"alone, padded by {of_padded:.1e}"
+    )
 
 
-def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[int, Tensor]:
-    """Of each sample (by number) the loss of every token but its first, supervised or not: [tokens - 1]."""
-    inputs = runs.prepare(dict(laid_out.batch))
+def _token_losses(
+    model: Callable[..., Any], door: WithoutLogits | None, inputs: dict[str, Any], segments: Sequence[int]
+) -> Tensor:
+    """[rows, length]: the loss of each token, predicted by the token before it, supervised or not; the score of each
+    token if the model returns one. inputs: of the model. door: no logits are made, if it can be used."""
     ids = inputs["input_ids"]
-    labels = torch.full_like(ids, -100)
-    for row, start, end in laid_out.spans.values():
-        labels[row, start + 1 : end] = ids[row, start + 1 : end]
 
     def run() -> Any:
-        with flat_row(laid_out.segments):
-            return runs.model(**inputs)
+        with flat_row(segments):
+            return model(**inputs)
 
-    if door.reason is None:
-        _, places, log_probs, _ = door.log_probs(run, labels)
-        losses = log_probs.new_zeros(ids.numel()).index_copy(0, places, -log_probs).view(ids.shape)
-    else:
-        losses = _by_logits(run(), functional.pad(labels, (0, 1), value=-100)[:, 1:])
-    return {number: losses[row, start : end - 1] for number, (row, start, end) in laid_out.spans.items()}
-
-
-def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
-    """[rows, length]: the loss of each target (0 if there is none), or the score of each token if the model
-    returns one."""
+    if door is not None and door.reason is None:
+        _, places, log_probs, _ = door.log_probs(run, ids)
+        return log_probs.new_zeros(ids.numel()).index_copy(0, places + 1, -log_probs).view(ids.shape)
+    outputs = run()
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
         raise DataError("the model returns no logits of all tokens to compare the layouts by")
     rows = (row if row.dtype == torch.float64 else row.float() for row in logits)
     if logits.shape[-1] == 1:
         return torch.stack([row[:, 0] for row in rows])
-    return torch.stack([functional.cross_entropy(row, own, reduction="none") for row, own in zip(rows, targets)])
-
-
-def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
-    """The largest difference; NaN if there is one."""
-    differences = [float((losses - alone[number]).abs().max()) for number, losses in some.items() if losses.numel()]
-    return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
+    losses = [functional.cross_entropy(row[:-1], own[1:], reduction="none") for row, own in zip(rows, ids)]
+    return functional.pad(torch.stack(losses), (1, 0))
 
 
 @contextlib.contextmanager
-def _dtypes_seen() -> Iterator[set[torch.dtype]]:
-    """Those that modules give out meanwhile: whoever set them (the weights, autocast, accelerate, FSDP)."""
+def _evaluating(model: Any) -> Iterator[set[torch.dtype]]:
+    """Without gradients, dropout and checkpoints; each module is as it was afterwards. Yields the dtypes that modules
+    return meanwhile, whoever set them (the weights, autocast, accelerate, FSDP)."""
     dtypes: set[torch.dtype] = set()
 
     def look(_: Any, __: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
             dtypes.add(output.dtype)
 
-    hook = register_module_forward_hook(look)
-    try:
-        yield dtypes
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Without gradients, dropout and checkpoints; each module is as it was afterwards."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
         module.training = False
+    hook = register_module_forward_hook(look)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # drawing on the device would be dropout
-            yield
+            yield dtypes
     finally:
+        hook.remove()
         for module, training in before:
             module.training = training

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
+from odb_factory.model.flat_row import copy_to
 
 logger = get_logger(__name__)
 
@@ -40,19 +40,18 @@ class Sizes:
     """How much is computed at a time.
 
     chunk: bytes of the logits of a chunk of tokens; more if it has fewer than H / 4 tokens, because each chunk passes
-    the head's gradient once. tile: logits that plain operations change. block: elements of the head's weight in a
-    product. rows: the number of tokens is padded to a multiple of it.
+    the head's gradient once. tile: logits that plain operations change. rows: the number of tokens is padded to a
+    multiple of it.
     """
 
     chunk: int
     tile: int
-    block: int
     rows: int
 
 
-ON_CPU = Sizes(chunk=2**25, tile=2**19, block=2**22, rows=1)
-"""Tiles fit its cache, and copies of the weight in the dtype of autocast are small."""
-ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26, block=sys.maxsize, rows=ALIGNED)
+ON_CPU = Sizes(chunk=2**25, tile=2**19, rows=1)
+"""Tiles fit its cache."""
+ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26, rows=ALIGNED)
 
 
 @dataclass(frozen=True)
@@ -61,17 +60,6 @@ class AfterHead:
 
     scale: float = 1.0
     cap: float | None = None
-
-    def change(self, logits: Tensor) -> Tensor | None:
-        """Change `logits` in place. Returns the derivative without the factor `scale`; None: it is 1."""
-        slope: Tensor | None = None
-        if self.cap is not None:
-            logits.mul_(self.scale / self.cap).tanh_()
-            slope = 1 - logits.square()
-            logits.mul_(self.cap)
-        elif self.scale != 1.0:
-            logits.mul_(self.scale)
-        return slope
 
 
 def weighted_loss_of(
@@ -89,21 +77,15 @@ def weighted_loss_of(
     everything else is in float32.
     Raises `DataError` if the weights are not those of these rows.
     """
-    device = hidden.device
-    targets, places = _supervised(labels.to(device, non_blocking=True), num_supervised)
-    weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear))
+    targets, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
     if isinstance(weights, Tensor):
         if weights.dim() != 2 or weights.shape[0] != labels.shape[0] or weights.shape[1] not in (1, labels.shape[1]):
             raise DataError(
                 f"the weights of tokens are {list(weights.shape)} and the labels {list(labels.shape)}; give one weight "
                 "for each row or for each position."
             )
-        if device.type == "cuda" and weights.device.type == "cpu":
-            weights = weights.pin_memory()
-        everywhere = weights.to(device, weighed.dtype, non_blocking=True).expand(labels.shape).reshape(-1)
-        weighed = weighed * everywhere[places]
-    else:
-        weighed = weighed * weights
+        weights = copy_to(weights.to(_accurate(linear)), hidden.device).expand(labels.shape).reshape(-1)[places]
+    weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear)) * weights
     # The largest weight is 1 in the products: float16 would lose small ones.
     largest = nn.functional.pad(weighed.abs(), (0, 1)).amax().clamp_min(torch.finfo(weighed.dtype).tiny)
     loss, _, _ = _apply(linear, hidden, targets, places, after, weighed / largest)
@@ -150,133 +132,115 @@ def _apply(
     if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     sizes = ON_CPU if device == "cpu" else ELSEWHERE
-    padding = -tokens % sizes.rows
-    if padding:
+    if padding := -tokens % sizes.rows:
         places = nn.functional.pad(places, (0, padding))
         weights = None if weights is None else nn.functional.pad(weights, (0, padding))
-    loss, values, means = _Head.apply(
-        hidden.reshape(-1, hidden.shape[-1]).index_select(0, places),
-        linear.weight,
-        linear.bias,
-        targets[places].clamp_min(0),
-        weights,
-        _Pass(dtype, _accurate(linear), after, sizes),
-        torch.is_grad_enabled(),
-    )
+    rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
+    how = _Pass(targets[places].clamp_min(0), weights, torch.is_grad_enabled(), dtype, _accurate(linear), after, sizes)
+    loss, values, means = _Head.apply(rows, linear.weight, linear.bias, how)
     return loss, values[:tokens], means[:tokens]
 
 
 class _Head(torch.autograd.Function):
-    """hidden: [S, H]; targets: [S]; weights: [S] or None. Returns -(weights x values).sum(); values, the
-    log-probabilities of the targets [S]; means of logits [S], zeros if a gradient is computed. The first output has a
-    gradient, or the second one without weights."""
+    """hidden: [S, H]. Returns -(weights x values).sum(); values, the log-probabilities of the targets [S]; means of
+    logits [S], zeros if a gradient is computed. The first output has a gradient, or the second one without weights."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        weights: Tensor | None,
-        how: _Pass,
-        with_gradient: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _Pass
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needed = ctx.needs_input_grad[:3] if with_gradient and weights is not None else (False,) * 3
-        values, means, ctx.gradients = how.run(hidden, weight, bias, targets, weights, needed)
-        loss = values.new_zeros(()) if weights is None else -(values * weights).sum()
+        is_known = how.weights is not None
+        needed = ctx.needs_input_grad[:3] if is_known and how.with_gradient else (False,) * 3
+        values, means, ctx.gradients = how.run(hidden, weight, bias, how.weights, needed)
+        loss = values.new_zeros(()) if how.weights is None else -(values * how.weights).sum()
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, bias, targets, weights)
-        ctx.mark_non_differentiable(means, loss if weights is None else values)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.mark_non_differentiable(means, values if is_known else loss)
         return loss, values, means
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_loss: Tensor, of_values: Tensor, _: Any) -> Any:
-        hidden, weight, bias, targets, weights = ctx.saved_tensors
+        operands, weights = ctx.saved_tensors, ctx.how.weights
         gradients, ctx.gradients = ctx.gradients, ()  # they are changed in place: a second backward computes its own
         if not gradients:
             known = -of_values if weights is None else weights
-            _, _, gradients = ctx.how.run(hidden, weight, bias, targets, known, ctx.needs_input_grad[:3])
+            _, _, gradients = ctx.how.run(*operands, known, ctx.needs_input_grad[:3])
         factor = 1.0 if weights is None else of_loss
         scaled = (
             None if total is None else total.mul_(factor).to(operand.dtype)
-            for total, operand in zip(gradients, (hidden, weight, bias))
+            for total, operand in zip(gradients, operands)
         )
-        return *scaled, None, None, None, None
+        return *scaled, None
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over all tokens. dtype: of the products with the head. accurate: of everything else."""
+    """A pass over all tokens. targets: int64[S]. weights: [S], if they are known in forward. with_gradient: a backward
+    may follow. dtype: of the products with the head. accurate: of everything else."""
 
+    targets: Tensor
+    weights: Tensor | None
+    with_gradient: bool
     dtype: torch.dtype
     accurate: torch.dtype
     after: AfterHead
     sizes: Sizes
 
     def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        weights: Tensor | None,
-        needed: tuple[bool, ...],
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, needed: tuple[bool, ...]
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Log-probabilities of the targets [S]; means of logits [S]; the gradients of -(weights x log-probabilities)
         .sum() by hidden, weight and bias, None if not needed. () if none is needed."""
-        (tokens, width), vocabulary = hidden.shape, len(weight)
+        (tokens, width), vocabulary, sizes = hidden.shape, len(weight), self.sizes
+        weights = weights if any(needed) else None
         values, means = hidden.new_zeros(2, tokens, dtype=self.accurate)
         of_hidden, of_weight, of_bias = gradients = tuple(
             hidden.new_zeros(operand.shape, dtype=self.accurate) if operand is not None and is_needed else None
             for operand, is_needed in zip((hidden, weight, bias), needed)
         )
-        if hidden.device.type != "cpu":
-            weight = weight.to(self.dtype)
-        blocks = _parts(vocabulary, self.sizes.block // width)
-        size = self.chunk_size(tokens, vocabulary, width)
+        weight = weight.to(self.dtype)
+        # All chunks have as many tokens, up to `sizes.rows`.
+        bytes_of_row = vocabulary * self.dtype.itemsize
+        most = max(sizes.chunk // bytes_of_row, width // 4) // sizes.rows * sizes.rows or sizes.rows
+        size = math.ceil(tokens / max(math.ceil(tokens / most), 1) / sizes.rows) * sizes.rows
         memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)[:, :vocabulary]
         with without_autocast(hidden.device.type):
             for some in _parts(tokens, size):
                 x = hidden[some].to(self.dtype)
                 logits = memory[: len(x)]
-                for block in blocks:
-                    w = weight[block].to(self.dtype).T
-                    if bias is None:
-                        torch.mm(x, w, out=logits[:, block])
-                    else:
-                        torch.addmm(bias[block].to(self.dtype), x, w, out=logits[:, block])
-                weighed = weights[some] if weights is not None and any(needed) else None
-                self.replace(logits, targets[some], weighed, values[some], means[some])
-                for block in blocks if any(needed) else ():
-                    g = logits[:, block]
-                    if of_hidden is not None:
-                        _add(of_hidden[some], g, weight[block].to(self.dtype))
-                    if of_weight is not None:
-                        _add(of_weight[block], g.T, x)
-                    if of_bias is not None:
-                        of_bias[block] += g.sum(0, dtype=self.accurate)
+                if bias is None:
+                    torch.mm(x, weight.T, out=logits)
+                else:
+                    torch.addmm(bias.to(self.dtype), x, weight.T, out=logits)
+                weighed = None if weights is None else weights[some]
+                self._replace(logits, self.targets[some], weighed, values[some], means[some])
+                if of_hidden is not None:
+                    _add(of_hidden[some], logits, weight)
+                if of_weight is not None:
+                    _add(of_weight, logits.T, x)
+                if of_bias is not None:
+                    of_bias += logits.sum(0, dtype=self.accurate)
         return values, means, gradients if any(needed) else ()
 
-    def chunk_size(self, tokens: int, vocabulary: int, width: int) -> int:
-        """Tokens of a chunk: all chunks have as many, up to `sizes.rows`."""
-        rows = self.sizes.rows
-        most = max(self.sizes.chunk // (vocabulary * self.dtype.itemsize), width // 4) // rows * rows or rows
-        num_chunks = max(math.ceil(tokens / most), 1)
-        return math.ceil(tokens / num_chunks / rows) * rows
-
-    def replace(self, logits: Tensor, targets: Tensor, weights: Tensor | None, values: Tensor, means: Tensor) -> None:
+    def _replace(self, logits: Tensor, targets: Tensor, weights: Tensor | None, values: Tensor, means: Tensor) -> None:
         """Write log-probabilities to `values`, and with weights the gradient of -(weights x values).sum() to `logits`;
         without, the means of logits to `means`."""
+        scale, cap = self.after.scale, self.after.cap
         if _may_use_kernel(logits, values):
-            kernel = _kernel(logits.device, logits.dtype, self.after.cap is not None, weights is not None)
+            kernel = _kernel(logits.device, logits.dtype, cap is not None, weights is not None)
             if kernel is not None:
-                kernel(logits, targets, weights, self.after.scale, self.after.cap, values, means)
+                kernel(logits, targets, weights, scale, cap, values, means)
                 return
         for some in _parts(len(logits), self.sizes.tile // logits.shape[1]):
             x, target = logits[some].to(self.accurate), targets[some, None]
-            slope = self.after.change(x)
+            slope: Tensor | None = None  # of the cap
+            if cap is not None:
+                x.mul_(scale / cap).tanh_()
+                slope = 1 - x.square()
+                x.mul_(cap)
+            elif scale != 1.0:
+                x.mul_(scale)
             if weights is None:
                 means[some] = x.mean(1)
             x.sub_(x.amax(1, keepdim=True))
@@ -286,8 +250,10 @@ class _Pass:
             total = rest_sum + own.exp()
             values[some] = (own - total.log())[:, 0]
             if weights is not None:
-                x = x.scatter_(1, target, -rest_sum) if slope is None else x.scatter_(1, target, -rest_sum).mul_(slope)
-                torch.mul(x, weights[some, None] * self.after.scale / total, out=logits[some])
+                x.scatter_(1, target, -rest_sum)
+                if slope is not None:
+                    x.mul_(slope)
+                torch.mul(x, weights[some, None] * scale / total, out=logits[some])
 
 
 def _parts(length: int, size: int) -> list[slice]:

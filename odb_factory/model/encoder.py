@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_to_all_single
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from odb_factory.errors import DataError
@@ -29,7 +30,6 @@ from odb_factory.model.tower import FAMILIES, TWICE
 BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
 """By the `model_type` of their config: the tower takes patches of all images in one tensor [patches, ...], and a grid
 (frames, height, width) of each."""
-LAST = "last"
 BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
 """It takes images (or tiles) of one size, [images, 3, height, width]."""
 TOWERS = ("visual", "vision_tower")
@@ -39,17 +39,9 @@ WINDOW = 64
 """Patches of an attention window (Qwen2.5-VL: 112 x 112 pixels) if the config does not say."""
 
 
-class Assignment(Protocol):
-    """ranks: for each rank, int64[its images], the rank that encodes each. moves: any of them is another."""
-
-    @property
-    def ranks(self) -> Sequence[np.ndarray]: ...
-    @property
-    def moves(self) -> bool: ...
-
-
-Assign = Callable[[list[np.ndarray], list[int]], Assignment]
-"""patches of the images of each rank, tokens of each rank's micro-batch -> who encodes what; the same on all ranks."""
+Assign = Callable[[list[np.ndarray], list[int]], Any]
+"""patches of the images of each rank, tokens of each rank's micro-batch -> who encodes what; the same on all ranks.
+`ranks`: for each rank, int64[its images], the rank that encodes each; `moves`: any of them is another."""
 
 
 def find_tower(model: nn.Module) -> tuple[Any, str] | None:
@@ -97,13 +89,6 @@ class _Images(NamedTuple):
     tokens: int
 
 
-class _Step(NamedTuple):
-    """One run of the tower on all ranks. images: of each rank."""
-
-    images: list[_Images]
-    assignment: Assignment
-
-
 class EncoderDoor:
     """Lets the ranks share the work of a model's vision tower, within `balanced`.
 
@@ -131,8 +116,7 @@ class EncoderDoor:
         self._by_grid = self._module.config.model_type in BY_GRID
         self._is_on, self._lacks_images, self._has_run, self._tokens = False, False, False, 0
         self._knows = False
-        self._agreed: _Step | None = None
-        self._assigned: list[Any] = []
+        self._agreed: tuple[list[_Images], Any] | None = None
         hooks = (
             self._module.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._module.get_input_embeddings().register_forward_hook(self._embedded),
@@ -144,12 +128,11 @@ class EncoderDoor:
         call_all(self._undo)
 
     @contextlib.contextmanager
-    def balanced(self) -> Iterator[list[Any]]:
-        """Within it every forward of the model is one in which all ranks take part. Yields what they have agreed on so
-        far, by `assign`."""
-        self._is_on, self._assigned = True, []
+    def balanced(self) -> Iterator[None]:
+        """Within it every forward of the model is one in which all ranks take part."""
+        self._is_on = True
         try:
-            yield self._assigned
+            yield
         finally:
             self._is_on = self._lacks_images = False
 
@@ -175,7 +158,7 @@ class EncoderDoor:
             return None
         self._lacks_images = False
         self._agreed = self._agree(_Images(np.zeros((0, 2), np.int64), (), output.dtype, self._tokens))
-        non_empty = [images for images in self._agreed.images if len(images.shapes)]
+        non_empty = [images for images in self._agreed[0] if len(images.shapes)]
         if not non_empty:
             self._agreed = None
             return None
@@ -192,43 +175,71 @@ class EncoderDoor:
         nothing = nothing + sum(parameter.sum() * 0 for parameter in parameters)
         return output + torch.as_tensor(nothing).to(output.dtype)
 
-    def _layers(self) -> Any:
-        config = self._module.config
-        layers = getattr(config, "vision_feature_layer", getattr(config, "vision_feature_layers", None))
-        # InternVL reads `last_hidden_state` for the last layer, whether the tower returns all hidden states or not.
-        return LAST if layers == -1 and config.model_type == "internvl" else layers
-
-    def _agree(self, images: _Images) -> _Step:
-        """Collective."""
+    def _agree(self, images: _Images) -> tuple[list[_Images], Any]:
+        """The images of all ranks, and who encodes them. Collective."""
         all_images = self._gather(images)
         patches = [rank_images.shapes.prod(1) for rank_images in all_images]
-        self._assigned.append(self._assign(patches, [rank_images.tokens for rank_images in all_images]))
-        return _Step(all_images, self._assigned[-1])
+        return all_images, self._assign(patches, [rank_images.tokens for rank_images in all_images])
 
     def _encode(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the tower's forward."""
         if not self._is_on:
             return own(*args, **kwargs)
+        config, rank = self._module.config, self._rank
         if self._has_run:
-            raise DataError(TWICE.format("the micro-batch", self._module.config.model_type))
+            raise DataError(TWICE.format("the micro-batch", config.model_type))
         self._has_run = True
         names = [name for name in ("hidden_states", "pixel_values") if name in kwargs]
         pixels: Tensor = args[0] if args else kwargs.pop(names[0])
         grid: Tensor | None = args[1] if len(args) > 1 else kwargs.pop("grid_thw", None)
-        step, self._agreed = self._agreed or self._agree(self._images_of(pixels, grid)), None
-        if not step.assignment.moves and len(step.images[self._rank].shapes):
+        (images, plan), self._agreed = self._agreed or self._agree(self._images_of(pixels, grid)), None
+        if not plan.moves and len(images[rank].shapes):
             return own(pixels, **({} if grid is None else {"grid_thw": grid}), **kwargs)
-        move = _Journey(step, self._rank, self.group, by_grid=grid is not None)
-        pixels = move.there(pixels)
-        if move.is_idle:
-            pixels = pixels.new_zeros((move.rows(move.smallest), *pixels.shape[1:]))
+
+        def rows_of(shapes: np.ndarray) -> np.ndarray:
+            """int64[images]: rows of the pixels of each."""
+            return np.ones(len(shapes), np.int64) if grid is None else shapes.prod(1)
+
+        # 1. pixels move to the rank that encodes them
+        sizes, targets = rows_of(images[rank].shapes), plan.ranks[rank]
+        order = np.argsort(targets, kind="stable")  # in which this rank's images are sent
+        shapes = [of_rank.shapes[target == rank] for of_rank, target in zip(images, plan.ranks)]
+        sent = [int(sizes[targets == target].sum()) for target in range(len(images))]
+        received = [int(rows_of(of_rank).sum()) for of_rank in shapes]
+        arrived = np.concatenate(shapes)
+        if plan.moves:
+            pixels = self._move(_in_order(pixels, sizes, order), sent, received)
+        if is_idle := not len(arrived):
+            every = np.concatenate([of_rank.shapes for of_rank in images])
+            arrived = every[every.prod(1).argmin()][None]
+            pixels = pixels.new_zeros((int(rows_of(arrived).sum()), *pixels.shape[1:]))
+        # 2. the tower
         if grid is not None:
-            shapes = torch.from_numpy(move.smallest if move.is_idle else move.arrived).to(grid.dtype)
-            shapes = nn.functional.pad(shapes, (1, 0), value=1)
-            kwargs["grid_thw"] = Known(shapes, grid.device) if self._knows else copy_to(shapes, grid.device)
-        parts, structure = tree_flatten(_read(own(pixels, **kwargs), self._layers()))
-        returned = iter(move.back([part for part in parts if isinstance(part, Tensor)], len(pixels)))
+            grids = nn.functional.pad(torch.from_numpy(arrived).to(grid.dtype), (1, 0), value=1)
+            kwargs["grid_thw"] = Known(grids, grid.device) if self._knows else copy_to(grids, grid.device)
+        parts, structure = tree_flatten(_read(own(pixels, **kwargs), config))
+        features, rows = [part for part in parts if isinstance(part, Tensor)], len(pixels)
+        # 3. features move back: some rows of an image's pixels (`merged`) give one row of features
+        merged = rows // max(len(features[0]), 1) if features else 1
+        if not features or any(len(feature) * merged != rows for feature in features) or (sizes % merged).any():
+            raise DataError(
+                f"balance_encoder: the vision tower made {[tuple(feature.shape) for feature in features]} of {rows} "
+                "rows of pixels, which cannot be matched to images; set `balance_encoder: false`."
+            )
+        flat = [feature[: 0 if is_idle else None].flatten(1) for feature in features]
+        if plan.moves:
+            widths = [part.shape[1] for part in flat]
+            counts = ([count // merged for count in some] for some in (received, sent))
+            joined = _in_order(self._move(torch.cat(flat, 1), *counts), sizes[order] // merged, np.argsort(order))
+            flat = list(joined.split(widths, 1))
+        returned = iter(part.reshape(-1, *feature.shape[1:]) for part, feature in zip(flat, features))
         return tree_unflatten([next(returned) if isinstance(part, Tensor) else part for part in parts], structure)
+
+    def _move(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows to other ranks, and their gradients back. sent, received: rows for, and from, each rank."""
+        flat = rows.flatten(1).contiguous()
+        moved = all_to_all_single(flat.new_empty((sum(received), flat.shape[1])), flat, received, sent, self.group)
+        return moved.reshape(-1, *rows.shape[1:])
 
     def _images_of(self, pixels: Tensor, grid: Tensor | None) -> _Images:
         if grid is None:
@@ -241,94 +252,10 @@ class EncoderDoor:
         return _Images(shapes, tuple(pixels.shape[1:]), pixels.dtype, self._tokens)
 
 
-class _Journey:
-    """Where the rows of a rank's tensors go and come from, for one run of the tower.
-
-    arrived: int64[images, 2], the shapes of what this rank encodes, by the rank that holds them, in its order.
-    is_idle: there is none. smallest: int64[1, 2], of all images.
-    """
-
-    def __init__(self, step: _Step, rank: int, group: dist.ProcessGroup | None, *, by_grid: bool):
-        self.group, self._by_grid = group, by_grid
-        own_shapes, targets = step.images[rank].shapes, step.assignment.ranks
-        self._order = np.argsort(targets[rank], kind="stable")
-        self._sizes = self._rows(own_shapes)
-        self._sent = [self.rows(own_shapes[targets[rank] == target_rank]) for target_rank in range(len(targets))]
-        coming = [images.shapes[target == rank] for images, target in zip(step.images, targets)]
-        self._received = [self.rows(shapes) for shapes in coming]
-        self.arrived = np.concatenate(coming)
-        self.is_idle = not len(self.arrived)
-        every = np.concatenate([images.shapes for images in step.images])
-        self.smallest = every[every.prod(1).argmin()][None]
-        self._moves = step.assignment.moves
-
-    def rows(self, shapes: np.ndarray) -> int:
-        """Of the pixels of these images."""
-        return int(self._rows(shapes).sum())
-
-    def _rows(self, shapes: np.ndarray) -> np.ndarray:
-        return shapes.prod(1) if self._by_grid else np.ones(len(shapes), np.int64)
-
-    def there(self, pixels: Tensor) -> Tensor:
-        """Pixels of the images that this rank holds -> of those that it encodes."""
-        if not self._moves:
-            return pixels
-        order = copy_to(torch.from_numpy(self._index(1)), pixels.device)
-        return _move(pixels.index_select(0, order), self._sent, self._received, self.group)
-
-    def back(self, features: list[Tensor], rows: int) -> list[Tensor]:
-        """Features of what this rank has encoded -> of the images that it holds, in their order.
-
-        features: [rows / c, ...] each, c of one image's rows giving one row of features. rows: of the pixels encoded.
-        """
-        merged = rows // max(len(features[0]), 1) if features else 1
-        if not features or any(len(feature) * merged != rows for feature in features) or (self._sizes % merged).any():
-            raise DataError(
-                f"balance_encoder: the vision tower made {[tuple(feature.shape) for feature in features]} of {rows} "
-                "rows of pixels, which cannot be matched to images; set `balance_encoder: false`."
-            )
-        flat = [feature[: 0 if self.is_idle else None].flatten(1) for feature in features]
-        if self._moves:
-            widths, joined = [part.shape[1] for part in flat], torch.cat(flat, 1)
-            sent, received = ([count // merged for count in counts] for counts in (self._received, self._sent))
-            joined = _move(joined, sent, received, self.group)
-            inverse = copy_to(torch.from_numpy(np.argsort(self._index(merged))), joined.device)
-            flat = list(joined.index_select(0, inverse).split(widths, 1))
-        return [part.reshape(-1, *feature.shape[1:]) for part, feature in zip(flat, features)]
-
-    def _index(self, merged: int) -> np.ndarray:
-        """int64[rows]: the rows of this rank's own images in the order in which they are sent."""
-        sizes = self._sizes // merged
-        starts = np.cumsum(sizes) - sizes
-        parts = [np.arange(starts[image], starts[image] + sizes[image]) for image in self._order]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-class _Move(torch.autograd.Function):
-    """Rows [n, width] to other ranks, and their gradients back. sent, received: rows for, and from, each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return _all_to_all(gradients[0], sent, received, ctx.group), None, None, None
-
-
-def _move(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    moved: Tensor = _Move.apply(rows.flatten(1), sent, received, group)
-    return moved.reshape(-1, *rows.shape[1:])
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """As bytes, which every backend takes."""
-    sent_rows = rows.contiguous()
-    received_rows = sent_rows.new_empty((sum(received), rows.shape[1]))
-    dist.all_to_all_single(received_rows.view(torch.uint8), sent_rows.view(torch.uint8), received, sent, group=group)
-    return received_rows
+def _in_order(rows: Tensor, sizes: np.ndarray, order: np.ndarray) -> Tensor:
+    """The rows of images in another order. sizes: rows of each; order: numbers of images."""
+    images = rows.split(sizes.tolist()) if len(sizes) else ()
+    return torch.cat([images[number] for number in order]) if images else rows
 
 
 def _width(projector: nn.Module) -> int:
@@ -341,13 +268,15 @@ def _width(projector: nn.Module) -> int:
     raise DataError(f"balance_encoder: the input of {type(projector).__name__} is not known; set it to false.")
 
 
-def _read(output: Any, layers: Any) -> Any:
-    """A tower's output with what a model reads of it: the rest would be of other images. layers: of the hidden states,
-    a number or several, if the model takes those; LAST: it takes `last_hidden_state`."""
+def _read(output: Any, config: Any) -> Any:
+    """A tower's output with what a model reads of it: the rest would be of other images."""
     if not isinstance(output, Mapping):  # the features alone
         return output
     kind: Any = type(output)
-    if output.get("hidden_states") is not None and layers not in (None, LAST):
+    layers = getattr(config, "vision_feature_layer", getattr(config, "vision_feature_layers", None))
+    # InternVL reads `last_hidden_state` for the last layer, whether the tower returns all hidden states or not.
+    reads_last = layers == -1 and config.model_type == "internvl"
+    if output.get("hidden_states") is not None and layers is not None and not reads_last:
         states = output["hidden_states"]
         numbers = {number % len(states) for number in ([layers] if isinstance(layers, int) else layers)}
         return kind(hidden_states=tuple(s if n in numbers else None for n, s in enumerate(states)))

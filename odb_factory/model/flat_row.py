@@ -33,11 +33,9 @@ class FlatRow:
         self.segments, self.tokens, self.longest = tuple(segments), sum(segments), max(segments)
         self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
         """Neighbours of equal length: (number of samples, length)."""
+        self.groups: dict[int | None, Any] = {}
+        """Of samples of similar length, by their number: made once, for all layers (`mixers`)."""
         self._ends = {device: self._ends_on(device) for device in _devices}
-
-    def positions(self) -> Tensor:
-        """int64[tokens], of each token within its sample."""
-        return torch.cat([torch.arange(length) for length in self.segments])
 
     def ends(self, device: torch.device) -> Tensor:
         """int32[segments + 1] there, copied once for all layers and without waiting for the device."""
@@ -51,6 +49,11 @@ class FlatRow:
         if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
             torch._dynamo.maybe_mark_dynamic(ends, 0)
         return ends
+
+
+def positions_of(segments: Sequence[int]) -> Tensor:
+    """int64[tokens], of each token of a flat row within its sample."""
+    return torch.cat([torch.arange(length) for length in segments])
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -117,14 +120,6 @@ def flat_row(segments: Sequence[int]) -> Iterator[None]:
         _row = before
 
 
-def _end_of_backward() -> None:
-    """The row in progress is that of before the backward, however many rows the backward was of."""
-    global _row
-    if _before:
-        _row = _before[0]
-        _before.clear()
-
-
 def row_of_backward(output: Any, row: FlatRow | None) -> None:
     """Let the backward from `output`, a result of a model, be of this row (None: of a padded micro-batch), whichever
     row has begun since."""
@@ -134,7 +129,14 @@ def row_of_backward(output: Any, row: FlatRow | None) -> None:
         if _row is not row:
             _before.append(_row)
             _row = row
-            torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def end() -> None:
+        """The row in progress is that of before the backward, however many rows the backward was of."""
+        global _row
+        if _before:
+            _row = _before[0]
+            _before.clear()
 
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -32,10 +32,6 @@ from odb_factory.model.flat_row import forward_replaced
 logger = get_logger(__name__)
 
 
-class _OtherShape(Exception):
-    """The head computes positions that are not those of the labels."""
-
-
 class WithoutLogits:
     """Computes the loss of weighted forwards of `model` without logits. All other forwards are the model's own.
 
@@ -56,16 +52,13 @@ class WithoutLogits:
         self._model: Any = model_with_labels(model)
         self._name = type(model if self._model is None else self._model).__name__
         self._after = AfterHead()
-        self._is_logged = False
+        self._is_logged = self.acted = False
         self.reason = why_not
-        self.acted = False
         if self._model is None:
             self.reason = "no part of it is a transformers model that takes labels"
         elif why_not is None:
-            self.reason = _why_not_in_place(model, self._model)
-            if self.reason is None:
-                after = own_loss(self._model)
-                self.reason, self._after = (after, AfterHead()) if isinstance(after, str) else (None, after)
+            after = _why_not_in_place(model, self._model) or own_loss(self._model)
+            self.reason, self._after = (after, AfterHead()) if isinstance(after, str) else (None, after)
 
     @contextlib.contextmanager
     def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
@@ -76,11 +69,9 @@ class WithoutLogits:
         If the door is not used (`reason`), a forward is the model's own. `acted` tells, at the end.
         """
         self.acted = False
-        if self.reason is not None:
-            self._log()
-            yield
-            return
-        with self.replacing_forward(functools.partial(self._forward, weights, num_supervised)):
+        forward = functools.partial(self._forward, weights, num_supervised)
+        self._log()
+        with contextlib.nullcontext() if self.reason is not None else self.replacing_forward(forward):
             yield
 
     @contextlib.contextmanager
@@ -116,15 +107,15 @@ class WithoutLogits:
             return own(*args, **kwargs)
 
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            self._check(hidden, labels)
+            self.reason = self._why_other_shape(hidden, labels)
+            if self.reason is not None:
+                return nn.Linear.forward(linear, hidden)
             loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after)
             return loss.reshape(1, 1, 1)
 
-        try:
-            with self.head_computes(weighted_loss) as outputs:
-                output = own(*args, **{name: value for name, value in kwargs.items() if name != "labels"})
-        except _OtherShape as error:
-            self.reason = str(error)
+        with self.head_computes(weighted_loss) as outputs:
+            output = own(*args, **{name: value for name, value in kwargs.items() if name != "labels"})
+        if self.reason is not None:
             self._log()
             return own(*args, **kwargs)
         if len(outputs) != 1:
@@ -153,10 +144,8 @@ class WithoutLogits:
         places_and_means: list[Tensor] = []
 
         def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            try:
-                self._check(hidden, labels)
-            except _OtherShape as error:
-                raise DataError(str(error)) from error
+            if (why := self._why_other_shape(hidden, labels)) is not None:
+                raise DataError(why)
             places, of_labels, means = log_probs_of(linear, hidden, labels, num_supervised, self._after)
             places_and_means.extend((places, means))
             return of_labels.reshape(1, -1, 1)
@@ -194,29 +183,28 @@ class WithoutLogits:
         with contextlib.ExitStack() as stack:
             stack.callback(head.register_forward_hook(lambda _, __, output: outputs.append(output)).remove)
             for linear in _linears(head):
-                stack.enter_context(forward_replaced(linear, functools.partial(_computed, function, linear)))
+                # the layer's own forward comes first
+                computes = functools.partial(lambda linear, _, hidden: function(linear, hidden), linear)
+                stack.enter_context(forward_replaced(linear, computes))
             yield outputs
 
-    def _check(self, hidden: Tensor, labels: Tensor) -> None:
-        if hidden.shape[:-1] != labels.shape:
-            raise _OtherShape(
-                f"{self._name} computes logits of {list(hidden.shape[:-1])} positions from labels of "
-                f"{list(labels.shape)}; the loss without logits needs one for each label"
-            )
-
-    def _log(self) -> None:
-        if self._is_logged:
-            return
-        self._is_logged = True
-        logger.info(
-            "loss: with logits, for %s: %s (costs 2 to 3 float32 numbers for each token and entry of the vocabulary)",
-            self._name,
-            self.reason,
+    def _why_other_shape(self, hidden: Tensor, labels: Tensor) -> str | None:
+        if hidden.shape[:-1] == labels.shape:
+            return None
+        return (
+            f"{self._name} computes logits of {list(hidden.shape[:-1])} positions from labels of {list(labels.shape)}; "
+            "the loss without logits needs one for each label"
         )
 
-
-def _computed(function: Callable[[nn.Linear, Tensor], Tensor], linear: nn.Linear, own: Any, hidden: Tensor) -> Tensor:
-    return function(linear, hidden)
+    def _log(self) -> None:
+        if self.reason is not None and not self._is_logged:
+            self._is_logged = True
+            logger.info(
+                "loss: with logits, for %s: %s (costs 2 to 3 float32 numbers for each token and entry of the "
+                "vocabulary)",
+                self._name,
+                self.reason,
+            )
 
 
 _OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")
@@ -268,12 +256,9 @@ def _linears(head: nn.Module) -> list[nn.Linear]:
     if type(head).__name__ == "ModulesToSaveWrapper":
         copies: Any = head.modules_to_save
         parts = [head.original_module, *copies.values()]
-    return parts if all(map(_is_plain, parts)) else []
-
-
-def _is_plain(part: nn.Module) -> bool:
-    kind = type(part)  # FSDP2 gives each module that it shards a class of its own
-    return kind is nn.Linear or (kind.__name__ == "FSDPLinear" and nn.Linear in kind.__bases__)
+    kinds = map(type, parts)  # FSDP2 gives each module that it shards a class of its own
+    is_plain = all(k is nn.Linear or (k.__name__ == "FSDPLinear" and nn.Linear in k.__bases__) for k in kinds)
+    return parts if is_plain else []
 
 
 def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:
@@ -284,7 +269,6 @@ def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:
     return [(place, name, float(value)) for place, name, value in values if value is not None]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What a model does to its logits, and the loss that it computes from them, found out by running that code alone: the
 # output embedding returns known logits and no other part of the model computes (`without_layers`), so it takes
 # milliseconds.
@@ -328,45 +312,28 @@ def own_loss(model: Any) -> AfterHead | str:
         labels = torch.tensor(LABELS, device=device)
         ids, mask = labels.clamp_min(3), torch.ones_like(labels)
         mask[-1, -1] = 0
-        known = _known_logits(model.config.get_text_config().vocab_size)
-        drawn = 3 * torch.randn(*labels.shape, len(known), generator=torch.Generator().manual_seed(0))
+        size = model.config.get_text_config().vocab_size
+        drawn = 3 * torch.randn(*labels.shape, size, generator=torch.Generator().manual_seed(0))
         output = run(drawn.to(device), labels)
         mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten()))
         if not math.isclose(float(output["loss"]), mean, rel_tol=1e-5):
             return "its loss is not the mean cross entropy of its tokens"
+        known = torch.logspace(*PROBE_RANGE, size) * (1 - 2 * (torch.arange(size) % 2))  # of both signs
         changed = run(known.to(device).expand(drawn.shape), None)["logits"]
     except Exception as error:  # any code may stand there
         return f"its loss code cannot be tried ({one_line(error)})"
     if len(calls) != 1:
         return f"it calls its output embedding {len(calls)} times in a forward"
-    after = _after_head(known, changed[0, 0]) if changed.shape == drawn.shape else None
-    return after or "it changes its logits in another way than by a factor or a cap"
-
-
-def _known_logits(size: int) -> Tensor:
-    """[V]: numbers of both signs, from small to large."""
-    return torch.logspace(*PROBE_RANGE, size) * (1 - 2 * (torch.arange(size) % 2))
-
-
-def _after_head(logits: Tensor, changed: Tensor) -> AfterHead | None:
-    """What has made `changed` of `logits` ([V]); None: nothing that is known."""
-    x, y = logits.double(), changed.double().cpu()
-    scale = float(y[0] / x[0])
-    if not math.isfinite(scale) or scale <= 0:
-        return None
-    scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
-    cap = float(y.abs().max())
-    for after, expected in (
-        (AfterHead(scale), x * scale),
-        (AfterHead(scale, cap), cap * torch.tanh(scale * x / cap)),
-    ):
-        if torch.allclose(expected, y, rtol=1e-5, atol=1e-7):
-            return after
-    return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A model whose layers do not compute.
+    if changed.shape == drawn.shape:
+        x, y = known.double(), changed[0, 0].double().cpu()
+        scale, cap = float(y[0] / x[0]), float(y.abs().max())
+        if math.isfinite(scale) and scale > 0:
+            scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
+            if torch.allclose(x * scale, y, rtol=1e-5, atol=1e-7):
+                return AfterHead(scale)
+            if torch.allclose(cap * torch.tanh(scale * x / cap), y, rtol=1e-5, atol=1e-7):
+                return AfterHead(scale, cap)
+    return "it changes its logits in another way than by a factor or a cap"
 
 
 @contextlib.contextmanager

@@ -42,14 +42,6 @@ _BY_PLACES = {
 """Operations whose second argument are indices, masks among them."""
 
 
-class _Copy:
-    """What is made of one view of the host's values. writes: of its memory, when this was made."""
-
-    ordinary: Tensor | None = None
-    places: Sequence[Tensor] | None = None
-    writes = 0
-
-
 class Known(Tensor):
     """An integer or bool tensor on `device` whose values are those of `host`, a tensor of the CPU.
 
@@ -61,47 +53,46 @@ class Known(Tensor):
     """
 
     host: Tensor
-    _copy: _Copy
-    _writes: list[int]
-    """A single number, which all views of the same memory have in common: how often it was written to."""
+    _made: dict[str, Any]
+    """What is made of this view of the host's values, and the version of these."""
 
     @staticmethod
-    def __new__(cls, host: Tensor, device: torch.device, like: Known | None = None) -> Known:
-        """like: a known tensor with the same memory."""
+    def __new__(cls, host: Tensor, device: torch.device) -> Known:
         layout: dict[str, Any] = {"strides": host.stride(), "storage_offset": host.storage_offset()}
-        made: Known = Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, device=device, **layout)
-        made.host, made._copy, made._writes = host, _Copy(), [0] if like is None else like._writes
-        return made
+        known: Known = Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, device=device, **layout)
+        known.host, known._made = host, {}
+        return known
 
-    def __init__(self, host: Tensor, device: torch.device, like: Known | None = None):
+    def __init__(self, host: Tensor, device: torch.device):
         super().__init__()
 
     def ordinary(self) -> Tensor:
         """The same as an ordinary tensor of the device."""
-        copy = self._current_copy()
-        if copy.ordinary is None:
-            expanded = [stride == 0 for stride in self.host.stride()]
-            dense = self.host[tuple(slice(1) if is_expanded else slice(None) for is_expanded in expanded)]
-            own = dense.clone() if dense.is_pinned() else dense  # the host may be written to before it is copied
-            copy.ordinary = copy_to(own, self.device).expand(self.host.shape)
-        return copy.ordinary
+        return self._make("ordinary", self._copied)
 
     def places(self) -> Sequence[Tensor]:
         """int64[selected] on the device for each dimension of this mask, without those at the end over which it is
         expanded."""
-        copy = self._current_copy()
-        if copy.places is None:
-            host = self.host
-            while host.dim() > 1 and host.stride(-1) == 0 and host.shape[-1] > 0:
-                host = host[..., 0]
-            copy.places = [Known(indices, self.device).ordinary() for indices in host.nonzero(as_tuple=True)]
-        return copy.places
+        return self._make("places", self._selected)
 
-    def _current_copy(self) -> _Copy:
-        if self._copy.writes != self._writes[0]:
-            self._copy = _Copy()
-            self._copy.writes = self._writes[0]
-        return self._copy
+    def _make(self, name: str, make: Callable[[], Any]) -> Any:
+        """Once until the values are written to: torch counts that for all views of the same memory."""
+        if self.is_inference() or self._made.get("version") != self._version:
+            self._made = {} if self.is_inference() else {"version": self._version}
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def _copied(self) -> Tensor:
+        dense = self.host[tuple(slice(1) if stride == 0 else slice(None) for stride in self.host.stride())]
+        own = dense.clone() if dense.is_pinned() else dense  # the host may be written to before it is copied
+        return copy_to(own, self.device).expand(self.host.shape)
+
+    def _selected(self) -> Sequence[Tensor]:
+        host = self.host
+        while host.dim() > 1 and host.stride(-1) == 0 and host.shape[-1] > 0:
+            host = host[..., 0]
+        return [Known(indices, self.device).ordinary() for indices in host.nonzero(as_tuple=True)]
 
     # What torch computes from the memory of a tensor, not by operations.
 
@@ -144,22 +135,33 @@ class Known(Tensor):
         if torch.Tag.inplace_view in func.tags:
             return NotImplemented  # the shape of a wrapper cannot change
         leaves = list(_leaves((*args, *kwargs.values())))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        known = [tensor for tensor in tensors if isinstance(tensor, Known)]
+        known = [leaf for leaf in leaves if isinstance(leaf, Known)]
         device = known[0].device
+        is_elsewhere = any(
+            isinstance(leaf, torch.device) and (leaf.type != device.type or leaf.index not in (None, device.index))
+            for leaf in leaves
+        )
         # 1. values and copies for the host
         if func is aten._local_scalar_dense.default:
             return known[0].host.numpy().item()
-        if func is aten._to_copy.default and _names_another(leaves, device):
+        if func is aten._to_copy.default and is_elsewhere:
             return func(known[0].host, *args[1:], **kwargs)
         if func in (aten.detach.default, aten.alias.default):
-            return known[0]._alias()
+            alias = Known(known[0].host, device)
+            alias._made = known[0]._made
+            return alias
         # 2. on the host, if that knows all values and the result is known, too
-        if len(known) == len(tensors) and not _is_for_device(func, leaves, known):
+        is_of_device = (
+            any(isinstance(leaf, Tensor) and not isinstance(leaf, Known) for leaf in leaves)
+            or func is aten.record_stream.default
+            or torch.Tag.nondeterministic_seeded in func.tags  # its random numbers are the device's
+            or any(isinstance(leaf, torch.dtype) and _has_fractions(leaf) for leaf in leaves)
+            or is_elsewhere
+            or (len(known) > 1 and _elements(known) > LARGEST)
+        )
+        if not is_of_device:
             result = _call(func, args, kwargs, _on_host)
             if not any(isinstance(leaf, Tensor) and _has_fractions(leaf.dtype) for leaf in _leaves((result,))):
-                for tensor in _written(func, args, kwargs):
-                    tensor._writes[0] += 1
                 return _mapped(lambda leaf: _as_known(leaf, known), result)
         # 3. on the device, by places in the place of masks
         if (selected := _selected(func, args)) is not None:
@@ -167,15 +169,13 @@ class Known(Tensor):
         if func in _BY_PLACES:
             args = (args[0], [place for index in args[1] for place in _as_places(index)], *args[2:])
         result = _call(func, args, kwargs, ordinary)
-        for tensor in _written(func, args, kwargs):  # only the device knows what was written: it is waited for
-            tensor.host.copy_(tensor.ordinary())
-            tensor._writes[0] += 1
+        if func._schema.is_mutable and func is not aten.record_stream.default:
+            named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
+            is_write = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
+            for leaf in _leaves([value for name, value in named.items() if is_write[name]]):
+                if isinstance(leaf, Known):  # only the device knows what was written: it is waited for
+                    leaf.host.copy_(leaf.ordinary())
         return result
-
-    def _alias(self) -> Known:
-        alias = Known(self.host, self.device, self)
-        alias._copy = self._copy
-        return alias
 
 
 # What an operation is computed from
@@ -197,24 +197,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change: Cal
     )
 
 
-def _is_for_device(func: Any, leaves: Sequence[Any], known: Sequence[Known]) -> bool:
-    """Whether the device computes the operation, though the host knows all values of its arguments."""
-    return (
-        func is aten.record_stream.default
-        or torch.Tag.nondeterministic_seeded in func.tags  # its random numbers are the device's
-        or any(isinstance(leaf, torch.dtype) and _has_fractions(leaf) for leaf in leaves)
-        or _names_another(leaves, known[0].device)
-        or (len(known) > 1 and _elements(known) > LARGEST)
-    )
-
-
 def _has_fractions(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _names_another(leaves: Sequence[Any], device: torch.device) -> bool:
-    devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
-    return any(leaf.type != device.type or leaf.index not in (None, device.index) for leaf in devices)
 
 
 def _elements(known: Sequence[Known]) -> int:
@@ -238,29 +222,12 @@ def ordinary(value: Any) -> Any:
     return value.ordinary() if isinstance(value, Known) else value
 
 
-# What becomes of its result
-
-
 def _as_known(result: Any, known: Sequence[Known]) -> Any:
-    """result: on the host, of an operation on the values of `known`; it may be one of them, or a view of it."""
+    """result: on the host, of an operation on the values of `known`; a write returns one of them."""
     if not isinstance(result, Tensor):
         return result
-    for tensor in known:
-        if result is tensor.host:
-            return tensor
-    memory = result.untyped_storage()._cdata
-    like = next((tensor for tensor in known if tensor.host.untyped_storage()._cdata == memory), None)
-    return Known(result, known[0].device, like)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Known]:
-    """The known tensors that an operation writes to."""
-    if not func._schema.is_mutable or func is aten.record_stream.default:
-        return []
-    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
-    aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
-    targets = [value for name, value in named.items() if aliases[name] is not None and aliases[name].is_write]
-    return [leaf for leaf in _leaves(targets) if isinstance(leaf, Known)]
+    written = [tensor for tensor in known if result is tensor.host]
+    return written[0] if written else Known(result, known[0].device)
 
 
 # Masks that select

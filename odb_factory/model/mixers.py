@@ -22,17 +22,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from odb_factory.errors import LayoutError
-from odb_factory.model.flat_row import FlatRow, call_all, copy_to, replace_forward, row_in_progress
+from odb_factory.model.flat_row import call_all, copy_to, replace_forward, row_in_progress
 
 KNOWN = (
     "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
@@ -105,32 +103,9 @@ class PaddedGroups:
         return padded.index_select(0, self.places(padded.device))[None]
 
 
-_groups: WeakKeyDictionary[FlatRow, dict[int | None, PaddedGroups]] = WeakKeyDictionary()
-"""Of a row, by the number of groups: made once, for all layers."""
-
-
-def _groups_of(row: FlatRow, number: int | None) -> PaddedGroups:
-    of_row = _groups.setdefault(row, {})
-    if number not in of_row:
-        of_row[number] = PaddedGroups(row.segments, number)
-    return of_row[number]
-
-
-# Into a model and out of it
-
-
 def find(model: nn.Module) -> list[nn.Module]:
     """The mixers of `model` that `install` covers."""
     return [part for part in model.modules() if type(part).__name__.endswith(KNOWN)]
-
-
-def describe(model: nn.Module) -> str:
-    """Number and class of the mixers; empty if there are none.
-
-    describe(qwen3_5)  # "18 Qwen3_5GatedDeltaNet"
-    """
-    counts = Counter(type(mixer).__name__ for mixer in find(model))
-    return " and ".join(f"{number} {name}" for name, number in counts.items())
 
 
 def install(model: nn.Module) -> Callable[[], None]:
@@ -160,7 +135,10 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
             f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens)"
         )
     gathers = hasattr(next(mixer.parameters()), "ds_id")  # ZeRO-3, at each call of a part
-    groups = _groups_of(row, EQUAL_GROUPS if gathers else None)
+    number = EQUAL_GROUPS if gathers else None
+    if number not in row.groups:
+        row.groups[number] = PaddedGroups(row.segments, number)
+    groups: PaddedGroups = row.groups[number]
     by_token = {
         name: groups.unpack(value)
         for name, value in arguments.items()

@@ -1,7 +1,7 @@
 """A tiny random copy of a model's architecture: same class and switches, small sizes, short windows and contexts.
 
 The copy is made from the config alone, on the host, in float64, with weights large enough that attention matters. The
-rules of `_small` go by the names that transformers gives to sizes, so that new families need no entry here. Whatever
+rules of `_Sizes` go by the names that transformers gives to sizes, so that new families need no entry here. Whatever
 no rule knows (activations, norms, scales, kinds of layers) stays as it is.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,13 +70,20 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
     for part in parts_of(small):
         part._attn_implementation_internal = None
     small.get_text_config(decoder=True)._attn_implementation = attention
-    with _without_zero3():
-        weights = _count_weights(model_class, small)
+    # transformers partitions the parts of a model (its vision tower) as it makes them, if it knows of ZeRO-3
+    zero3 = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    weights = 0
+    try:
+        with contextlib.suppress(Exception), torch.device("meta"):  # some classes can only be made with weights
+            weights = sum(parameter.numel() for parameter in model_class(copy.deepcopy(small)).parameters())
         if weights > MOST_WEIGHTS:
             raise ValueError(f"the copy would have {weights:,} weights, as no rule knows the names of all its sizes")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             model = model_class(small)
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = zero3
     model = model.double().train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -88,31 +96,20 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
     return model
 
 
-@contextlib.contextmanager
-def _without_zero3() -> Iterator[None]:
-    """transformers partitions the parts of a model (its vision tower) as it makes them, if it knows of ZeRO-3."""
-    before = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = before
-
-
-def _count_weights(model_class: Any, config: Any) -> int:
-    """Without making them; 0 if a class can only be made with them."""
-    try:
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
-    except Exception:
-        return 0
-
-
 def small_config(config: Any) -> Any:
     """A copy of `config` and all configs within it with small sizes."""
     small = copy.deepcopy(config)
     for part in parts_of(small):
-        _shrink(part)
+        before = {name: value for name, value in vars(part).items() if not name.startswith("_")}
+        sizes = _Sizes(before)
+        for name, value in before.items():
+            if (new := sizes.small(name, value)) is not value:
+                with contextlib.suppress(AttributeError):  # a property without a setter follows from others
+                    setattr(part, name, new)
+        for name in {"use_cache", "output_router_logits"} & before.keys():
+            setattr(part, name, False)
+        if hasattr(part, "_experts_implementation"):
+            part._experts_implementation = "eager"  # the grouped kernels know no float64
     return small
 
 
@@ -124,144 +121,106 @@ def parts_of(config: Any) -> Iterator[Any]:
             yield from parts_of(value)
 
 
-def _shrink(config: Any) -> None:
-    before = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    layers = _chosen_layers(before)
-    sizes = _Sizes(before)
-    for name, value in before.items():
-        small = _small(name, value, sizes, layers)
-        if small is not value:
-            with contextlib.suppress(AttributeError):  # a property without a setter follows from others
-                setattr(config, name, small)
-    for name in ("use_cache", "output_router_logits"):
-        if name in before:
-            setattr(config, name, False)
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"  # the grouped kernels know no float64
-
-
-def _small(name: str, value: Any, sizes: _Sizes, layers: Sequence[int]) -> Any:
-    """The value of one name in the small config; the same object if it stays."""
-    if isinstance(value, dict) and "rope" in name:
-        return _small_rope(value, sizes)
-    if isinstance(value, (list, tuple)) and layers:
-        if _numbers_layers(name, value):
-            return [at for at, layer in enumerate(layers) if layer in value]
-        if len(value) == sizes.num_layers:
-            value = [value[layer] for layer in layers]
-        return [_small(name, item, sizes, ()) for item in value]
-    if re.search(r"token_(id|index)$", name):
-        return sizes.token(name, value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value
-    if re.search(OFF, name):
-        return type(value)(0)
-    if not isinstance(value, int) or value <= 0:
-        return value
-    if re.search(LAYERS, name):
-        return len(layers)
-    if "vocab_size" in name:  # also of a smaller one
-        return VOCABULARY
-    if sizes.of(name, value) is not None:
-        return sizes.of(name, value)
-    at_most = next((size for rule, size in SMALL if re.search(rule, name)), value)
-    return min(value, at_most)
-
-
 class _Sizes:
-    """What sizes of one config have to do with each other. before: its attributes."""
+    """The sizes of one config, and what they have to do with each other. before: its attributes."""
 
     def __init__(self, before: dict[str, Any]):
         def first(*names: str) -> int | None:
             return next((before[name] for name in names if isinstance(before.get(name), int)), None)
 
-        self.num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), None)
-        self.hidden = first("hidden_size", "d_model", "n_embd") or HIDDEN
-        heads = first("num_attention_heads", "n_head", "n_heads", "num_heads") or HEADS
+        self._num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), 0)
+        self._layers = self._choose_layers(before)
+        self._hidden = first("hidden_size", "d_model", "n_embd") or HIDDEN
+        self._heads = first("num_attention_heads", "n_head", "n_heads", "num_heads") or HEADS
         rope = first("qk_rope_head_dim")
-        self.head_factor = rope / 8 if rope else (first("head_dim") or self.hidden / heads) / HEAD_SIZE
+        self._head_factor = rope / 8 if rope else (first("head_dim") or self._hidden / self._heads) / HEAD_SIZE
         """Values of a head there for one here."""
-        self.heads = heads
-        self.expand = first("mamba_expand", "expand") or 2
-        self.is_mixer = "expand" in before
+        self._expand = first("mamba_expand", "expand") or 2
+        self._is_mixer = "expand" in before
         rotations = str(before.get("rope_parameters") or before.get("rope_scaling"))
-        self.context_acts = "dynamic" in rotations or "longrope" in rotations
-        self.tokens = {0: 0}
+        self._context_acts = "dynamic" in rotations or "longrope" in rotations
+        self._tokens = {0: 0}
+        """Small ids of special tokens, different ones for different ones."""
 
-    def of(self, name: str, value: int) -> int | None:
-        """None: nothing is known of this name."""
-        if re.search(MIXER_SIZES, name):
+    def _choose_layers(self, before: dict[str, Any]) -> list[int]:
+        """`LAYERS_OF_A_KIND` layers of each kind, by all that the config says of single layers; the first few of those
+        it says nothing of."""
+        lists = {name: value for name, value in before.items() if isinstance(value, (list, tuple)) and value}
+        kinds: dict[str, list[int]] = {}
+        for layer in range(self._num_layers):
+            kind = [
+                layer in value if _numbers_layers(name, value) else value[layer]
+                for name, value in lists.items()
+                if _numbers_layers(name, value) or len(value) == self._num_layers
+            ]
+            kinds.setdefault(repr(kind), []).append(layer)
+        by_number = any(
+            type(value) is int and ((value > 1 and re.search(PERIOD, name)) or (value > 0 and re.search(FIRST, name)))
+            for name, value in before.items()
+        )
+        if len(kinds) == 1 and by_number:
+            return list(range(min(self._num_layers, 2 * LAYERS_OF_A_KIND)))
+        return sorted(layer for layers in kinds.values() for layer in layers[:LAYERS_OF_A_KIND])[:MOST_LAYERS]
+
+    def small(self, name: str, value: Any) -> Any:
+        """The value of one name in the small config; the same object if it stays."""
+        if isinstance(value, dict) and "rope" in name:
+            return self._rope(value)
+        if isinstance(value, (list, tuple)) and self._layers:
+            if _numbers_layers(name, value):
+                return [at for at, layer in enumerate(self._layers) if layer in value]
+            of_layers = len(value) == self._num_layers
+            return [
+                item if isinstance(item, (list, tuple)) else self.small(name, item)
+                for item in ([value[layer] for layer in self._layers] if of_layers else value)
+            ]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return value
+        if re.search(r"token_(id|index)$", name):
+            return value if value <= 0 else self._tokens.setdefault(int(value), VOCABULARY - len(self._tokens))
+        if re.search(OFF, name):
+            return type(value)(0)
+        if not isinstance(value, int) or value <= 0:
+            return value
+        if re.search(LAYERS, name):
+            return len(self._layers)
+        if "vocab_size" in name:  # also of a smaller one
+            return VOCABULARY
+        # sizes that follow from others
+        if re.search(MIXER_SIZES, name) or (self._is_mixer and name == "head_dim"):
             return HEAD_SIZE
-        if re.search(MIXER_HEADS, name) or (self.is_mixer and name == "num_heads"):
-            return self.expand * HIDDEN // HEAD_SIZE
-        if self.is_mixer and name == "head_dim":
-            return HEAD_SIZE
+        if re.search(MIXER_HEADS, name) or (self._is_mixer and name == "num_heads"):
+            return self._expand * HIDDEN // HEAD_SIZE
         if name.endswith("d_ssm"):
-            return self.expand * HIDDEN
+            return self._expand * HIDDEN
         if re.search(KEY_HEADS, name):
-            return value if value == 1 else min(self.heads, HEADS) if value >= self.heads else GROUPS
+            return value if value == 1 else min(self._heads, HEADS) if value >= self._heads else GROUPS
         if re.search(HEAD_SIZES, name) and not name.startswith("linear_"):
-            return max(2, round(value / self.head_factor) // 2 * 2)
-        if re.search(LIKE_HIDDEN, name) and value in (self.hidden, 2 * self.hidden):
-            return HIDDEN * value // self.hidden
-        if name == "max_position_embeddings" and self.context_acts:
+            return max(2, round(value / self._head_factor) // 2 * 2)
+        if re.search(LIKE_HIDDEN, name) and value in (self._hidden, 2 * self._hidden):
+            return HIDDEN * value // self._hidden
+        if name == "max_position_embeddings" and self._context_acts:
             return 2 * MECHANISM
-        return None
+        return min(value, next((size for rule, size in SMALL if re.search(rule, name)), value))
 
-    def token(self, name: str, value: Any) -> Any:
-        """Ids of special tokens, different ones for different ones."""
-        if isinstance(value, int) and value > 0:
-            return self.tokens.setdefault(value, VOCABULARY - len(self.tokens))
-        return value
+    def _rope(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Of rotary positions: their sections, factors by frequency, and original context."""
+        small: dict[str, Any] = {}
+        for name, setting in value.items():
+            if isinstance(setting, dict):
+                setting = self._rope(setting)
+            elif name == "original_max_position_embeddings":
+                setting = min(setting, MECHANISM)
+            elif name == "mrope_section":
+                ends = [0, *(round(end / self._head_factor) for end in itertools.accumulate(setting))]
+                setting = [end - start for start, end in itertools.pairwise(ends)]
+            elif name in ("short_factor", "long_factor"):
+                setting = setting[: round(len(setting) / self._head_factor)]
+            small[name] = setting
+        return small
 
 
 def _numbers_layers(name: str, value: Sequence[Any]) -> bool:
     """Whether a list names layers by their numbers."""
     numbers = all(type(number) is int for number in value) and list(value) == sorted(set(value))
     return bool(re.search(LAYER_NUMBERS, name)) and numbers
-
-
-def _chosen_layers(before: dict[str, Any]) -> list[int]:
-    """`LAYERS_OF_A_KIND` layers of each kind, by all that the config says of single layers; the first few of those it
-    says nothing of."""
-    num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), 0)
-    lists = {name: value for name, value in before.items() if isinstance(value, (list, tuple)) and value}
-    numbers = {name: set(value) for name, value in lists.items() if _numbers_layers(name, value)}
-    of_layer = [value for name, value in lists.items() if name not in numbers and len(value) == num_layers]
-    kinds: dict[str, list[int]] = {}
-    for layer in range(num_layers):
-        kind = repr(([value[layer] for value in of_layer], [layer in value for value in numbers.values()]))
-        kinds.setdefault(kind, []).append(layer)
-    chosen = sorted(layer for layers in kinds.values() for layer in layers[:LAYERS_OF_A_KIND])
-    by_number = any(
-        type(value) is int and ((value > 1 and re.search(PERIOD, name)) or (value > 0 and re.search(FIRST, name)))
-        for name, value in before.items()
-    )
-    if len(kinds) == 1 and by_number:
-        chosen = list(range(min(num_layers, 2 * LAYERS_OF_A_KIND)))
-    return chosen[:MOST_LAYERS]
-
-
-def _small_rope(value: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
-    """Of rotary positions: their sections, factors by frequency, and original context."""
-    small: dict[str, Any] = {}
-    for name, setting in value.items():
-        if isinstance(setting, dict):
-            setting = _small_rope(setting, sizes)
-        elif name == "original_max_position_embeddings":
-            setting = min(setting, MECHANISM)
-        elif name == "mrope_section":
-            setting = _shared(setting, round(sum(setting) / sizes.head_factor))
-        elif name in ("short_factor", "long_factor"):
-            setting = setting[: round(len(setting) / sizes.head_factor)]
-        small[name] = setting
-    return small
-
-
-def _shared(shares: Sequence[int], total: int) -> list[int]:
-    """`total` dealt out as `shares` are."""
-    exact = [share * total / sum(shares) for share in shares]
-    dealt = [int(share) for share in exact]
-    for at in sorted(range(len(exact)), key=lambda at: dealt[at] - exact[at])[: total - sum(dealt)]:
-        dealt[at] += 1
-    return dealt

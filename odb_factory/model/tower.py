@@ -21,7 +21,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,17 +85,15 @@ def one_pass(*models: Any) -> Iterator[None]:
             model(**batch).loss.backward()  # with both pixel_values and pixel_values_videos
     """
     with contextlib.ExitStack() as stack:
-        for model in models:
-            for module in model.modules() if isinstance(model, nn.Module) else ():
-                if _has_tower(module):
-                    stack.callback(replace_forward(module, functools.partial(_once, module)))
+        for module in _modules(models):
+            family = getattr(getattr(module, "config", None), "model_type", None)
+            if family in FAMILIES and "visual" in dict(module.named_children()):  # its forward calls the tower
+                stack.callback(replace_forward(module, functools.partial(_once, module)))
         yield
 
 
-def _has_tower(module: nn.Module) -> bool:
-    """Whether its forward calls the tower."""
-    family = getattr(getattr(module, "config", None), "model_type", None)
-    return family in FAMILIES and "visual" in dict(module.named_children())
+def _modules(models: Sequence[Any]) -> list[nn.Module]:
+    return [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
 
 
 @torch.compiler.disable(recursive=False)
@@ -103,27 +101,13 @@ def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     """The forward of a module that calls its tower for images, then for videos. own: before."""
     if not has_both(kwargs):
         return own(*args, **kwargs)
-    tower = module.visual
-    module.visual = StandIn(tower, _Together(tower, kwargs).forward)
-    try:
-        return own(*args, **kwargs)
-    finally:
-        module.visual = tower
+    tower, videos = module.visual, kwargs[PIXELS[1]]
+    of_videos: list[Any] = []
 
-
-class _Together:
-    """The forward of a tower in one batch: the first call, for the images, computes the videos too."""
-
-    def __init__(self, tower: nn.Module, batch: Mapping[str, Any]):
-        self._tower, self._batch, self._of_videos = tower, batch, None
-
-    def forward(self, pixels: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
-        if self._of_videos is not None:
-            return self._of_videos
-        videos, grid_of_videos = (self._batch[key] for key in (PIXELS[1], "video_grid_thw"))
-        output = self._tower(
-            torch.cat([pixels, videos.to(pixels.dtype)]), grid_thw=torch.cat([grid_thw, grid_of_videos]), **kwargs
-        )
+    def together(pixels: Tensor, grid_thw: Tensor, **more: Any) -> Any:
+        """The forward of the tower in this batch: the first call, for the images, computes the videos too."""
+        if of_videos:
+            return of_videos[0]
         total = len(pixels) + len(videos)
 
         def parts(features: Any) -> tuple[Any, Any]:
@@ -139,10 +123,18 @@ class _Together:
                 )
             return features[:of_images], features[of_images:]
 
-        leaves, structure = tree_flatten(output)
-        of_images, of_videos = zip(*map(parts, leaves))
-        self._of_videos = tree_unflatten(of_videos, structure)
-        return tree_unflatten(of_images, structure)
+        patches = torch.cat([pixels, videos.to(pixels.dtype)])
+        grids = torch.cat([grid_thw, kwargs["video_grid_thw"]])
+        leaves, structure = tree_flatten(tower(patches, grid_thw=grids, **more))
+        first, second = zip(*map(parts, leaves))
+        of_videos.append(tree_unflatten(second, structure))
+        return tree_unflatten(first, structure)
+
+    module.visual = StandIn(tower, together)
+    try:
+        return own(*args, **kwargs)
+    finally:
+        module.visual = tower
 
 
 IMAGES = "odb_flash_images"
@@ -189,7 +181,7 @@ def images_at_once(*models: Any) -> Iterator[None]:
     with images_at_once(model):
         model(**batch).loss.backward()
     """
-    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
+    modules = _modules(models)
     configs: dict[int, Any] = {
         id(module.config): module.config
         for module in modules
@@ -232,27 +224,22 @@ def patch_products(*models: Any) -> Iterator[None]:
         with patch_products(model):
             model(**batch).loss.backward()
     """
+    modules = _modules(models)
+    of_adapters = {part for module in modules if hasattr(module, "base_layer") for part in module.modules()}
     with contextlib.ExitStack() as stack:
-        for model in models:
-            for module in _patch_embeddings(model) if isinstance(model, nn.Module) else ():
+        for module in modules:
+            if (
+                (type(module) is nn.Conv2d or type(module) is nn.Conv3d)
+                and module.kernel_size == module.stride
+                and max(module.kernel_size) > 1
+                and set(module.dilation) == {1}
+                and module.groups == 1
+                and (module.padding == "valid" or set(module.padding) == {0})
+                and module not in of_adapters
+                and "forward" not in vars(module)
+            ):
                 stack.callback(replace_forward(module, functools.partial(_product, module)))
         yield
-
-
-def _patch_embeddings(model: nn.Module) -> list[nn.Conv2d | nn.Conv3d]:
-    of_adapters = {part for module in model.modules() if hasattr(module, "base_layer") for part in module.modules()}
-    return [
-        module
-        for module in model.modules()
-        if (type(module) is nn.Conv2d or type(module) is nn.Conv3d)
-        and module.kernel_size == module.stride
-        and max(module.kernel_size) > 1
-        and set(module.dilation) == {1}
-        and module.groups == 1
-        and (module.padding == "valid" or set(module.padding) == {0})
-        and module not in of_adapters
-        and "forward" not in vars(module)
-    ]
 
 
 def _product(module: nn.Conv2d | nn.Conv3d, convolve: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:

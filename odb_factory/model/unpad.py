@@ -15,20 +15,21 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError, DataError, LayoutError
 from odb_factory.log import get_logger
-from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, of_batches, resolve_layout, unwrapped
+from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, resolve_layout, unwrapped
 from odb_factory.model.flat_row import (
     FlatRow,
     call_all,
     copy_to,
     flat_row,
     forward_replaced,
+    positions_of,
     replace_forward,
     row_in_progress,
     row_of_backward,
@@ -93,37 +94,27 @@ class UnpadDoor:
         with flat_row(rows.segments):
             if self._reads == "scores":
                 output = own(**arguments)
-                rest = {name: value for name, value in output.items() if name != "logits"}
-                return type(output)(logits=_in_rows(output["logits"], rows, shape), **rest)
-            if self._reads == "hidden states":
-                arguments["output_hidden_states"] = True
-                return self._hidden_states(rows, functools.partial(own, **arguments), shape)
-            return self._log_probs(rows, functools.partial(own, **arguments), shape)
-
-    def _hidden_states(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
-        """The last ones, [rows, length, hidden]: 0 if there is no token."""
-        with self._door.head_computes(lambda _, hidden: hidden.new_zeros(1, 1, 1)):
-            output = run()
-        padded = _in_rows(output["hidden_states"][-1], rows, shape)
-        rest = {name: value for name, value in output.items() if name not in ("loss", "hidden_states")}
-        return type(output)(hidden_states=(padded,), **rest)
-
-    def _log_probs(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
-        output, places, log_probs, means = self._door.log_probs(run, rows.labels, rows.num_supervised)
-        # [supervised] -> [total] -> [rows, length]
-        values = torch.stack((log_probs, means), -1)
-        missing = values.new_tensor((0.0, torch.nan))
-        in_row = missing.expand(rows.labels.numel(), 2).index_copy(0, places, values)[: len(rows.index)]
-        padded = missing.expand(shape.numel(), 2).index_copy(0, rows.index, in_row)
-        rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
-        return type(output)(logits=padded.view(*shape, 2).as_subclass(LabelLogProbs), **rest)
+                values: dict[str, Any] = {"logits": _in_rows(output["logits"], rows, shape)}
+            elif self._reads == "hidden states":  # the last ones, and no logits
+                with self._door.head_computes(lambda _, hidden: hidden.new_zeros(1, 1, 1)):
+                    output = own(**arguments, output_hidden_states=True)
+                values = {"hidden_states": (_in_rows(output["hidden_states"][-1], rows, shape),)}
+            else:
+                run = functools.partial(own, **arguments)
+                output, places, *of_labels = self._door.log_probs(run, rows.labels, rows.num_supervised)
+                pairs = torch.stack(of_labels, -1)  # [supervised, 2]: log-probability, mean of logits
+                missing = pairs.new_tensor((0.0, torch.nan))
+                row = missing.expand(rows.labels.numel(), 2).index_copy(0, places, pairs)[None]
+                values = {"logits": _in_rows(row, rows, shape, missing).as_subclass(LabelLogProbs)}
+        return type(output)(**{name: value for name, value in output.items() if name != "loss"} | values)
 
 
-def _in_rows(values: Tensor, rows: FlatRows, shape: torch.Size) -> Tensor:
-    """[1, total, size] -> [*shape, size]: 0 if there is no token."""
+def _in_rows(values: Tensor, rows: FlatRows, shape: torch.Size, missing: Tensor | None = None) -> Tensor:
+    """[1, total, size] -> [*shape, size]: `missing`, or 0, if there is no token."""
     if values.shape[:-1] != rows.labels.shape:
         raise DataError(f"layout: the model returns {list(values.shape[:-1])} for {list(rows.labels.shape)} tokens")
-    padded = values.new_zeros(shape.numel(), values.shape[-1]).index_copy(0, rows.index, values[0, : len(rows.index)])
+    missing = values.new_zeros(values.shape[-1]) if missing is None else missing
+    padded = missing.expand(shape.numel(), -1).index_copy(0, rows.index, values[0, : len(rows.index)])
     return padded.view(*shape, -1)
 
 
@@ -142,7 +133,7 @@ def positions_of_samples(model: nn.Module) -> contextlib.AbstractContextManager[
 def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     row, ids = row_in_progress(), kwargs.get("input_ids")
     if row is not None and ids is not None and kwargs.get("position_ids") is None and ids.shape == (1, row.tokens):
-        kwargs["position_ids"] = copy_to(row.positions()[None], ids.device)
+        kwargs["position_ids"] = copy_to(positions_of(row.segments)[None], ids.device)
     return own(*args, **kwargs)
 
 
@@ -236,7 +227,7 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
         return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
     online.loader.begin()
-    why = check_rows(Runs(model, to_device, online.gather), lambda: of_batches(*online.trial_batches(NUM_SAMPLES)))
+    why = check_rows(Runs(model, to_device, online.gather), lambda: online.trial_batches(NUM_SAMPLES))
     if why is not None:
         if is_first:
             vars(inner)[UNDO]()
@@ -260,18 +251,24 @@ class _LoopDoor:
 
     def forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = args[1:] if args and args[0] is self._model else args  # accelerate binds the forward that it unwraps
-        row, positions = row_in_progress(), kwargs.get("position_ids")
-        if _is_flat(positions) and kwargs.get("attention_mask") is None:
-            if row is not None and self._is_of(positions, row):
-                return _of_row(own(*args, **kwargs), row)
+        row = row_in_progress()
+        positions: Any = kwargs.get("position_ids")
+        is_flat = isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-2] == 1
+        if not is_flat or kwargs.get("attention_mask") is not None:
+            row = None
+        elif row is None or not self._is_of(positions, row):
             if self._model.training:
                 in_progress = "of no flat row" if row is None else f"of another row, of {row.tokens}"
                 raise ConfigError(
                     f"unpad: {type(self._model).__name__} is given a row of {positions.shape[-1]} tokens, and the step "
                     f"info taken out last is {in_progress}; call pop_step_info(batch) right before its forward."
                 )
-        with flat_row(()):
-            return _of_row(own(*args, **kwargs), None)
+            row = None
+        with flat_row(()) if row is None else contextlib.nullcontext():
+            output = own(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            row_of_backward(output, row)
+        return output
 
     def _is_of(self, positions: Tensor, row: FlatRow) -> bool:
         """Whether these are the positions of the row in progress. Reading them makes the host wait for the device, so
@@ -280,19 +277,8 @@ class _LoopDoor:
             return False
         is_next = self._computed is not None and row.number <= self._computed + 1
         if not (self._model.training and is_next) and not torch.equal(
-            positions.flatten(0, -2)[0].cpu(), row.positions()
+            positions.flatten(0, -2)[0].cpu(), positions_of(row.segments)
         ):
             return False
         self._computed = row.number
         return True
-
-
-def _of_row(output: Any, row: FlatRow | None) -> Any:
-    """The output of a forward, whose backward is of this row, too."""
-    if not torch.compiler.is_compiling():
-        row_of_backward(output, row)
-    return output
-
-
-def _is_flat(positions: Any) -> TypeGuard[Tensor]:
-    return isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-2] == 1

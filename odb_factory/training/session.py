@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,11 +40,9 @@ from odb_factory.model.check import (
     NUM_SAMPLES,
     Layout,
     Runs,
-    Trial,
     check_rows,
     fall_back,
     models_of,
-    of_batches,
     of_flat_batch,
     positions_of_media,
     resolve_layout,
@@ -491,9 +489,7 @@ class Training:
             trainer.neftune_hook_handle = embedding.register_forward_hook(noise_by_sample)
         loader, configured = self.run.loader, odb.config
         if self.is_unchecked and loader.has_rows:
-            why = self._check_layout(
-                lambda: of_batches(*trial_batches(loader.first_samples(), loader.groups, NUM_SAMPLES))
-            )
+            why = self._check_layout(lambda: trial_batches(loader.first_samples(), loader.groups, NUM_SAMPLES))
             if why is not None:
                 self._replace_run(fall_back(self.layout, configured.layout, why), self.run.config)
         if chooses := self.lacks_budgets:
@@ -525,7 +521,7 @@ class Training:
         if why is not None:
             raise LayoutError(why)
 
-    def _check_layout(self, make: Callable[[], Trial]) -> str | None:
+    def _check_layout(self, make: Callable[[], Iterable[Any]]) -> str | None:
         """Why the flat layout is not right for the model; None if it is. Collective."""
         self.is_unchecked, trainer, gather = False, self.trainer, self.odb.gather
         runs = Runs(trainer.model_wrapped, trainer._prepare_inputs, gather, trainer.compute_loss_context_manager)

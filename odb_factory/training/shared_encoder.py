@@ -76,9 +76,10 @@ class SharedEncoder:
     @contextlib.contextmanager
     def balanced(self, computing: Computing) -> Iterator[None]:
         """Within it forwards of the model are of this micro-batch, which the run has begun, on all ranks."""
-        with self._door.balanced() as plans:
+        self._plans: list[EncoderPlan] = []
+        with self._door.balanced():
             yield
-        computing.encoded = tuple(plans)
+        computing.encoded = tuple(self._plans)
 
     def _gather(self, images: Any) -> list[Any]:
         contents = self._exchange.gather(pickle.dumps(images, 5), "sharing the vision tower")
@@ -88,6 +89,7 @@ class SharedEncoder:
         training = self._trainer.odb.training
         weighed = tokens if self._weighs_tokens else None
         plan = plan_encoders(patches, self._cost, weighed, max_patches=training.run.config.max_patches)
+        self._plans.append(plan)
         training.memory.encoded = int(plan.patches[self._exchange.rank])
         return plan
 

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from odb_factory.model import attention
 
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+"""What torch dispatches to outside of a kernel: autograd, too."""
 
-def _samples(
+
+def _check(
     q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int, dropout: float
 ) -> Any:
     """[(first token, end)] of each sample, once the arguments have passed the checks."""
@@ -31,87 +34,53 @@ def _samples(
     assert cum_q.dtype == cum_k.dtype == torch.int32 and cum_q.dim() == 1 and cum_q.is_contiguous()
     assert cum_q.device == q.device == k.device == v.device and torch.equal(cum_q, cum_k)
     assert type(max_q) is type(max_k) is int and dropout == 0.0
-    ends = cum_q.tolist()
-    samples = list(itertools.pairwise(ends))
+    samples = list(itertools.pairwise(cum_q.tolist()))
     lengths = [end - start for start, end in samples]
-    assert ends[0] == 0 and ends[-1] == len(q) and max(lengths) <= max_q == max_k and min(lengths) > 0
+    assert sum(lengths) == len(q) == cum_q[-1] and max(lengths) <= max_q == max_k and min(lengths) > 0
     return samples
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float | None, left: int | None, right: int | None) -> Tensor:
-    """[heads, tokens, tokens], -inf outside of the window. left, right: visible neighbours; None or -1: all."""
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
-    right = 0 if causal else right
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left is not None and left >= 0:
-        hidden |= distance > left
-    if right is not None and right >= 0:
-        hidden |= -distance > right
-    return scores.masked_fill(hidden, -torch.inf)
-
-
-def _wide(x: Tensor, start: int, end: int, heads: int) -> Tensor:
-    return x[start:end].double().repeat_interleave(heads // x.shape[1], 1)
-
-
-def _forward(
+def _attended(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cum_q: Tensor,
-    cum_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    debug: bool,
-    *,
+    *ends_and_causal: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     **unused: Any,
-) -> tuple[Tensor, ...]:
-    assert not debug and not any(value is not None for value in unused.values())
-    outs, sums, heads = [], [], q.shape[1]
-    for start, end in _samples(q, k, v, cum_q, cum_k, max_q, max_k, dropout):
-        queries, keys, values = (_wide(x, start, end, heads) for x in (q, k, v))
-        scores = _scores(queries, keys, causal, scale, window_size_left, window_size_right)
-        outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values).to(q.dtype))
-        sums.append(scores.logsumexp(-1).float())
+) -> Tensor:
+    """window_size: visible neighbours on a side; None or -1: all."""
+    *ends, causal = ends_and_causal
+    assert not any(value is not None for value in unused.values())
+    parts = []
+    for start, end in _check(q, k, v, *ends):
+        query, key, value = (
+            x[start:end].double().repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1) for x in (q, k, v)
+        )
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        left, right = (end if n is None or n < 0 else n for n in (window_size_left, window_size_right))
+        seen = (distance <= left) & (-distance <= (0 if causal else right))
+        scores = query @ key.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1).to(q.dtype))
+    return torch.cat(parts)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *more: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    *ends, causal, debug = more
+    assert not debug
     state = torch.zeros(2, dtype=torch.uint64)
-    return torch.cat(outs), torch.cat(sums, 1), state, state.clone(), q.new_empty(0)
+    sums = q.new_zeros(q.shape[1], len(q), dtype=torch.float)  # of exponentials: the backward here needs none
+    return _attended(q, k, v, *ends, causal, **kwargs), sums, state, state.clone(), q.new_empty(0)
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cum_q: Tensor,
-    cum_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    *states: Tensor,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *more: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    grads, heads, key_heads = [], q.shape[1], k.shape[1]
-    for start, end in _samples(q, k, v, cum_q, cum_k, max_q, max_k, dropout):
-        queries, keys, values, outs, above = (_wide(x, start, end, heads) for x in (q, k, v, out, grad))
-        scores = _scores(queries, keys, causal, scale, window_size_left, window_size_right)
-        chances = (scores - lse[:, start:end, None]).exp()
-        of_chances = torch.einsum("ihd,jhd->hij", above, values) - (above * outs).sum(-1).T[..., None]
-        of_scores = chances * of_chances * (q.shape[-1] ** -0.5 if scale is None else scale)
-        of_keys = torch.einsum("hij,ihd->jhd", of_scores, queries).unflatten(1, (key_heads, -1)).sum(2)
-        of_values = torch.einsum("hij,ihd->jhd", chances, above).unflatten(1, (key_heads, -1)).sum(2)
-        grads.append((torch.einsum("hij,jhd->ihd", of_scores, keys), of_keys, of_values))
-    return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*grads))
+    *ends, causal, _, _ = more
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
+        return torch.autograd.grad(_attended(*leaves, *ends, causal, **kwargs), leaves, grad)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from training.flat_models import COMMON, HEAD, MOE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from odb_factory.model import chunked
-from odb_factory.model.chunked import weighted_loss_of
+from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
 from odb_factory.model.head import WithoutLogits
 
 VOCABULARY = COMMON["vocab_size"]
@@ -40,9 +40,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def in_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Chunks of so many tokens, products with 7 entries of the vocabulary of 8 dimensions, and plain operations on 3
-    tokens."""
-    patch.setattr(chunked, "ON_CPU", chunked.Sizes(chunk=0, rows=tokens, block=8 * 7, tile=3 * VOCABULARY))
+    """Chunks of so many tokens, and plain operations on 3 of them."""
+    patch.setattr(chunked, "ON_CPU", chunked.Sizes(chunk=0, rows=tokens, tile=3 * VOCABULARY))
 
 
 @pytest.fixture(autouse=True)
@@ -267,43 +266,60 @@ def test_a_chunk_takes_three_products_of_aligned_sizes(
     assert all(stride % 8 == 0 for stride in products.strides)
 
 
-KERNEL = """
-import sys, torch
-from odb_factory.model import chunked
-from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
-
-chunked._may_use_kernel = lambda logits, values: values.dtype == torch.float32
-torch.manual_seed(0)
-for vocabulary, after in ((1000, AfterHead()), (9001, AfterHead(0.5)), (1003, AfterHead(2.0, 3.0))):
-    linear, labels = torch.nn.Linear(8, vocabulary), torch.randint(0, vocabulary, (2, 5))
-    hidden = (3 * torch.randn(2, 5, 8)).requires_grad_()
+def compare_with_float64(vocabulary: int, after: AfterHead) -> None:
+    """Log-probabilities of labels, means of logits, the weighted loss, and all gradients of both."""
+    torch.manual_seed(0)
+    linear, labels = nn.Linear(8, vocabulary), torch.randint(0, vocabulary, (2, 5))
+    hidden, weights = 3 * torch.randn(2, 5, 8), torch.randn(8)
     with torch.no_grad():
         linear.bias[labels[0, 1]] = 40.0  # all tokens with this label are confident
-    found = []
+    labels[1, 0] = -100  # nothing predicts it
+    found: list[list[Tensor]] = []
     for dtype in (torch.float32, torch.float64):
-        head, states = linear.to(dtype), hidden.detach().to(dtype).requires_grad_()
+        head = copy.deepcopy(linear).to(dtype)
+        states, by = hidden.to(dtype).requires_grad_(), weights.to(dtype)
+        operands = (states, head.weight, head.bias)
         if dtype == torch.float64:
-            logits = after.scale * head(states)[:, :-1].reshape(-1, vocabulary)
+            logits = after.scale * head(states)[:, :-1].flatten(0, 1)
             logits = logits if after.cap is None else after.cap * torch.tanh(logits / after.cap)
             values, means = logits.log_softmax(1).gather(1, labels[:, 1:].reshape(-1, 1))[:, 0], logits.mean(1)
             loss = -0.1 * values.sum()
         else:
-            _, values, means = log_probs_of(head, states, labels, 8, after)
+            places, values, means = log_probs_of(head, states, labels, 8, after)
+            assert places.tolist() == [0, 1, 2, 3, 5, 6, 7, 8] and not means.requires_grad
             loss = weighted_loss_of(head, states, labels, 0.1, 8, after)
-        head.zero_grad()
-        loss.backward()
-        found.append([loss, values, means, states.grad, head.weight.grad.clone(), head.bias.grad.clone()])
+        of_values = torch.autograd.grad((values * by).sum(), operands, retain_graph=True)
+        found.append([loss, values, means, *of_values, *torch.autograd.grad(loss, operands)])
     for ours, exact in zip(*found):
         assert (ours - exact).norm() <= 2e-6 * exact.norm(), (vocabulary, after, ours, exact)
+
+
+COMPARED = [(1000, AfterHead()), (9001, AfterHead(0.5)), (1003, AfterHead(2.0, 3.0))]
+KERNEL = """
+import torch
+from model.test_head import COMPARED, chunked, compare_with_float64
+
+chunked._may_use_kernel = lambda logits, values: values.dtype == torch.float32
+for case in COMPARED:
+    compare_with_float64(*case)
 kinds = [(has_cap, with_gradient) for has_cap in (False, True) for with_gradient in (False, True)]
 assert all(chunked._kernel(torch.device("cpu"), torch.float32, *kind) is not None for kind in kinds)
 """
 
 
-def test_the_kernel_computes_what_plain_operations_do() -> None:
-    """In Triton's interpreter, against float64."""
+@pytest.mark.parametrize(("vocabulary", "after"), COMPARED, ids=str)
+def test_plain_operations_compute_what_float64_does(vocabulary: int, after: AfterHead) -> None:
+    compare_with_float64(vocabulary, after)
+
+
+def test_the_kernel_computes_what_float64_does() -> None:
+    """In Triton's interpreter."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     run = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
 

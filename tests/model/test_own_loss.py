@@ -11,65 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from model.check_families import class_and_config
 from model.test_head import batch_of, check, state, text_model
-from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from training.flat_models import COMMON
 
 from odb_factory.model.chunked import AfterHead
 from odb_factory.model.head import WithoutLogits, own_loss
-
-TEXT = COMMON | {"vocab_size": 200, "head_dim": 8}
-SIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-IMAGES = SIDE | {"image_size": 32, "patch_size": 8}
-SOUNDS = {"num_mel_bins": 8, "max_source_positions": 48}
-MEDIUM = 150
+from odb_factory.model.tiny_copy import tiny_copy
 
 
-def gemma3() -> Any:
-    text = TEXT | {"model_type": "gemma3_text", "sliding_window": 48, "query_pre_attn_scalar": 8}
-    vision = IMAGES | {"model_type": "siglip_vision_model", "vision_use_head": False}
-    return transformers.Gemma3Config(
-        text_config=text, vision_config=vision, image_token_index=MEDIUM, mm_tokens_per_image=4
-    )
-
-
-def voxtral() -> Any:
-    audio = SIDE | SOUNDS | {"model_type": "voxtral_encoder", "intermediate_size": 128}
-    text = TEXT | {"model_type": "llama"}
-    return transformers.VoxtralConfig(text_config=text, audio_config=audio, audio_token_id=MEDIUM)
-
-
-FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], int]] = {
-    "Gemma3": (
-        gemma3,
-        lambda: {"pixel_values": torch.randn(2, 3, 32, 32), "token_type_ids": torch.zeros(3, 11, dtype=torch.long)},
-        4,
-    ),
-    "Voxtral": (voxtral, lambda: {"input_features": torch.randn(1, 8, 96)}, 12),
-}
-"""Configuration, media of a batch, tokens of a medium."""
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_with_loss_code_of_their_own(name: str) -> None:
-    configure, media, tokens = FAMILIES[name]
-    torch.manual_seed(0)
-    model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(configure()).train()
+@pytest.mark.parametrize("kind", ["gemma3", "voxtral"])
+def test_families_with_loss_code_of_their_own(kind: str) -> None:
+    model = tiny_copy(*class_and_config(kind), None).float()
     before = state(model)
-    after = own_loss(model)
-    assert isinstance(after, AfterHead)
+    assert isinstance(own_loss(model), AfterHead)
     assert state(model) == before
-    batch, weights = batch_of(length=11 if tokens < 8 else 14)
-    given = media()
-    for row in range(2 if tokens < 8 else 1):
-        batch["input_ids"][row, 1 : 1 + tokens] = MEDIUM
-    assert (batch["attention_mask"][batch["input_ids"] == MEDIUM] == 1).all()
-    check(model, batch | given, weights, rtol=2e-6)
-    expected = model(**batch | given).loss
+    batch, weights = batch_of()
+    if kind == "gemma3":
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    check(model, batch, weights, rtol=2e-6)
+    expected = model(**batch).loss
     with WithoutLogits(model).weighing(1 / int((batch["labels"][:, 1:] != -100).sum())):
-        assert model(**batch | given).loss.item() == pytest.approx(expected.item(), rel=1e-6), "its own mean"
+        assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-6), "its own mean"
 
 
 def another_loss(kind: str) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def test_nobody_makes_logits_of_all_tokens(
     """Of the model's own loss, and of a loss of LLaMA-Factory."""
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
-    monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, tile=16 * vocabulary, block=2**24, rows=16))
+    monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, tile=16 * vocabulary, rows=16))
     stock, expected, of_stock = trained(tiny_text, tmp_path, loss=loss)
     ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160)
     assert of_stock > 100 * vocabulary
