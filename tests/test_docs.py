@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,8 +14,8 @@ import yaml
 from toy import a_micro_batch
 
 import odb_factory
+from odb_factory.accounting import statistics
 from odb_factory.accounting.losses import MicroBatchLoss
-from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Computing, StepStatistics, audit_line
 from odb_factory.cli.main import COMMANDS
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured
@@ -91,11 +92,11 @@ def test_reference_has_every_public_name() -> None:
     assert get_type_hints(ODBKeys) == get_type_hints(ODBConfig)
     fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
     assert first_column("Step info") == fields | {"loss_scale"}
-    metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
+    metrics = statistics.metrics_of(defaultdict(float), token_budget=8, world_size=1).keys()
     assert first_column("Metrics") == metrics | {"odb/peak_memory_gib"}
-    assert StepStatistics().summary().keys() < first_column("Summary")
+    assert {*statistics.SUMMARY, *statistics.ratios_of(defaultdict(float))} < first_column("Summary")
     measured = Measured(rows=2, length=3, media=Media(), units=3)
-    line = audit_line(Computing(a_micro_batch(), measured, MicroBatchLoss(1.0, None)), 0, 2, 0.25)
+    line = statistics.audit_line(statistics.Computing(a_micro_batch(), measured, MicroBatchLoss(1.0, None)), 0, 2, 0.25)
     assert first_column("Audit") == line.keys()
-    assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
+    assert (statistics.AUDIT_FILE, statistics.SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
     assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -100,7 +99,7 @@ def weighted_token_loss(
         losses = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
         )
-        weights = to_device(by_position(row_weights, segments), losses)
+        weights = copy_to(torch.as_tensor(by_position(row_weights, segments), dtype=losses.dtype), losses.device)
         return (losses.view(rows, -1) * weights).sum()
 
 
@@ -130,17 +129,12 @@ def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
     return total
 
 
-def to_device(values: np.ndarray, like: Tensor) -> Tensor:
-    """As a tensor on the device of `like`, of its type, asynchronously from pinned memory."""
-    return copy_to(torch.as_tensor(values, dtype=like.dtype), like.device)
-
-
 class TokenLoss:
     """Lets a model's own forward compute the weighted loss, so that auxiliary losses (of routers) are included.
 
     model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. The loss is computed
     without logits (`odb_factory.model.head`) if the model allows it. Otherwise causal models call
-    `self.loss_function(logits, labels, ...)`, which is this object within `weighing`. One object serves a whole run.
+    `self.loss_function(logits, labels, ...)`, which is replaced within `weighing`. One object serves a whole run.
     loss_scaling: for error messages. needs_logits: why the logits are needed, if they are. is_measured: the loss of the
     model is known to be the cross entropy of its logits, whatever code computes it.
 
@@ -155,18 +149,21 @@ class TokenLoss:
     def __init__(
         self, model: nn.Module, loss_scaling: str, needs_logits: str | None = None, *, is_measured: bool = False
     ):
+        from transformers.loss.loss_utils import LOSS_MAPPING  # heavy, and the model of a custom loop may need none
+
         self._loss_scaling = loss_scaling
-        models = [module for module in model.modules() if _has_loss_function(module)]
+        models: list[Any] = [module for module in model.modules() if _has_loss_function(module)]
         self._name = type(models[0] if models else model).__name__
-        self._models: list[Any] = [module for module in models if _is_causal(module)]
-        self._loss: Callable[..., Tensor] = weighted_token_loss
-        self._calls = 0
+        self._models = [module for module in models if module.loss_function is LOSS_MAPPING["ForCausalLM"]]
         self.without_logits = WithoutLogits(model, needs_logits)
-        inner = model_with_labels(model)
-        calls_function = inner in self._models and (isinstance(own_loss(inner), AfterHead) or has_routers(inner))
-        self._computes_itself: Any = inner if is_measured and not calls_function else None
-        is_fused = inner is not None and "skip_logits" in signature(inner.forward).parameters
-        self._skips_logits: Any = inner if is_fused else None
+        self._inner = inner = model_with_labels(model)
+        self._computes_itself = (
+            is_measured
+            and inner is not None
+            and not (inner in self._models and (isinstance(own_loss(inner), AfterHead) or has_routers(inner)))
+        )
+        # Liger's kernel
+        self._skips_logits = inner is not None and "skip_logits" in signature(inner.forward).parameters
 
     @contextlib.contextmanager
     def weighing(
@@ -184,59 +181,59 @@ class TokenLoss:
         losses of its routers.
         Raises `ConfigError` at the end if the model has computed its loss otherwise and the weights differ.
         """
-        weights: float | Tensor = 1 / num_units
-        if row_weights is not None:
-            weights = torch.from_numpy(by_position(row_weights, segments))
-        models = [] if row_weights is None else self._models
-        self._loss = partial(weighted_token_loss, row_weights=row_weights or (), segments=segments)
-        self._calls = 0
-        loss_functions = [module.loss_function for module in models]
         door = self.without_logits
-        from_logits: Any = contextlib.nullcontext()
-        if row_weights is not None and door.reason is not None:
-            if self._computes_itself is not None:
-                from_logits = forward_replaced(self._computes_itself, self._from_logits)
-            elif self._skips_logits is not None:  # Liger's kernel
-                from_logits = forward_replaced(self._skips_logits, _with_logits)
-        with door.weighing(weights, num_supervised), door.router_losses_times(routers_weigh), from_logits:
-            try:
-                for module in models:
-                    module.loss_function = self
+        if row_weights is None:
+            with door.weighing(1 / num_units, num_supervised), door.router_losses_times(routers_weigh):
                 yield
-            finally:
-                for module, function in zip(models, loss_functions):
-                    module.loss_function = function
-        if row_weights is not None and not self._calls and not self.without_logits.acted:
+            return
+        num_calls = 0
+
+        def loss_function(
+            logits: Tensor,
+            labels: Tensor | None,
+            vocab_size: int | None = None,
+            num_items_in_batch: Any = None,
+            ignore_index: int = IGNORE_INDEX,
+            shift_labels: Tensor | None = None,
+            **_: Any,
+        ) -> Tensor:
+            """Called by the model in place of `ForCausalLMLoss`."""
+            nonlocal num_calls
+            num_calls += 1
+            options: dict[str, Any] = {"shift_labels": shift_labels, "ignore_index": ignore_index}
+            return weighted_token_loss(logits, labels, row_weights, segments=segments, **options)
+
+        def from_logits(own: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+            """In the place of a forward that computes a loss of its own."""
+            output = own(*args, **kwargs)
+            return (
+                output
+                if labels is None
+                else type(output)(**{**output, "loss": loss_function(output["logits"], labels)})
+            )
+
+        def with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs, skip_logits=False)
+
+        weights = torch.from_numpy(by_position(row_weights, segments))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(door.weighing(weights, num_supervised))
+            stack.enter_context(door.router_losses_times(routers_weigh))
+            if door.reason is not None and (self._computes_itself or self._skips_logits):
+                assert self._inner is not None
+                forward = from_logits if self._computes_itself else with_logits
+                stack.enter_context(forward_replaced(self._inner, forward))
+            for module in self._models:
+                stack.callback(setattr, module, "loss_function", module.loss_function)
+                module.loss_function = loss_function
+            yield
+        if not num_calls and not door.acted:
             raise ConfigError(
                 f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
                 f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
                 "Liger's, or by custom code), which odb does not replace: "
-                f"{self.without_logits.reason or 'its forward was not reached'}; turn the kernel off, or "
-                f"{OTHER_LOSS}."
+                f"{door.reason or 'its forward was not reached'}; turn the kernel off, or {OTHER_LOSS}."
             )
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = IGNORE_INDEX,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Called by the model in place of `ForCausalLMLoss`."""
-        self._calls += 1
-        return self._loss(logits, labels, shift_labels=shift_labels, ignore_index=ignore_index)
-
-    def _from_logits(self, forward: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        """In the place of a forward that computes a loss of its own."""
-        output = forward(*args, **kwargs)
-        return output if labels is None else type(output)(**{**output, "loss": self(output["logits"], labels)})
-
-
-def _with_logits(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs, skip_logits=False)
 
 
 def _has_loss_function(module: nn.Module) -> bool:
@@ -246,9 +243,3 @@ def _has_loss_function(module: nn.Module) -> bool:
     return (
         isinstance(function, property) and function.fset is not None and "labels" in signature(kind.forward).parameters
     )
-
-
-def _is_causal(module: Any) -> bool:
-    from transformers.loss.loss_utils import LOSS_MAPPING  # heavy, and the model of a custom loop may need none
-
-    return module.loss_function is LOSS_MAPPING["ForCausalLM"]

@@ -1,134 +1,28 @@
-"""What was trained on: its sums and figures, the audit, the summary."""
+"""What was trained on: checks of micro-batches, sums and figures, the audit, the summary."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import mmap
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import torch
 
-from odb_factory.accounting.losses import MicroBatchLoss
-from odb_factory.data.samples import Measured, MicroBatch
-from odb_factory.errors import ConfigError, one_line
-from odb_factory.planner import EncoderPlan, MicroStepTotals
+from odb_factory.accounting.losses import OTHER_LOSS, MicroBatchLoss, loss_of
+from odb_factory.data.collate import Collated
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep, SampleInfo
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.log import get_logger
+from odb_factory.planner import EncoderPlan
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sums over what was trained on, and the figures that are made of them.
-
-FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "moved")
-"""Sums of fields of `MicroStepTotals`."""
-SUMMARY = (
-    "optimizer_steps", "micro_steps", "idle_micro_batches", "samples", "tokens", "padded_tokens", "units", "moved",
-    "oom_cuts", "lost_weight", "data_wait_s", "seconds",
-)  # fmt: skip
-"""Sums that are entries of `odb_summary.json`. These names are public."""
-
-
-class StepStatistics(dict[str, float]):
-    """Sums by name, all ranks together; a sum that was never added to is 0.
-
-    The names of `SUMMARY`, skipped (rows left out) and awaited_tokens: the sum of padded_tokens if every rank had as
-    many as the fullest one in each micro-step. tokens are real, padded_tokens as collated.
-    oom_cuts: how often a micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the
-    loss of late rows, as a share of the loss of an optimizer step.
-    """
-
-    def __missing__(self, name: str) -> float:
-        return 0
-
-    def add(self, totals: MicroStepTotals, world_size: int) -> None:
-        """Count a micro-step over all ranks."""
-        for name in FROM_TOTALS:
-            self[name] += getattr(totals, name)
-        self["micro_steps"] += 1
-        self["idle_micro_batches"] += world_size - totals.active_ranks
-        self["awaited_tokens"] += world_size * totals.max_rank_tokens
-
-    def since(self, before: StepStatistics) -> StepStatistics:
-        """What was added to these sums after a copy of them was made."""
-        return StepStatistics({name: value - before[name] for name, value in self.items()})
-
-    @property
-    def padding_ratio(self) -> float:
-        """Share of the collated tokens that is padding (or dummy media), 0 to 1."""
-        return 1 - self["tokens"] / self["padded_tokens"] if self["padded_tokens"] else 0.0
-
-    @property
-    def balance(self) -> float:
-        """Padded tokens of all ranks as a share of awaited_tokens, 0 to 1: 1 if no rank waits for another."""
-        return self["padded_tokens"] / self["awaited_tokens"] if self["awaited_tokens"] else 1.0
-
-    def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
-        """The `odb/...` entries of a log line. These names are public.
-
-        odb/micro_batches: micro-batches of an optimizer step on each rank, mean. odb/idle: idle micro-batches.
-        odb/skipped: rows left out. odb/peak_memory_gib: of this process on its GPU, since it began.
-        """
-        seconds = self["seconds"] or math.inf
-        budgets = max(self["micro_steps"], 1) * world_size * token_budget
-        metrics = {
-            "odb/tokens_per_second": round(self["tokens"] / seconds, 1),
-            "odb/samples_per_second": round(self["samples"] / seconds, 3),
-            "odb/padding_ratio": round(self.padding_ratio, 4),
-            "odb/budget_use": round(self["padded_tokens"] / budgets, 4),
-            "odb/micro_batches": round(self["micro_steps"] / max(self["optimizer_steps"], 1), 2),
-            "odb/balance": round(self.balance, 4),
-            "odb/data_wait_share": round(self["data_wait_s"] / seconds, 4),
-            "odb/skipped": self["skipped"],
-            "odb/idle": self["idle_micro_batches"],
-        }
-        if torch.cuda.is_initialized():
-            metrics["odb/peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        return metrics
-
-    def summary(self) -> dict[str, float]:
-        ratios = {"padding_ratio": self.padding_ratio, "balance": self.balance}
-        return {name: self[name] for name in SUMMARY} | ratios
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The audit: one JSON object a line for each micro-batch of a rank.
-
-AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
-
-
-class Audit:
-    """The audit file of a rank, opened with the first line.
-
-    append: continue the file of the run that is resumed; what that run wrote after its last checkpoint is then in the
-    file twice. Raises `ConfigError` if the file cannot be opened.
-    """
-
-    def __init__(self, folder: Path, rank: int):
-        self.path, self.append = folder / AUDIT_FILE.format(rank=rank), False
-        self._file: TextIO | None = None
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                if self.append and self.path.exists():
-                    cut_off_last_line(self.path)
-                self._file = self.path.open("a" if self.append else "w", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(
-                    f"{self.path}: the audit cannot be written ({one_line(error)}); give another folder."
-                ) from error
-        self._file.write(json.dumps(line) + "\n")
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -152,10 +46,167 @@ class Computing:
         return max(self.measured.units, 1)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Before the training of a micro-batch.
+
+FEW_SAMPLES = 1.5
+"""Samples of a micro-batch, in the mean, up to which most have one sample."""
+
+
+def log_first_step(loader: ODBLoader, first: OptimizerStep, *, in_loop: bool = False) -> None:
+    """Log what one optimizer step is, and how it is cut. first: the first one. in_loop: of a custom loop."""
+    limits = loader.budget.limits.least(loader.lowered)
+    fill = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
+    size, patches = loader.global_batch_size, limits.max_patches
+    samples = f"as many samples as fill its micro-batches (the first: {first.samples})"
+    if size is not None:
+        source = "without odb" if in_loop else "in stock training"
+        of_stock = loader.rule.batch_size * loader.rule.accumulation * loader.world_size
+        as_stock = f", as {source}" if size == of_stock else f" ({of_stock} {source})"
+        samples = f"{min(size, loader.num_samples or size)} samples{as_stock}"
+    logger.info(
+        "one optimizer step: %s; the first is cut into %s on %s, of at most %d tokens%s each (%.0f %% full)",
+        samples,
+        "1 micro-batch" if first.num_micro_batches == 1 else f"{first.num_micro_batches} micro-batches",
+        "one rank" if loader.world_size == 1 else f"each of {loader.world_size} ranks",
+        limits.token_budget,
+        "" if patches is None else f" and {patches} patches",
+        100 * fill,
+    )
+    if fill > 1 and first.samples < FEW_SAMPLES * first.num_micro_batches * loader.world_size:
+        logger.warning(
+            "token_budget %d is smaller than most samples of the first optimizer step: most micro-batches hold "
+            "one sample; raise token_budget, or lower cutoff_len",
+            loader.config.token_budget,
+        )
+    if size is not None and size <= loader.world_size and (loader.num_samples is None or loader.num_samples > size):
+        logger.warning(
+            "an optimizer step has %d samples for %d ranks, so nothing can be batched: %s",
+            size,
+            loader.world_size,
+            'give global_batch_size="fill" (optimizer steps as large as the budget), or the batch_size and '
+            "gradient_accumulation_steps that the loop would have without odb"
+            if in_loop
+            else "raise per_device_train_batch_size or gradient_accumulation_steps, or set `global_batch_size`",
+        )
+
+
+WARNINGS = {
+    "one row": "the collator lays the samples of rows {ids} into one row of {measured.length} tokens, but they were "
+    "planned as padded rows: the budget is not filled, and padding figures are those of the plan; the audit has the "
+    "shape that was collated. With `layout: flat` they are planned as they are laid.",
+    "order": "rows {ids}: the collator returns them with {units} units and they have {planned}, so it has changed "
+    "their order or their labels; `ids` of the step info and of the audit are not in the order of the rows",
+    "padded": "layout: padded ({measured}) for a micro-batch that was planned flat; {measured.why_padded}. Others are "
+    "not logged; set `layout: padded` if memory is short, then padding counts towards the budget",
+    "overlong": "overlong samples travel alone: row {ids[0]} has {measured}, the budget is {budget}",
+    "over budget": "rows {ids} were collated to {measured}, above the budget of {budget}: the collator adds more than "
+    "the plan knows of, or cost_fn returns less than there is; give what it adds (collation=) or lower the budget if "
+    "memory is short",
+}
+"""Each is logged once."""
+
+
+def warnings_of(micro_batch: MicroBatch, measured: Measured, loader: ODBLoader) -> dict[str, dict[str, Any]]:
+    """The `WARNINGS` about a micro-batch whose collated tensors measure this, and the values in them.
+
+    Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
+    or if the samples' weights differ and it does not make one row (flat: segment) of each.
+    """
+    if micro_batch.idle:
+        return {}
+    ids, planned, scaling = list(micro_batch.ids), list(micro_batch.units), loader.config.loss_scaling
+    rows = len(ids) if measured.segments else measured.rows  # in which samples stand
+    units = None if measured.units_by_row is None or rows != len(ids) else list(measured.units_by_row)
+    is_reordered = units is not None and units != planned + [0] * (len(units) - len(ids))
+    # One row a sample, or all in one row; a collator of pairs may make more rows.
+    if rows < len(ids) and not (rows == 1 and measured.length >= micro_batch.tokens):
+        raise DataError(
+            f"rows {ids}: the collator made {measured.rows} rows of {measured.length} tokens of "
+            f"these {len(ids)} samples, so some were left out; keep every sample, or leave such rows out "
+            "of the dataset (a row without supervised tokens is left out and counted)."
+        )
+    if scaling not in ("approx", "none") and measured.units != micro_batch.num_units:
+        raise DataError(
+            f"rows {ids}: the collator left {measured.units} units of "
+            f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
+            "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or leave `labels` out of the rows "
+            "if it makes them."
+        )
+    if (rows != len(ids) or is_reordered) and len(set(micro_batch.weights)) > 1:
+        actual = f"{rows} rows of these {len(ids)} samples" if rows != len(ids) else "their labels in another order"
+        raise DataError(
+            f"rows {ids}: the collator made {actual}, and loss_scaling {scaling!r} gives the samples different "
+            f"weights; use a collator that makes one row of each, in their order, or {OTHER_LOSS}."
+        )
+    exceeds = not measured.why_padded and not measured.is_within(loader.budget)
+    applies = {
+        "one row": rows < len(ids),
+        "order": is_reordered,
+        "padded": bool(measured.why_padded),
+        "overlong": exceeds and len(ids) == 1,
+        "over budget": exceeds and len(ids) > 1,
+    }
+    values = {"ids": ids, "units": units, "planned": planned, "measured": measured, "budget": loader.budget}
+    return {kind: values for kind in WARNINGS if applies[kind]}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The names here are public: figures of the log, lines of the audit, entries of the summary.
+
+Sums = defaultdict[str, float]
+"""By name, all ranks together: those of `SUMMARY`, skipped (rows left out) and awaited_tokens (padded_tokens if every
+rank had as many as the fullest one in each micro-step)."""
+FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "moved")
+"""Sums of fields of `MicroStepTotals`."""
+SUMMARY = (
+    "optimizer_steps", "micro_steps", "idle_micro_batches", "samples", "tokens", "padded_tokens", "units", "moved",
+    "oom_cuts", "lost_weight", "data_wait_s", "seconds",
+)  # fmt: skip
+"""Sums that are entries of `odb_summary.json`. tokens are real, padded_tokens as collated.
+oom_cuts: how often a micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the
+loss of late rows, as a share of the loss of an optimizer step."""
+AUDIT_FILE, SUMMARY_FILE = "odb_audit_rank{rank}.jsonl", "odb_summary.json"
+
+
+def ratios_of(sums: Sums) -> dict[str, float]:
+    """padding_ratio: share of the collated tokens that is padding (or dummy media), 0 to 1. balance: padded tokens of
+    all ranks as a share of awaited_tokens, 0 to 1: 1 if no rank waits for another."""
+    padded, awaited = sums["padded_tokens"], sums["awaited_tokens"]
+    return {
+        "padding_ratio": 1 - sums["tokens"] / padded if padded else 0.0,
+        "balance": padded / awaited if awaited else 1.0,
+    }
+
+
+def metrics_of(sums: Sums, token_budget: int, world_size: int) -> dict[str, float]:
+    """The `odb/...` entries of a log line.
+
+    odb/micro_batches: micro-batches of an optimizer step on each rank, mean. odb/idle: idle micro-batches.
+    odb/skipped: rows left out. odb/peak_memory_gib: of this process on its GPU, since it began.
+    """
+    seconds, ratios = sums["seconds"] or math.inf, ratios_of(sums)
+    budgets = max(sums["micro_steps"], 1) * world_size * token_budget
+    metrics = {
+        "odb/tokens_per_second": round(sums["tokens"] / seconds, 1),
+        "odb/samples_per_second": round(sums["samples"] / seconds, 3),
+        "odb/padding_ratio": round(ratios["padding_ratio"], 4),
+        "odb/budget_use": round(sums["padded_tokens"] / budgets, 4),
+        "odb/micro_batches": round(sums["micro_steps"] / max(sums["optimizer_steps"], 1), 2),
+        "odb/balance": round(ratios["balance"], 4),
+        "odb/data_wait_share": round(sums["data_wait_s"] / seconds, 4),
+        "odb/skipped": sums["skipped"],
+        "odb/idle": sums["idle_micro_batches"],
+    }
+    if torch.cuda.is_initialized():
+        metrics["odb/peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return metrics
+
+
 def audit_line(
     computed: Computing, rank: int, optimizer_step: int, data_wait_s: float = 0.0, part: int = 0, parts: int = 1
 ) -> dict[str, Any]:
-    """The line of a micro-batch that this rank has trained on. The key names are public.
+    """The line of a micro-batch that this rank has trained on.
 
     optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
     micro-batch that was cut (`oom: split`), from 0.
@@ -187,27 +238,6 @@ def audit_line(
     }
 
 
-def cut_off_last_line(path: Path) -> None:
-    """Remove what follows the last line end (a kill may have cut off a line); reads from the end only."""
-    with path.open("r+b") as file:
-        if path.stat().st_size == 0:
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            end = text.rfind(b"\n") + 1
-        file.truncate(end)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The end of a run: `odb_summary.json` and one line.
-
-SUMMARY_FILE = "odb_summary.json"
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-
-
 def summary_line(summary: Mapping[str, Any], steps: int) -> str:
     """summary: as `StepAccounting.summary` returns it. steps: optimizer steps since the run began or was resumed."""
     before = summary["optimizer_steps"] - steps
@@ -226,3 +256,203 @@ def summary_line(summary: Mapping[str, Any], steps: int) -> str:
         f"budgets lowered to: {summary['lowered_to']}": summary["lowered_to"],
     }
     return "; ".join(parts + [text for text, count in counts.items() if count])
+
+
+class StepAccounting:
+    """The accounting of one run of a loader, in a trainer or in a custom loop: all that is checked, counted and written
+    while optimizer steps are taken.
+
+    audit_dir: folder of `odb_audit_rank{r}.jsonl`; None: not written.
+    encoder_patches: encoded by each rank since the run began or was resumed; empty if they do not share this work.
+    optimizer_steps: taken in the run, those before a resume included.
+    computing: the micro-batch between `begin` and `end`. total: the sums since the run began or was resumed.
+
+    Example::
+
+        for micro_batch, measured, batch in loader:
+            loss = accounting.begin(micro_batch, measured).loss
+            (model(**batch).loss * loss.scale).backward()  # if loss.row_weights is None
+            accounting.end()
+            if micro_batch.ends_optimizer_step: ...
+    """
+
+    def __init__(self, loader: ODBLoader, audit_dir: str | Path | None = None):
+        self.loader = loader
+        self.total: Sums = defaultdict(float)
+        self.optimizer_steps = 0
+        self.computing: Computing | None = None
+        self.encoder_patches: list[int] = []
+        self._audit_path = None if audit_dir is None else Path(audit_dir, AUDIT_FILE.format(rank=loader.rank))
+        self._audit_mode = "w"
+        self._audit: IO[str] | None = None  # opened with its first line
+        self._warned: set[str] = set()
+        self._at_log: Sums = defaultdict(float)
+        self._clock: float | None = None
+        self._has_logged = True
+        self._waited = 0.0  # since the audit's last line
+        self._begun: list[OptimizerStep] = []  # last, of each pass over an epoch
+        self._left_out: Counter[str] = Counter()  # after their plan, by reason; `COLLATION`: of this rank
+        # Of this rank: micro-batches of two or more samples that the collator made larger than the budget, and those of
+        # which every row has been left out after the plan.
+        self._over_budget = self._emptied = 0
+
+    def next(self, collated: Iterator[Collated]) -> Collated | None:
+        """The loader's next micro-batch, None after the last; counts the time spent waiting for it."""
+        self._tick()
+        if self._has_logged:  # an interval has no seconds of an evaluation or a save between two optimizer steps
+            self._has_logged, self._at_log["seconds"] = False, self.total["seconds"]
+        before = self.total["seconds"]
+        item = next(collated, None)
+        self._tick()
+        self._waited += self.total["seconds"] - before
+        self.total["data_wait_s"] += self.total["seconds"] - before
+        if item is not None:
+            micro_batch, measured, _ = item
+            self._over_budget += len(micro_batch.ids) > 1 and not measured.is_within(self.loader.budget)
+            lost = self.leave_out(micro_batch.failed, COLLATION)
+            self._left_out[COLLATION] += len(lost)
+            self.total["lost_weight"] += sum(lost)
+        return item
+
+    def _tick(self) -> None:
+        """Bring `seconds` up to date; they count from the first call on."""
+        now = time.perf_counter()
+        self.total["seconds"] += 0.0 if self._clock is None else now - self._clock
+        self._clock = now
+
+    def begin(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
+        """Check a micro-batch whose forward comes next; its loss is made as the answer's `loss` says.
+
+        Raises `DataError` if the collator has changed what was planned.
+        """
+        for kind, values in warnings_of(micro_batch, measured, self.loader).items():
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("%s", WARNINGS[kind].format(**values))
+        step, before = micro_batch.step, self._begun[-1] if self._begun else None
+        if before is not None and before.epoch == step.epoch and (before is step or before.index < step.index):
+            self._begun.pop()
+        self._begun.append(step)
+        self.computing = Computing(micro_batch, measured, loss_of(micro_batch.weights, micro_batch.units))
+        return self.computing
+
+    def end(self) -> None:
+        """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
+        computed, self.computing = self.computing, None
+        assert computed is not None, "begin comes first"
+        self.count([computed])
+
+    def count(self, parts: Sequence[Computing]) -> None:
+        """Count a micro-batch as `end` does, which was trained on in these parts.
+
+        Raises `ConfigError` if the audit cannot be written.
+        """
+        micro_batch, loader, world_size = parts[0].micro_batch, self.loader, self.loader.world_size
+        for part, computed in enumerate(parts):
+            for plan in computed.encoded:
+                self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
+            if self._audit_path is not None:
+                line = audit_line(computed, loader.rank, self.optimizer_steps + 1, self._waited, part, len(parts))
+                self._write(self._audit_path, line)
+                self._waited = 0.0
+        for name in FROM_TOTALS:
+            self.total[name] += getattr(micro_batch.totals, name)
+        self.total["micro_steps"] += 1
+        self.total["idle_micro_batches"] += world_size - micro_batch.totals.active_ranks
+        self.total["awaited_tokens"] += world_size * micro_batch.totals.max_rank_tokens
+        self._emptied += micro_batch.idle and bool(micro_batch.failed)
+        if micro_batch.ends_optimizer_step:
+            self.optimizer_steps += 1
+            self.total["optimizer_steps"] += 1
+            loader.consume(micro_batch.step)
+
+    def _write(self, path: Path, line: Mapping[str, Any]) -> None:
+        if self._audit is None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._audit = path.open(self._audit_mode, encoding="utf-8", buffering=1)  # a kill cuts off no line
+            except OSError as error:
+                raise ConfigError(
+                    f"{path}: the audit cannot be written ({one_line(error)}); give another folder."
+                ) from error
+        self._audit.write(json.dumps(line) + "\n")
+
+    def metrics(self, before: Sums | None = None) -> dict[str, float]:
+        """The `odb/...` entries of the whole run. before: sums to be taken off."""
+        self._tick()
+        self.total["skipped"], before = self.left_out.total(), before or defaultdict(float)
+        sums = defaultdict(float, {name: value - before[name] for name, value in self.total.items()})
+        return metrics_of(sums, self.loader.config.token_budget, self.loader.world_size)
+
+    def interval_metrics(self) -> dict[str, float]:
+        """The `odb/...` entries since the last call."""
+        metrics = self.metrics(self._at_log)
+        self._at_log, self._has_logged = self.total.copy(), True
+        return metrics
+
+    def leave_out(self, failed: Iterable[tuple[SampleInfo, str]], reason: str) -> list[float]:
+        """Log that late rows are left out, and why.
+
+        Returns the share of each in the loss of its optimizer step, which is lost: the others keep their weights.
+        """
+        lost = []
+        for sample, cause in failed:
+            lost.append(share := sample.weight * sample.units / self.loader.world_size)
+            description = self.loader.describe(sample.id)
+            message = f"{description}: {cause}; {share:.2%} of the loss of its optimizer step is lost"
+            self.loader.left_out.leave_out(reason, message)
+        return lost
+
+    def lose(self, shares: Sequence[float], reason: str) -> None:
+        """Count rows that were left out after their optimizer step had begun. shares: of the loss of that step."""
+        self._left_out[reason] += len(shares)
+        self.total["samples"] -= len(shares)
+        self.total["lost_weight"] += sum(shares)
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
+        return sum((step.rejected for step in self._begun), self._left_out)
+
+    def summary(self) -> dict[str, Any]:
+        """The content of `odb_summary.json`."""
+        self._tick()
+        return {
+            "dataset_samples": self.loader.num_samples,
+            **{name: self.total[name] for name in SUMMARY},
+            **ratios_of(self.total),
+            "optimizer_steps": self.optimizer_steps,
+            "encoder_patches": self.encoder_patches,
+            "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
+            "left_out": dict(+self.left_out),  # without reasons that no row had
+            "remainder": sum(step.remainder for step in self._begun),
+            "overlong": sum(step.overlong for step in self._begun),
+            "over_budget": self._over_budget,
+            "ranks": self.loader.world_size,
+            "config": self.loader.config.to_dict(),
+        }
+
+    def resume_at(self, optimizer_steps: int) -> None:
+        """Continue after that many optimizer steps of the run.
+
+        The audit is appended to: what the run wrote after its last checkpoint is then in the file twice.
+        """
+        self.optimizer_steps, self._audit_mode = optimizer_steps, "a"
+
+    def finish(self, folder: Path, epochs: float) -> None:
+        """Write `odb_summary.json` and log its line, at the end of a run of this many epochs. Collective."""
+        of_rank = Counter(collation=self._left_out[COLLATION], over_budget=self._over_budget, emptied=self._emptied)
+        counts = self.loader.over_all_ranks(of_rank)
+        self._left_out[COLLATION], self._over_budget = counts["collation"], counts["over_budget"]
+        self.total["samples"] -= counts["collation"]
+        self.total["idle_micro_batches"] += counts["emptied"]
+        if self.loader.rank == 0:
+            summary = {"epochs": epochs, **self.summary()}
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            logger.info(summary_line(summary, int(self.total["optimizer_steps"])))
+
+    def close(self) -> None:
+        """Close the audit; safe to call twice."""
+        if self._audit is not None:
+            self._audit.close()

@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DataLoader, Sampler
 
-from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
+from odb_factory.accounting.statistics import StepAccounting, log_first_step
 from odb_factory.config import ODBConfig, ODBKeys, ResolvedConfig, make_config, refusals_of_auto
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ODBLoader, Pass
@@ -485,7 +485,7 @@ class ODBDataLoader(DataLoader[T_co]):
                 computing = accounting.begin(micro_batch, measured)
                 if not self._has_logged:
                     self._has_logged = True
-                    log_first_step(loader, self.config, micro_batch.step, in_loop=True)
+                    log_first_step(loader, micro_batch.step, in_loop=True)
                 if self._moves_batches:  # as accelerate does
                     collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pins_memory)
                 info = ODBStepInfo.of(computing, accounting, taken)
@@ -602,7 +602,7 @@ class ODBDataLoader(DataLoader[T_co]):
             loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
             writes = not self._is_prepared or self._process_group is not None or _is_first_of_replica()
-            self._accounting = StepAccounting(loader, self.config, self._audit_dir if writes else None)
+            self._accounting = StepAccounting(loader, self._audit_dir if writes else None)
             self._loader, self._finalizer = loader, weakref.finalize(self, _release, loader, os.getpid())
         return self._loader
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from odb_factory.accounting.losses import TokenLoss, in_float32, weighted_token_loss
-from odb_factory.accounting.statistics import Computing
-from odb_factory.accounting.step_accounting import StepAccounting
+from odb_factory.accounting.statistics import Computing, StepAccounting
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.observe import count_supervised
 from odb_factory.data.samples import MicroBatch
@@ -85,7 +84,7 @@ class ODBStepInfo:
     def of(cls, computing: Computing, accounting: StepAccounting, taken: Taken) -> ODBStepInfo:
         """computing: the micro-batch that `accounting` has begun."""
         micro_batch, measured, loader = computing.micro_batch, computing.measured, accounting.loader
-        step, progress, scaling = micro_batch.step, None, accounting.config.loss_scaling
+        step, progress, scaling = micro_batch.step, None, accounting.loader.config.loss_scaling
         if loader.num_samples is not None:
             progress = 1.0 if step.last else min(step.done / max(loader.num_samples, 1), 1.0)
         return cls(

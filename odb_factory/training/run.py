@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from odb_factory.accounting.statistics import Computing, summary_line, write_summary
-from odb_factory.accounting.step_accounting import StepAccounting
+from odb_factory.accounting.statistics import Computing, StepAccounting
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
@@ -143,7 +142,7 @@ class ODBRun:
         self.max_steps: int | None = args.max_steps if args.max_steps > 0 else None
         self.epochs: float = args.num_train_epochs if self.max_steps is None else math.inf
         audit_dir = self.output_dir if config.audit else None
-        self.accounting = StepAccounting(loader, config, audit_dir)
+        self.accounting = StepAccounting(loader, audit_dir)
         is_estimated = not config.keeps and self.max_steps is None
         self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
         self.budgets: dict[str, int | None] = {}
@@ -250,12 +249,7 @@ class ODBRun:
     def finish(self) -> None:
         """Write the summary and log its line. Collective."""
         self.loader.leave()
-        self.accounting.sum_over_ranks()
-        if self.loader.rank != 0:
-            return
-        summary = {"epochs": round(self.epoch, 4), **self.accounting.summary()}
-        write_summary(self.output_dir, summary)
-        logger.info(summary_line(summary, int(self.accounting.total["optimizer_steps"])))
+        self.accounting.finish(self.output_dir, round(self.epoch, 4))
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: report it to the others, unless they know, and end everything here."""

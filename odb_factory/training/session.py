@@ -22,8 +22,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from odb_factory.accounting.losses import TokenLoss, in_float32
-from odb_factory.accounting.statistics import Computing
-from odb_factory.accounting.step_accounting import log_first_step
+from odb_factory.accounting.statistics import Computing, log_first_step
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.flat import UNPADDED
@@ -498,7 +497,8 @@ class Training:
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
         self.run.schedule.scale(trainer.optimizer, trainer.lr_scheduler)
         logger.info("layout: %s (%s)", self.layout.name, self.layout.reason)
-        log_first_step(self.run.loader, self.run.config, self.run.loader.next_planned)
+        if (first := self.run.loader.next_planned) is not None:
+            log_first_step(self.run.loader, first)
         # What happens if memory is short.
         config = self.run.config
         if not chooses and odb.memory_meter is not None:
