@@ -43,25 +43,15 @@ from odb_factory.random_numbers import random_seed
 
 logger = get_logger(__name__)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The `Budget` of a config, and the layout of its micro-batches.
-
 LayoutName = Literal["padded", "flat"]
-
-
-def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName) -> Budget:
-    """The planner's budget. collation: what the collator adds. layout: of the micro-batches, `auto` resolved."""
-    if layout == "flat":
-        multiple = config.pad_to_multiple_of or 1
-        return Budget(config.token_budget, config.max_patches, collation, layout, pad_to_multiple_of=multiple)
-    return Budget(
-        config.token_budget, config.max_patches, collation.in_one_row(), layout, row_multiple=config.row_multiple
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One pass over an epoch: a background thread plans optimizer steps ahead, the training takes micro-batches in order.
-
+OBSERVE_CHUNK = 8
+"""Rows that a worker observes at a time: fewer messages, still a short first wait."""
+STAND_IN_CHUNK = 16
+"""Rows of which the smallest that can be collated stands in for the samples of an idle micro-batch."""
+ROWS_TO_TRY = 64
+"""Rows from which those of the check of a layout are chosen."""
+ABORT_S = 7.0
+"""After a failure planning is given this long to end."""
 STEPS_AHEAD = 2
 BYTES_AHEAD = 1 << 28
 """Optimizer steps that are planned ahead of the one that is collated, and most bytes of the samples in them (256 MiB);
@@ -69,7 +59,7 @@ samples beyond these steps: `buffer_size`."""
 
 
 class Pass:
-    """One pass over an epoch.
+    """One pass over an epoch: plans optimizer steps ahead, hands on their micro-batches in order.
 
     planner: iterated by a thread of its own or, without a window, by who asks for a micro-batch. collate: begins to
     collate samples. window: micro-batches that are collated ahead; 0: there are no worker processes.
@@ -88,15 +78,11 @@ class Pass:
         self.epoch_steps = 0
         self.is_taken = self.is_empty = False
         self._source = iter(planner)
-        self._plans: deque[list[MicroBatch]] = deque()
+        # What the thread has planned; at the end the error, if there was one, and None.
+        self._plans: deque[list[MicroBatch] | BaseException | None] = deque()
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._is_over = False
         self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin to plan."""
-        if self._window:
+        if window:
             self._thread = threading.Thread(target=self._run, name="odb-planner", daemon=True)
             self._thread.start()
 
@@ -110,20 +96,21 @@ class Pass:
             self.planned.extend(plan or ())
             return plan is not None
         with self._changed:
-            self._changed.wait_for(lambda: self._plans or self._is_over, timeout_s)
-            if self._plans:
-                self.planned.extend(self._plans.popleft())
-                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._plans, timeout_s)
+            if not self._plans:
                 return True
-            if not self._is_over:
-                return True
-            if self._error is None or self.in_flight:  # the error comes after them
-                return False
-            error, self._error = self._error, None
-            try:
-                raise error
-            finally:
-                del error  # a frame that holds the error it raised would keep both alive, and the workers with them
+            taken = self._plans[0]
+            if taken is None or (isinstance(taken, BaseException) and self.in_flight):
+                return False  # the error comes after what is in flight
+            self._plans.popleft()
+            self._changed.notify_all()
+        if isinstance(taken, list):
+            self.planned.extend(taken)
+            return True
+        try:
+            raise taken
+        finally:
+            del taken  # a frame that holds the error it raised would keep both alive, and the workers with them
 
     def next(self, check: Callable[[], None]) -> tuple[MicroBatch, Salvaged] | None:
         """The next micro-batch, None at the end of the epoch. check: called while it waits; may raise."""
@@ -172,30 +159,18 @@ class Pass:
             self._source.close()
         except BaseException as error:
             if not self.planner.is_left:  # nobody would take it, and its frames hold the workers
-                self._error = error
+                self._plans.append(error)
         with self._changed:
-            self._is_over = True
+            self._plans.append(None)
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
         """Whether to plan another time: what waits has room for it beside the step that is collated."""
-        micro_batches = [micro_batch for plan in self._plans for micro_batch in plan]
+        micro_batches = [micro_batch for plan in self._plans if isinstance(plan, list) for micro_batch in plan]
         steps = {micro_batch.step.index for micro_batch in micro_batches}
         samples = [sample for micro_batch in micro_batches for sample in micro_batch.light]
         size = sum(len(sample.features) for sample in samples)
         return not steps or (size < BYTES_AHEAD and (len(steps) < STEPS_AHEAD or len(samples) < self._most_samples))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
-OBSERVE_CHUNK = 8
-"""Rows that a worker observes at a time: fewer messages, still a short first wait."""
-STAND_IN_CHUNK = 16
-"""Rows of which the smallest that can be collated stands in for the samples of an idle micro-batch."""
-ROWS_TO_TRY = 64
-"""Rows from which those of the check of a layout are chosen."""
-ABORT_S = 7.0
-"""After a failure planning is given this long to end."""
 
 
 class ODBLoader:
@@ -211,6 +186,8 @@ class ODBLoader:
     fingerprint: of the dataset, if a framework has taken columns away (default: its own). keeps_samples: a
     micro-batch keeps its light samples, to be collated again. is_evaluated: of `ObservedDataset`.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
+    num_samples, num_optimizer_steps: of an epoch; None if not known (no length; the steps of `fill`).
+    global_batch_size: samples of an optimizer step on all ranks; None with `fill`.
     left_out: rows that this rank leaves out.
     groups: what collates its micro-batches, in its layout. has_rows: rows have numbers; those of a stream have none.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
@@ -244,7 +221,11 @@ class ODBLoader:
         collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
         self._ranks = ranks or Ranks()
         self.rank, self.world_size = rank, world_size = self._ranks.rank, self._ranks.world_size
-        self.budget = budget = make_budget(config, collation, layout)
+        of_layout: dict[str, Any] = {"row_multiple": config.row_multiple}
+        if layout == "flat":
+            of_layout = {"pad_to_multiple_of": config.pad_to_multiple_of or 1}
+        in_layout = collation if layout == "flat" else collation.in_one_row()
+        self.budget = budget = Budget(config.token_budget, config.max_patches, in_layout, layout, **of_layout)
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
         self.groups = CollatedDataset(
@@ -281,6 +262,8 @@ class ODBLoader:
         self._stock = stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
         if stock is not None and stock.remainder:
             self._order.stop = stock.num_samples
+        self.global_batch_size: int | None = None if stock is None else stock.global_batch_size
+        self.num_optimizer_steps: int | None = None if stock is None else stock.steps_an_epoch
         self._cursor = Cursor(
             {
                 "global_batch_size": "fill" if stock is None else stock.global_batch_size,
@@ -305,16 +288,6 @@ class ODBLoader:
             self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
         self.epoch = 0
         self.under_way: Pass | None = None
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Samples of an optimizer step on all ranks; None with `fill`."""
-        return None if self._stock is None else self._stock.global_batch_size
-
-    @property
-    def num_optimizer_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None if not known (`fill`, no length)."""
-        return None if self._stock is None else self._stock.steps_an_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; each epoch has its own order."""
@@ -423,12 +396,6 @@ class ODBLoader:
                 raise
         return self.under_way
 
-    @property
-    def next_planned(self) -> OptimizerStep | None:
-        """The optimizer step of the next micro-batch of the pass that is not handed on yet."""
-        planned = () if self.under_way is None else self.under_way.planned
-        return planned[0].step if planned else None
-
     def __iter__(self) -> Iterator[Collated]:
         """Begin the epoch, or continue one that `begin` has begun; ends an iterator that was handed out before."""
         if self.under_way is not None and self.under_way.is_taken:
@@ -455,34 +422,31 @@ class ODBLoader:
         A thread ends the rest, the planning thread and the connections of the ranks. At the end of the program this
         one does: the interpreter must not be taken down under a thread that computes.
         """
-        current, self.under_way = self.under_way, None
-        if current is not None:
-            current.stop()
+        if self.under_way is not None:
+            self.under_way.stop()
         self._is_closed = True
         self._pool.close()
-
-        def close_rest() -> None:
-            if current is not None:
-                current.close(ABORT_S)
-            self._ranks.close()
-
         if threading.main_thread().is_alive():
-            threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
+            threading.Thread(target=self.close, args=(ABORT_S,), name="odb-release", daemon=True).start()
         else:
-            close_rest()
+            self.close(ABORT_S)
 
     def _begin(self) -> Pass:
         cursor, ranks = self._cursor, self._ranks
         cursor.turn_to(self.epoch)
-        place = cursor.place
+        place, stock = cursor.place, self._stock
         self._order.set_epoch(self.epoch)
-        stock, start = self._stock, place.remaining
+        start = place.remaining
         if stock is not None:
             start = Remaining(first=place.optimizer_steps * stock.global_batch_size)
         assert start is not None
         self._order.start = start
         if self.has_rows:
             self._order.expected = cursor.order
+        if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
+            self._pool.close()
+        self._start_workers()  # before there are threads
+        compare({**self._settings, **place.settings}, ranks.compare)
         context = EpochContext(
             budget=self.budget,
             num_samples=self.num_samples,
@@ -493,20 +457,16 @@ class ODBLoader:
             leave_out=self.left_out.leave_out,
             reader=self._order,
             lowered=lambda: self.lowered,
-            compute=self._compute,
+            # function: of a module, and pure
+            compute=lambda function, *args, **kwargs: self._pool.submit("compute", function, args, kwargs).result(),
         )
-        if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
-            self._pool.close()
-        self._start_workers()  # before there are threads
-        observed = self._observed(iter(self._order))
+        observed = self._observe(iter(self._order))
         planner: EpochPlanner
         if stock is not None:
             planner = KeepEpoch(observed, context, place, start, stock=stock)
         else:
             planner = FillEpoch(observed, context, place, start, accumulation=self.rule.accumulation)
         self.under_way = current = Pass(planner, self._collate, self._window, self.config.buffer_size)
-        compare({**self._settings, **place.settings}, ranks.compare)
-        current.start()
         while not current.planned:
             if not current.plan(POLL_S):
                 current.is_empty = True
@@ -533,40 +493,30 @@ class ODBLoader:
     def _collate(self, samples: Sequence[Sample]) -> Pending:
         return self._pool.submit("collate", self._draws, samples, rows=[sample.id for sample in samples])
 
-    def _compute(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`, computed in the pool. function: of a module, and pure."""
-        return self._pool.submit("compute", function, args, kwargs).result()
-
-    def _observed(self, rows: Iterator[Any]) -> Iterator[Sample | Rejection]:
-        for row in self._observe(rows):
-            if not self.has_rows and len(self._first_seen) < STAND_IN_CHUNK:
-                self._first_seen.append(row)
-            yield row
-
     def _observe(self, rows: Iterable[Row]) -> Iterator[Sample | Rejection]:
         calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, OBSERVE_CHUNK))
         with closing(self._pool.map("observe", calls, self._window)) as observed:
-            yield from itertools.chain.from_iterable(observed)
+            for row in itertools.chain.from_iterable(observed):
+                if not self.has_rows and len(self._first_seen) < STAND_IN_CHUNK:
+                    self._first_seen.append(row)
+                yield row
 
     def _find_stand_in(self) -> Sample:
         self._start_workers()
+        sources: list[Iterable[Row]]
+        if self.has_rows:
+            sources = [map(int, self._order.order if len(self._order.order) else self._order.peek())]
+        else:
+            # First what this rank has drawn: a second iterator may move the file of the one under way, or end it.
+            sources = [list(self._first_seen), StreamReader(self._parts.dataset, 0, 1)]
         reasons: dict[int, str] = {}  # a row may be looked at twice
-        for rows in self._rows_to_try():
-            for chunk in batched(rows, STAND_IN_CHUNK):
+        for source in sources:
+            for chunk in batched(source, STAND_IN_CHUNK):
                 sample, unusable = self._pool.submit("stand_in", self._draws, chunk, rows=_ids(chunk)).result()
                 if sample is not None:
                     return sample
                 reasons |= unusable
         raise DataError(no_usable_row(Counter(reasons.values())))
-
-    def _rows_to_try(self) -> Iterator[Iterable[Row]]:
-        """Rows in the order of all ranks. Of a stream first those that this rank has drawn: a second iterator may move
-        the file of the one under way, or end it."""
-        if self.has_rows:
-            yield map(int, self._order.order if len(self._order.order) else self._order.peek())
-        else:
-            yield list(self._first_seen)
-            yield StreamReader(self._parts.dataset, 0, 1)
 
     # Its micro-batches
 

@@ -497,8 +497,8 @@ class Training:
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
         self.run.schedule.scale(trainer.optimizer, trainer.lr_scheduler)
         logger.info("layout: %s (%s)", self.layout.name, self.layout.reason)
-        if (first := self.run.loader.next_planned) is not None:
-            log_first_step(self.run.loader, first)
+        if (begun := self.run.loader.under_way) is not None and begun.planned:
+            log_first_step(self.run.loader, begun.planned[0].step)
         # What happens if memory is short.
         config = self.run.config
         if not chooses and odb.memory_meter is not None:

@@ -64,11 +64,9 @@ def test_begin_waits_for_the_first_plan_and_loses_none(num_workers: int, mode: d
     with open_loader(num_workers=num_workers, **{"buffer_size": 100} | mode) as loader:
         estimate = loader.estimate_optimizer_steps()
         assert (loader.under_way is None) == (mode is KEEP), "what is known is not asked of the others"
-        loader.begin()
-        assert loader.next_planned is not None and loader.next_planned.index == 0
-        begun = loader.under_way
-        loader.begin()
-        assert loader.under_way is begun and loader.estimate_optimizer_steps() == estimate
+        begun = loader.begin()
+        assert begun.planned[0].step.index == 0
+        assert loader.begin() is begun and loader.estimate_optimizer_steps() == estimate
         steps = {one.step.index for one, _, _ in loader}
         assert steps == set(range(estimate)), "all rows are in the first round, so the estimate is exact"
 
