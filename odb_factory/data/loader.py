@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import pickle
 import threading
 from collections import Counter, deque
@@ -416,12 +417,16 @@ class ODBLoader:
         self._ranks.abort(message)
         self.close(ABORT_S)
 
-    def release(self) -> None:
+    def release(self, pid: int) -> None:
         """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
+
+        pid: of the process that made the loader; a worker process, which inherits it, does nothing.
 
         A thread ends the rest, the planning thread and the connections of the ranks. At the end of the program this
         one does: the interpreter must not be taken down under a thread that computes.
         """
+        if os.getpid() != pid:
+            return
         if self.under_way is not None:
             self.under_way.stop()
         self._is_closed = True

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.accounting.statistics import StepAccounting, log_first_step
-from odb_factory.config import ODBConfig, ODBKeys, ResolvedConfig, make_config, refusals_of_auto
+from odb_factory.config import ODBConfig, ODBKeys, make_config, refusals_of_auto
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
@@ -39,16 +40,13 @@ from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Taken, put_step_info
-from odb_factory.model.flat_row import end_row
+from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, put_step_info, step_info
+from odb_factory.model.flat_row import FlatRow, end_row
 from odb_factory.planner import Collation, Cost
 from odb_factory.refusals import GRADIENTS_LOST, Refusal, refuse
 
 T_co = TypeVar("T_co", covariant=True)
 logger = get_logger(__name__)
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The settings of a loop.
 
 
 class LoopOptions(ODBKeys, total=False):
@@ -85,28 +83,10 @@ LOOP = (
 )  # fmt: skip
 
 
-def loop_config(config: ODBConfig | None, keys: ODBKeys) -> ResolvedConfig:
-    """The config, with `exact` and `padded` for a trainer's defaults of loss_scaling and layout.
-
-    Raises `ConfigError` for keys that have no effect outside of a trainer.
-    """
-    config = make_config(config, keys)
-    refuse(LOOP, {"odb": config, "given": keys})
-    if config.loss_scaling == "stock":
-        config = dataclasses.replace(config, loss_scaling="exact")
-    if config.layout == "auto":
-        config = dataclasses.replace(config, layout="padded")
-    return config.resolved()
-
-
 def check_whole(name: str, value: object, meaning: str = "") -> None:
     """Raise `ConfigError` for what is not a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1{meaning}.")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# accelerate: it neither cuts nor counts batches of a loader that forms them online.
 
 
 def refuse_fixed_batches(items: Any) -> NoReturn:
@@ -127,58 +107,6 @@ def _is_deepspeed() -> bool:
     return is_training and AcceleratorState().distributed_type == DistributedType.DEEPSPEED
 
 
-def _check_accumulation(*, is_prepared: bool) -> None:
-    """Raise `ConfigError` if accelerate would end optimizer steps by its own count, or DeepSpeed lose micro-batches."""
-    if _is_deepspeed():
-        refuse([GRADIENTS_LOST], {"deepspeed": AcceleratorState().deepspeed_plugin.deepspeed_config})
-    num_steps = GradientState().num_steps
-    if is_prepared and num_steps != 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps: {num_steps} in the Accelerator, which would end its optimizer steps by that "
-            "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
-            "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
-        )
-
-
-class _Boundary:
-    """accelerate's `sync_gradients` during one iteration: DeepSpeed steps in the `accelerator.backward` of the last
-    micro-batch of an optimizer step alone.
-
-    Otherwise it is 1, which is true (a prepared optimizer steps and clears gradients when the loop says so) and is not
-    `True`: if it is found to be `True`, `accelerator.accumulate` has set it.
-    """
-
-    def __init__(self) -> None:
-        self._is_used = is_initialized() and torch.is_grad_enabled()
-        self._before: Any = GradientState().sync_gradients if self._is_used else None
-        self._is_set = False
-
-    def set(self, *, is_last: bool) -> None:
-        """Before a micro-batch is handed over. Raises `ConfigError` if the loop uses `accelerator.accumulate`."""
-        if not self._is_used:
-            return
-        state = GradientState()
-        if self._is_set and state.sync_gradients is True:
-            raise ConfigError(
-                "accelerator.accumulate: it counts batches, and lets the optimizer step after each micro-batch of an "
-                "optimizer step that odb has cut; leave it out, and step where the step info says ends_optimizer_step."
-            )
-        state.sync_gradients = False if _is_deepspeed() and not is_last else 1
-        self._is_set = True
-
-    def restore(self) -> None:
-        if self._is_set:
-            GradientState().sync_gradients = self._before
-
-
-def _is_first_of_replica() -> bool:
-    """Whether this rank is the first of its tensor-parallel ranks in accelerate's mesh; the others compute the same."""
-    mesh = getattr(AcceleratorState(), "device_mesh", None)
-    return mesh is None or "tp" not in (mesh.mesh_dim_names or ()) or mesh["tp"].get_local_rank() == 0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
 STALE = (
     "this iterator is stale: its loader was iterated again, given another epoch or state, or closed; finish one "
     "iteration before the next, or make two loaders."
@@ -194,6 +122,10 @@ NOT_TAKEN = (
 STEP_OPEN = (
     "the last iteration was left in the middle of an optimizer step: if gradients were computed in it, call "
     "optimizer.zero_grad() before the next backward, or they become part of the next optimizer step."
+)
+ACCUMULATES = (
+    "accelerator.accumulate: it counts batches, and lets the optimizer step after each micro-batch of an optimizer "
+    "step that odb has cut; leave it out, and step where the step info says ends_optimizer_step."
 )
 RUN_STEPS = "optimizer_steps_of_run"
 """The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
@@ -341,7 +273,6 @@ class ODBDataLoader(DataLoader[T_co]):
         vars(online).update(vars(source))  # the attributes of a DataLoader: dataset, num_workers, ...
         online._set_up(source, stock_mean=stock_mean, **options)
         online._is_prepared = source is not dataloader
-        online._moves_batches = getattr(dataloader, "device", None) is not None  # of accelerate's
         return online
 
     def _set_up(
@@ -359,7 +290,13 @@ class ODBDataLoader(DataLoader[T_co]):
         **keys: Unpack[ODBKeys],
     ) -> None:
         """source: the DataLoader whose parts are read."""
-        self.config = resolved = loop_config(config, keys)
+        config = make_config(config, keys)
+        refuse(LOOP, {"odb": config, "given": keys})
+        if config.loss_scaling == "stock":  # the defaults of a trainer
+            config = dataclasses.replace(config, loss_scaling="exact")
+        if config.layout == "auto":
+            config = dataclasses.replace(config, layout="padded")
+        self.config = resolved = config.resolved()
         check_process_group(process_group)
         check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
         generator = source.generator
@@ -399,16 +336,16 @@ class ODBDataLoader(DataLoader[T_co]):
         self.is_checked = False
         """`unpad` has found that the loop's model takes flat rows."""
         self._pins_memory, self._audit_dir, self._process_group = parts.pin_memory, audit_dir, process_group
-        self._loader: ODBLoader | None = None
-        self._accounting: StepAccounting
-        self._is_prepared = self._moves_batches = False
-        self._is_closed = self._has_begun = self._has_logged = self._has_warned = self._is_step_open = False
+        self._accounting: StepAccounting | None = None
+        self._is_prepared = self._is_closed = False
+        self._has_begun = self._has_logged = self._has_warned = self._is_step_open = False
         self._epoch = 0
         self._current: Pass | None = None
 
     def __repr__(self) -> str:
-        loader = self._loader
-        ranks = "not begun" if loader is None else f"rank {loader.rank} of {loader.world_size}"
+        ranks = "not begun"
+        if self._accounting is not None:
+            ranks = f"rank {self.loader.rank} of {self.loader.world_size}"
         budget = f"token_budget={self.config.token_budget}"
         return f"{type(self).__name__}({type(self.dataset).__name__}, {budget}, epoch={self.epoch}, {ranks})"
 
@@ -417,14 +354,14 @@ class ODBDataLoader(DataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
         self._epoch = epoch
-        if self._loader is not None:
-            self._loader.set_epoch(epoch)
+        if self._accounting is not None:
+            self.loader.set_epoch(epoch)
         self._has_begun = False
 
     @property
     def epoch(self) -> int:
         """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
-        return self._epoch if self._loader is None else self._loader.epoch
+        return self._epoch if self._accounting is None else self.loader.epoch
 
     @property
     def num_optimizer_steps(self) -> int | None:
@@ -463,7 +400,14 @@ class ODBDataLoader(DataLoader[T_co]):
                 f"this loader has begun with {loader.world_size} ranks, there are {ranks} now; make another one after "
                 "torch.distributed has been initialised."
             )
-        _check_accumulation(is_prepared=self._is_prepared)
+        if _is_deepspeed():
+            refuse([GRADIENTS_LOST], {"deepspeed": AcceleratorState().deepspeed_plugin.deepspeed_config})
+        if self._is_prepared and (accumulation := GradientState().num_steps) != 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps: {accumulation} in the Accelerator, which would end its optimizer steps "
+                "by that count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it "
+                "to ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
+            )
         if self._is_step_open and loader.rank == 0:
             logger.warning(STEP_OPEN)
         self._is_step_open = False
@@ -474,38 +418,47 @@ class ODBDataLoader(DataLoader[T_co]):
         self._has_begun = True
         items = iter(loader)
         assert loader.under_way is not None
-        return self._batches(loader, items, loader.under_way)
+        return self._batches(items, loader.under_way)
 
-    def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[T_co]:
-        accounting, boundary, taken = self.accounting, _Boundary(), Taken()
+    def _batches(self, items: Iterator[Collated], current: Pass) -> Iterator[T_co]:
+        accounting, taken = self.accounting, deque[FlatRow | None](maxlen=1)
         micro_batch, first_info = None, None
+        state, is_accelerate = GradientState(), is_initialized() and torch.is_grad_enabled()
+        before = state.sync_gradients
         end_row()
         try:
             for micro_batch, measured, collated in iter(partial(accounting.next, items), None):
-                computing = accounting.begin(micro_batch, measured)
+                accounting.begin(micro_batch, measured)
                 if not self._has_logged:
                     self._has_logged = True
-                    log_first_step(loader, micro_batch.step, in_loop=True)
-                if self._moves_batches:  # as accelerate does
+                    log_first_step(accounting.loader, micro_batch.step, in_loop=True)
+                if self._is_prepared:  # as accelerate does
                     collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pins_memory)
-                info = ODBStepInfo.of(computing, accounting, taken)
-                first_info = first_info or weakref.ref(info)
+                info = step_info(micro_batch, measured, accounting, taken)
                 batch = put_step_info(collated, info)
-                boundary.set(is_last=micro_batch.ends_optimizer_step)
+                if is_accelerate:
+                    if first_info is not None and state.sync_gradients is True:
+                        raise ConfigError(ACCUMULATES)
+                    # DeepSpeed steps in the backward of the last micro-batch of an optimizer step alone. Otherwise 1,
+                    # which is true (a prepared optimizer steps and clears gradients when the loop says so) and is not
+                    # `True`, to which `accelerator.accumulate` sets it.
+                    state.sync_gradients = False if _is_deepspeed() and not micro_batch.ends_optimizer_step else 1
+                first_info = first_info or weakref.ref(info)
                 accounting.end()
                 self._current = current
-                del info, collated, computing  # the batch alone holds the info
+                del info, collated  # the batch alone holds the info
                 yield batch
                 del batch
-                if not (self._has_warned or taken.count or first_info()):
+                if not (self._has_warned or taken or first_info()):
                     self._has_warned = True
                     logger.warning(NOT_TAKEN)
             if not (current.is_empty or (micro_batch and micro_batch.step.last and micro_batch.ends_optimizer_step)):
                 raise ConfigError(STALE)
         finally:
             self._is_step_open = micro_batch is not None and not micro_batch.ends_optimizer_step
-            end_row([taken.row])
-            boundary.restore()
+            end_row(taken)
+            if is_accelerate:
+                state.sync_gradients = before
             if self._current is current:
                 self._current = None
 
@@ -524,9 +477,9 @@ class ODBDataLoader(DataLoader[T_co]):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._loader is not None:
+        if self._accounting is not None:
             self._finalizer.detach()
-            self._loader.close()
+            self.loader.close()
             self._accounting.close()
 
     def __enter__(self) -> Self:
@@ -539,8 +492,8 @@ class ODBDataLoader(DataLoader[T_co]):
         cause = None if error is None else ending(error)
         # A generator that yields the batches may be closed, and a program may end.
         is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
-        if cause is not None and not is_end and self._loader is not None and not self._is_closed:
-            self._loader.abort(one_line(cause))
+        if cause is not None and not is_end and self._accounting is not None and not self._is_closed:
+            self.loader.abort(one_line(cause))
         self.close()
         if cause is not None and cause is not error:
             raise cause from error
@@ -583,7 +536,7 @@ class ODBDataLoader(DataLoader[T_co]):
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
         """`accelerator.prepare` sets it: now batches are moved, and the ranks are those of accelerate's mesh."""
-        self._is_prepared = self._moves_batches = value
+        self._is_prepared = value
 
     # For `unpad` and trainers
 
@@ -593,23 +546,26 @@ class ODBDataLoader(DataLoader[T_co]):
         return self
 
     @property
-    def loader(self) -> ODBLoader:
-        """Made by the first to ask; on all ranks at the same place of the program."""
-        if self._loader is None:
+    def accounting(self) -> StepAccounting:
+        """With its loader made by the first to ask; on all ranks at the same place of the program."""
+        if self._accounting is None:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self._is_prepared)
             loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
-            writes = not self._is_prepared or self._process_group is not None or _is_first_of_replica()
+            mesh: Any = getattr(AcceleratorState(), "device_mesh", None) if self._is_prepared else None
+            # The tensor-parallel ranks of a replica compute the same.
+            has_replica = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and self._process_group is None
+            writes = not has_replica or mesh["tp"].get_local_rank() == 0
             self._accounting = StepAccounting(loader, self._audit_dir if writes else None)
-            self._loader, self._finalizer = loader, weakref.finalize(self, _release, loader, os.getpid())
-        return self._loader
+            self._finalizer = weakref.finalize(self, loader.release, os.getpid())
+        return self._accounting
 
     @property
-    def accounting(self) -> StepAccounting:
-        _ = self.loader
-        return self._accounting
+    def loader(self) -> ODBLoader:
+        """As `accounting`."""
+        return self.accounting.loader
 
     def trial_batches(self, count: int) -> TrialBatches:
         """`count` samples of the epoch that has begun, to check the model with (`unpad`)."""
@@ -619,16 +575,6 @@ class ODBDataLoader(DataLoader[T_co]):
         """The content (JSON types) of each rank of the process group, on all of them."""
         answers = gather_once(json.dumps(content).encode(), self.config.exchange_timeout_s, parent=self._process_group)
         return [json.loads(answer) for answer in answers]
-
-
-def _release(loader: ODBLoader, pid: int) -> None:
-    """The user has not closed the loader: it is garbage-collected, or the program ends."""
-    if os.getpid() == pid:  # not in a worker process, which inherits the finalizer
-        loader.release()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# An existing DataLoader that forms its batches online.
 
 
 class ODBHandle(ODBDataLoader[Any]):
@@ -672,13 +618,11 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     online = ODBHandle.from_dataloader(dataloader, **options)
     stock = type(dataloader)
 
-    def method(name: str) -> Any:
-        return lambda _, *args: getattr(online, name)(*args)
-
     def value(name: str) -> Any:
         return property(lambda _: getattr(online, name), lambda _, new: setattr(online, name, new))
 
-    methods = {name: method(name) for name in ("__iter__", "__len__", "set_epoch", "state_dict", "load_state_dict")}
+    of_online = ("__iter__", "__len__", "set_epoch", "state_dict", "load_state_dict")
+    methods = {name: staticmethod(getattr(online, name)) for name in of_online}
     values = {name: value(name) for name in ("collate_fn", "use_stateful_dataloader", "_is_accelerate_prepared")}
     attributes = {"__module__": stock.__module__, "_odb": online} | methods | values
     _set_class(dataloader, type(stock.__name__, (stock,), attributes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,24 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from odb_factory.accounting.losses import TokenLoss, in_float32, weighted_token_loss
-from odb_factory.accounting.statistics import Computing, StepAccounting
+from odb_factory.accounting.statistics import StepAccounting
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.observe import count_supervised
-from odb_factory.data.samples import MicroBatch
+from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import DataError
 from odb_factory.model.flat_row import FlatRow, begin_row, row_in_progress
 
 STEP_INFO_KEY = "odb_step_info"
 LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
 """Without `stock`: only the author of a loop knows what its loss would be without odb."""
-
-
-class Taken:
-    """How many step infos `pop_step_info` has taken out of the batches of one iteration, and the flat row of the last
-    one."""
-
-    count = 0
-    row: FlatRow | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,36 +71,8 @@ class ODBStepInfo:
     progress: float | None
     planned: MicroBatch = field(repr=False, compare=False)
     num_supervised: int | None = field(default=None, repr=False, compare=False)
-    taken: Taken = field(default_factory=Taken, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, computing: Computing, accounting: StepAccounting, taken: Taken) -> ODBStepInfo:
-        """computing: the micro-batch that `accounting` has begun."""
-        micro_batch, measured, loader = computing.micro_batch, computing.measured, accounting.loader
-        step, progress, scaling = micro_batch.step, None, accounting.loader.config.loss_scaling
-        if loader.num_samples is not None:
-            progress = 1.0 if step.last else min(step.done / max(loader.num_samples, 1), 1.0)
-        return cls(
-            loss_scaling=scaling,
-            token_weight=next(iter(micro_batch.weights), 0.0),  # all are the same
-            is_idle=micro_batch.idle,
-            ids=micro_batch.ids,
-            segments=measured.segments,
-            samples=len(micro_batch.ids),
-            tokens=micro_batch.tokens,
-            units=micro_batch.num_units,
-            samples_all_ranks=micro_batch.totals.samples,
-            optimizer_step=accounting.optimizer_steps + 1,
-            optimizer_step_samples=step.samples,
-            micro_batch=micro_batch.index,
-            micro_batches=step.num_micro_batches,
-            ends_optimizer_step=micro_batch.ends_optimizer_step,
-            epoch=step.epoch,
-            progress=progress,
-            planned=micro_batch,
-            num_supervised=measured.num_supervised,
-            taken=taken,
-        )
+    taken: deque[FlatRow | None] = field(default_factory=deque, repr=False, compare=False)
+    """The flat row of the info of its iteration that `pop_step_info` has taken out last; empty before."""
 
     @property
     def loss_scale(self) -> float:
@@ -122,6 +87,36 @@ class ODBStepInfo:
     def to(self, *args: Any, **kwargs: Any) -> ODBStepInfo:
         """Itself: what moves all of a batch to a device leaves it as it is."""
         return self
+
+
+def step_info(
+    micro_batch: MicroBatch, measured: Measured, accounting: StepAccounting, taken: deque[FlatRow | None]
+) -> ODBStepInfo:
+    """Of the micro-batch that `accounting` has begun."""
+    step, num_samples, progress = micro_batch.step, accounting.loader.num_samples, None
+    if num_samples is not None:
+        progress = 1.0 if step.last else min(step.done / max(num_samples, 1), 1.0)
+    return ODBStepInfo(
+        loss_scaling=accounting.loader.config.loss_scaling,
+        token_weight=next(iter(micro_batch.weights), 0.0),  # all are the same
+        is_idle=micro_batch.idle,
+        ids=micro_batch.ids,
+        segments=measured.segments,
+        samples=len(micro_batch.ids),
+        tokens=micro_batch.tokens,
+        units=micro_batch.num_units,
+        samples_all_ranks=micro_batch.totals.samples,
+        optimizer_step=accounting.optimizer_steps + 1,
+        optimizer_step_samples=step.samples,
+        micro_batch=micro_batch.index,
+        micro_batches=step.num_micro_batches,
+        ends_optimizer_step=micro_batch.ends_optimizer_step,
+        epoch=step.epoch,
+        progress=progress,
+        planned=micro_batch,
+        num_supervised=measured.num_supervised,
+        taken=taken,
+    )
 
 
 def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
@@ -174,7 +169,7 @@ def pop_step_info(batch: object) -> ODBStepInfo:
             "before; call pop_step_info once for each batch, before anything else drops the key."
         )
     begin_row(info.segments)
-    info.taken.count, info.taken.row = info.taken.count + 1, row_in_progress()
+    info.taken.append(row_in_progress())
     return info
 
 
