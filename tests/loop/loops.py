@@ -25,14 +25,12 @@ def rows_of(loader: Any) -> Counter[int]:
     return Counter(row for batch in loader for row in pop_step_info(batch).ids)
 
 
-def stopped(loader: Any, step: int, handle: Any = None) -> tuple[Counter[int], Any]:
-    """The samples of an epoch up to the end of an optimizer step, and the state then, as a file keeps it.
-
-    handle: what `apply_odb` has returned, if the loader is not ours."""
+def stopped(loader: Any, step: int) -> tuple[Counter[int], Any]:
+    """The samples of an epoch up to the end of an optimizer step, and the state then, as a file keeps it."""
     rows = Counter[int]()
     for batch in loader:
         info = pop_step_info(batch)
         rows.update(info.ids)
         if info.optimizer_step == step and info.ends_optimizer_step:
-            return rows, json.loads(json.dumps((loader if handle is None else handle).state_dict()))
+            return rows, json.loads(json.dumps(loader.state_dict()))
     raise AssertionError("the epoch has fewer optimizer steps")

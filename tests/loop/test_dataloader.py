@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, get_worker_info
 from toy import NUM_ROWS, Opening, Rows, item, pad
-from transformers import BatchEncoding, DataCollatorForLanguageModeling
+from transformers import AutoTokenizer, BatchEncoding, DataCollatorForLanguageModeling
 
 from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply_odb, pop_step_info
 
+STOCK = [4] * (NUM_ROWS // 4)
+"""Rows of the batches of a DataLoader without odb, four a batch."""
 
-def ids_of(batch: Any) -> list[int]:
-    return [int(row[0]) - 1 for row in batch["input_ids"]]
+
+def num_rows(loader: Any) -> list[int]:
+    return [len(batch["input_ids"]) for batch in loader]
 
 
 def epoch_of(loader: Any) -> list[list[int]]:
@@ -35,7 +39,7 @@ def epoch_of(loader: Any) -> list[list[int]]:
         assert set(batch) == {"input_ids", "labels"}, "nothing but what the collator made"
         assert info.samples_all_ranks == info.samples == (0 if info.is_idle else len(batch["input_ids"]))
         assert batch["input_ids"].numel() <= BUDGET
-        batches.append([] if info.is_idle else ids_of(batch))
+        batches.append([] if info.is_idle else (batch["input_ids"][:, 0] - 1).tolist())
     return batches
 
 
@@ -45,10 +49,7 @@ def flat(batches: list[list[int]]) -> Counter:
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
 def test_ids_of_any_kind(kind: Any) -> None:
-    def row(k: int) -> dict[str, Any]:
-        return {key: kind(ids) for key, ids in item(k).items()}
-
-    with make(Rows(row)) as loader:
+    with make(Rows(lambda k: {key: kind(ids) for key, ids in item(k).items()})) as loader:
         assert flat(epoch_of(loader)) == EVERY_ROW
 
 
@@ -73,13 +74,11 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patc
 
     options = {"token_budget": 2048, "max_patches": 2 * patches + 1, "batch_size": 60}
     with make(Rows(lambda k: item(k) | more), collate_fn=collate, cost_fn=cost_fn, **options) as loader:
-        assert {len(ids_of(batch)) for batch in loader} == {2}
+        assert set(num_rows(loader)) == {2}
 
 
 def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
     """They are counted on each item collated alone."""
-    from transformers import AutoTokenizer
-
     collator = DataCollatorForLanguageModeling(AutoTokenizer.from_pretrained(tiny_text), mlm=False)
     rows = Rows(lambda k: {"input_ids": item(k)["input_ids"]})
     with make(rows, batch_size=1, collate_fn=collator) as loader:
@@ -89,22 +88,23 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
 
 
 def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
+    """Also where the cause of an error is raised in its place."""
     stock = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1)
     other = DataLoader(Rows(), batch_size=4, collate_fn=pad)
     handle = apply_odb(stock, token_budget=BUDGET, gradient_accumulation_steps=4, audit_dir=tmp_path)
     assert isinstance(stock, DataLoader)
     first = epoch_of(stock)
-    assert flat(first) == EVERY_ROW
-    assert [len(batch["input_ids"]) for batch in other] == [4] * (NUM_ROWS // 4)
+    assert flat(first) == EVERY_ROW and num_rows(other) == STOCK
     with pytest.raises(ConfigError, match="already"):
         apply_odb(stock, token_budget=BUDGET)
-    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
-    assert [line["ids"] for line in lines if not line["idle"]] == first
+    assert [line["ids"] for line in read_audit(tmp_path) if not line["idle"]] == first
     assert "ODBHandle(Rows" in repr(handle)
     assert flat(epoch_of(handle)) == EVERY_ROW and handle.stats()["odb/budget_use"] > 0
     handle.remove()
+    assert type(stock) is DataLoader and stock.collate_fn is pad and num_rows(stock) == STOCK
+    with pytest.raises(DataError, match="ran out of memory"), apply_odb(stock, token_budget=BUDGET):
+        raise MemoryError
     assert type(stock) is DataLoader and stock.collate_fn is pad
-    assert [len(batch["input_ids"]) for batch in stock] == [4] * (NUM_ROWS // 4)
 
 
 def test_an_iter_of_its_own_is_not_left_out_in_silence() -> None:
@@ -116,49 +116,24 @@ def test_an_iter_of_its_own_is_not_left_out_in_silence() -> None:
         apply_odb(Weighted(Rows(), batch_size=4, collate_fn=pad), token_budget=BUDGET)
 
 
-def test_what_was_applied_is_undone_where_the_cause_of_an_error_is_raised_in_its_place() -> None:
-    stock = DataLoader(Rows(), batch_size=4, collate_fn=pad)
-    with pytest.raises(DataError, match="ran out of memory"), apply_odb(stock, token_budget=BUDGET):
-        raise MemoryError
-    assert type(stock) is DataLoader and stock.collate_fn is pad
-
-
-def test_a_loader_of_torchdata_keeps_the_state_of_online_batches() -> None:
-    """Asked for by its own methods, and shuffled anew in the same order."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def make_one() -> Any:
-        loader = stateful(Rows(), batch_size=4, shuffle=True, collate_fn=pad)
-        return loader, apply_odb(loader, token_budget=BUDGET)
-
-    loader, handle = make_one()
-    with handle:
-        done, _ = stopped(loader, 3)
-        state = json.loads(json.dumps(loader.state_dict()))
-    assert [len(batch["input_ids"]) for batch in loader] == [4] * (NUM_ROWS // 4), "as before"
-    loader, handle = make_one()
-    with handle:
-        loader.load_state_dict(state)
-        assert done + flat(epoch_of(loader)) == EVERY_ROW
+# States
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("mode", ["keep", "fill"])
 def test_an_unfinished_optimizer_step_comes_again(mode: Any, num_workers: int, tmp_path: Path) -> None:
     """I2 over stop and resume amid an optimizer step; the audit goes on. At any step: tests/data/test_resume.py."""
-    options = {"batch_size": 8, "global_batch_size": mode, "buffer_size": 16, "shuffle": True, "audit_dir": tmp_path}
+    options = {"batch_size": 8, "global_batch_size": mode, "buffer_size": 16, "shuffle": True}
     options |= {"gradient_accumulation_steps": 2, "num_workers": num_workers}
     with make(**options) as loader:
         infos = [info for batch in loader if (info := pop_step_info(batch)).optimizer_step < 3]
-    for path in tmp_path.iterdir():
-        path.unlink()
-    with make(**options) as loader:
+    with make(audit_dir=tmp_path, **options) as loader:
         batches = iter(loader)
         seen = [pop_step_info(next(batches)).ids for _ in infos[:-1]]
         state = json.loads(json.dumps(loader.state_dict()))
     done = [info.ids for info in infos if info.optimizer_step == 1]
     assert seen == [info.ids for info in infos[:-1]] and len(seen) > len(done)
-    with make(**options) as loader:
+    with make(audit_dir=tmp_path, **options) as loader:
         loader.load_state_dict(state)
         rest = epoch_of(loader)
     assert flat(done + rest) == EVERY_ROW
@@ -166,20 +141,18 @@ def test_an_unfinished_optimizer_step_comes_again(mode: Any, num_workers: int, t
     assert [line["ids"] for line in read_audit(tmp_path)] == [*map(list, seen), *rest]
 
 
-def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
-    """accelerate asks for a batch before it hands over the one before."""
+def applied_to(loader: Any) -> tuple[Any, Any]:
+    return loader, apply_odb(loader, token_budget=BUDGET)
 
-    def prepared() -> tuple[Any, Any]:
-        loader = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
-        return loader, apply_odb(loader, token_budget=BUDGET)
 
-    loader, handle = prepared()
-    with handle:
-        before, state = stopped(loader, 3, handle)
-    loader, handle = prepared()
-    with handle:
-        handle.load_state_dict(state)
-        assert before + rows_of(loader) == EVERY_ROW
+def under_accelerate() -> tuple[Any, Any]:
+    return applied_to(Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad)))
+
+
+def of_torchdata() -> tuple[Any, Any]:
+    """Asked for by its own methods, and shuffled anew in the same order."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    return applied_to(stateful(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
 
 
 def find_the_dataset(worker_id: int) -> None:
@@ -187,29 +160,44 @@ def find_the_dataset(worker_id: int) -> None:
     assert worker is not None and worker.dataset.opened_by is None
 
 
-def test_workers_inherit_nothing_that_a_dataset_opens_when_it_is_read() -> None:
-    """Neither from the first look at it nor from that at the rows of a state."""
-    with make(Opening(), num_workers=1, worker_init_fn=find_the_dataset) as loader:
-        before, state = stopped(loader, 2)
-    with make(dataset := Opening(), num_workers=1, worker_init_fn=find_the_dataset) as loader:
-        loader.load_state_dict(state)
-        assert before + rows_of(loader) == EVERY_ROW and dataset.opened_by is None
+def opened_when_read() -> tuple[Any, Any]:
+    """Workers inherit nothing of it: neither from the first look at the rows nor from that at those of a state."""
+    loader = make(Opening(), num_workers=1, worker_init_fn=find_the_dataset)
+    return loader, loader
 
 
-def test_a_sampler_and_its_dataset_need_no_length() -> None:
+def without_a_length() -> tuple[Any, Any]:
+    """Neither the sampler nor its dataset has one."""
+
     class Endless(Sampler):
         def __iter__(self) -> Any:
-            return iter(range(40))
+            return iter(range(NUM_ROWS))
 
-    class Unbounded:
-        def __getitem__(self, index: int) -> Any:
-            return item(index)
+    loader = make(type("Unbounded", (), {"__getitem__": lambda _, k: item(k)})(), sampler=Endless())
+    assert loader.num_optimizer_steps is None
+    return loader, loader
 
-    with make(Unbounded(), sampler=Endless(), batch_size=4) as loader:
+
+def of_the_datasets_library() -> tuple[Any, Any]:
+    """A stream of several shards, shuffled through a buffer and mapped."""
+    rows = datasets.Dataset.from_list([item(k) for k in range(NUM_ROWS)]).to_iterable_dataset(num_shards=8)
+    loader = make(rows.shuffle(seed=1, buffer_size=50).map(lambda row: row), num_workers=1)
+    return loader, loader
+
+
+@pytest.mark.parametrize(
+    "source", [under_accelerate, of_torchdata, opened_when_read, without_a_length, of_the_datasets_library]
+)
+def test_a_state_goes_on(source: Callable[[], tuple[Any, Any]]) -> None:
+    """I2, with the loaders and datasets that people have. source: makes the loader, and what closes it."""
+    loader, handle = source()
+    with handle:
         before, state = stopped(loader, 3)
-    with make(Unbounded(), sampler=Endless(), batch_size=4) as loader:
+    loader, handle = source()
+    with handle:
         loader.load_state_dict(state)
-        assert before + rows_of(loader) == Counter(range(40)) and loader.num_optimizer_steps is None
+        assert before + rows_of(loader) == EVERY_ROW
+        assert getattr(loader.dataset, "opened_by", None) is None
 
 
 @pytest.mark.parametrize("step", [6, 8])
@@ -239,10 +227,9 @@ def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture
         first.set_epoch(3)
         end = first.state_dict()
     with make(batch_size=1) as second:
-        second.load_state_dict(end)
-        second.set_epoch(3)
-        second.load_state_dict(amid)
-        second.set_epoch(0)
+        for state, epoch in ((end, 3), (amid, 0)):
+            second.load_state_dict(state)
+            second.set_epoch(epoch)
         assert second.estimate_optimizer_steps() and not said.messages
         second.set_epoch(1)
         assert "it stands in epoch 0" in said.text
@@ -250,21 +237,6 @@ def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture
         second.load_state_dict(end)
         second.set_epoch(0)
         assert "it stands in epoch 3" in said.text
-
-
-def test_a_stream_of_the_datasets_library_goes_on() -> None:
-    """Of several shards, shuffled through a buffer and mapped."""
-
-    def loader() -> ODBDataLoader:
-        rows = datasets.Dataset.from_list([item(k) for k in range(400)]).to_iterable_dataset(num_shards=8)
-        rows = rows.shuffle(seed=1, buffer_size=50).map(lambda row: row)
-        return make(rows, num_workers=1)
-
-    with loader() as first:
-        before, state = stopped(first, 12)
-    with loader() as second:
-        second.load_state_dict(state)
-        assert before + rows_of(second) == Counter(range(400))
 
 
 # Two ranks

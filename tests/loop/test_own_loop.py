@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,19 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from transformers import AutoModelForCausalLM
 
-from odb_factory import (
-    ConfigError,
-    Cost,
-    DataError,
-    ODBConfig,
-    ODBDataLoader,
-    ODBError,
-    apply_odb,
-    pop_step_info,
-)
+from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, ODBError, apply_odb, pop_step_info
 from odb_factory.planner import Media
-
-FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt")
 
 # What a loop needs to know
 
@@ -41,16 +30,14 @@ FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale
 def test_a_loop_without_gradients_evaluates(tiny_text: Path) -> None:
     """As in the guide: the mean loss over all tokens."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
-    expected, loss, tokens = [0.0, 0], 0.0, 0
+    loss, tokens = 0.0, 0
     with torch.no_grad(), make(batch_size=32, token_budget=120) as loader:
         for batch in loader:
             info = pop_step_info(batch)
             loss, tokens = loss + model(**batch).loss.item() * info.units, tokens + info.units
-        for k in range(NUM_ROWS):
-            alone = pad([item(k)])
-            units = alone["labels"].shape[1] - 1
-            expected = [expected[0] + model(**alone).loss.item() * units, expected[1] + units]
-    assert tokens == expected[1] and loss == pytest.approx(expected[0], rel=1e-5)
+        rows = [pad([item(k)]) for k in range(NUM_ROWS)]
+        expected = sum(model(**row).loss.item() * (row["labels"].shape[1] - 1) for row in rows)
+    assert tokens == sum(row["labels"].shape[1] - 1 for row in rows) and loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
@@ -69,24 +56,23 @@ def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
         batches = [(batch, pop_step_info(batch)) for batch in loader]
         second = {pop_step_info(batch).optimizer_step for batch in loader}
     assert second == set(range(16, 31)), "counted over the run, as in the audit"
-    starts = [k for k, (_, info) in enumerate(batches) if info.micro_batch == 0]
-    assert len(starts) == 15 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
-    for step, (start, stop) in enumerate(zip(starts, [*starts[1:], len(batches)])):
-        infos = [info for _, info in batches[start:stop]]
+    of_step: dict[int, list[Any]] = {}
+    for batch, info in batches:
+        of_step.setdefault(info.optimizer_step, []).append(info)
+        assert info.samples == info.samples_all_ranks == len(info.ids)
+        assert not info.is_idle and info.epoch == 0
+        assert info.tokens == sum(len(item(k)["input_ids"]) for k in info.ids)
+        assert info.units == info.tokens - info.samples
+        assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
+    assert list(of_step) == list(range(1, 16)) and len({len(infos) for infos in of_step.values()}) > 1, "K changes"
+    for step, infos in of_step.items():
         assert [info.micro_batch for info in infos] == list(range(len(infos)))
         assert [info.ends_optimizer_step for info in infos] == [False] * (len(infos) - 1) + [True]
         assert {info.micro_batches for info in infos} == {len(infos)}
-        assert {info.optimizer_step for info in infos} == {step + 1}
         assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {4}
-        assert {row for info in infos for row in info.ids} == set(range(4 * step, 4 * step + 4))
-        assert {info.progress for info in infos} == {(step + 1) / 15}
-        for batch, info in batches[start:stop]:
-            assert info.samples == info.samples_all_ranks == len(info.ids)
-            assert not info.is_idle and info.epoch == 0
-            assert info.tokens == sum(len(item(k)["input_ids"]) for k in info.ids)
-            assert info.units == info.tokens - info.samples
-            assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
-    assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "Taken" not in repr(infos[0])
+        assert {row for info in infos for row in info.ids} == set(range(4 * step - 4, 4 * step))
+        assert {info.progress for info in infos} == {step / 15}
+    assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "taken" not in repr(infos[0])
 
 
 @pytest.mark.parametrize("kind", [Rows, Stream])
@@ -102,16 +88,15 @@ def test_an_epoch_ends_as_in_torch(kind: Any) -> None:
 
 def test_len_neither_estimates_nor_begins_anything() -> None:
     with make() as loader:
-        for _ in range(2):
-            with pytest.raises(TypeError, match="num_optimizer_steps"):
-                len(loader)
-            assert "not begun" in repr(loader)
+        with pytest.raises(TypeError, match="num_optimizer_steps"):
+            len(loader)
+        assert "not begun" in repr(loader)
         assert loader.num_optimizer_steps == 4
         assert len(list(loader)) < NUM_ROWS
         assert "rank 0 of 1" in repr(loader)
 
 
-# What a loop can forget
+# What a loop can forget, and what is told once
 
 
 def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureFixture) -> None:
@@ -133,33 +118,19 @@ def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureF
     assert kept
 
 
-def test_an_optimizer_step_that_is_left_is_told(said: pytest.LogCaptureFixture) -> None:
-    """Its gradients would become part of the next one."""
-    with make() as loader:
-        for at_its_end in (True, False):
-            for batch in loader:
-                if pop_step_info(batch).ends_optimizer_step == at_its_end:
-                    break
-            assert not said.messages, "it may not be iterated again"
-        for batch in loader:
-            pop_step_info(batch)
-    assert len(said.messages) == 1 and "zero_grad" in said.messages[0]
-
-
-def test_breaking_off_forgets_nothing(said: pytest.LogCaptureFixture, accelerate_state: None) -> None:
-    """accelerate holds one batch more than it has handed over."""
-    prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    with apply_odb(prepared, token_budget=BUDGET, buffer_size=16):
-        for _ in range(2):
-            for batch in prepared:
-                pop_step_info(batch)
-                break
-        assert rows_of(prepared) == EVERY_ROW
-    assert not said.messages
-
-
-def drop(items: list[Any]) -> Any:
-    return pad(items[:-1] or items)
+def test_an_optimizer_step_that_is_left_is_told(said: pytest.LogCaptureFixture, accelerate_state: None) -> None:
+    """Its gradients would become part of the next one. Breaking off loses no row; accelerate holds one batch more."""
+    prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=16, collate_fn=pad))
+    for loader in (make(), prepared):
+        said.clear()
+        with apply_odb(prepared, token_budget=BUDGET) if loader is prepared else loader:
+            for at_its_end in (True, False):
+                for batch in loader:
+                    if pop_step_info(batch).ends_optimizer_step == at_its_end:
+                        break
+                assert not said.messages, "it may not be iterated again"
+            assert rows_of(loader) == EVERY_ROW
+        assert len(said.messages) == 1 and "zero_grad" in said.messages[0]
 
 
 def widen(items: list[Any]) -> Any:
@@ -192,56 +163,18 @@ def test_a_collator_that_makes_something_else_is_told_once(
     assert re.search(words, message) and "None" not in message
 
 
-@pytest.mark.parametrize("loss_scaling", ["exact", "none"])
-def test_a_collator_that_leaves_samples_out_is_refused(loss_scaling: Any) -> None:
-    words = r"collator made \d+ rows of \d+ tokens of these \d+ samples"
-    with make(collate_fn=drop, loss_scaling=loss_scaling) as loader, pytest.raises(DataError, match=words):
-        rows_of(loader)
-
-
 def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
     """I2: a micro-batch is handed over before the next one is collated, whatever the accumulation."""
     place = torch.zeros(16, 40, dtype=torch.long)
 
     def reuse(items: list[Any]) -> Any:
         ids = pad(items)["input_ids"]
-        place[: len(ids), : ids.shape[1]] = ids
-        view = place[: len(ids), : ids.shape[1]]
+        view = place[: len(ids), : ids.shape[1]].copy_(ids)
         return {"input_ids": view, "labels": view.masked_fill(view == 0, -100)}
 
     with make(collate_fn=reuse, gradient_accumulation_steps=3) as loader:
-        seen = []
         for batch in loader:
-            assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(pop_step_info(batch).ids)
-            seen += batch["input_ids"][:, 0].tolist()
-    assert Counter(row - 1 for row in seen) == EVERY_ROW
-
-
-def test_a_stream_that_yields_nothing_in_its_second_epoch() -> None:
-    class Once(Stream):
-        """Its items are gone once they have been read."""
-
-        items = map(item, range(NUM_ROWS))
-
-        def __iter__(self) -> Any:
-            return self.items
-
-    with make(Once()) as loader:
-        assert rows_of(loader) == EVERY_ROW
-        with pytest.raises(DataError, match="it yields nothing in epoch 1; its `__iter__` must restart each time.*$"):
-            rows_of(loader)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_that_raises_says_where(num_workers: int) -> None:
-    class Breaks(Stream):
-        def __iter__(self) -> Any:
-            yield from map(item, range(20))
-            raise OSError("no route to host")
-
-    with make(Breaks(), num_workers=num_workers) as loader:
-        with pytest.raises(DataError, match="after item 19: OSError: no route to host"):
-            list(loader)
+            assert (batch["input_ids"][:, 0] - 1).tolist() == list(pop_step_info(batch).ids)
 
 
 # What a loop can do out of turn
@@ -271,32 +204,90 @@ def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:
             loader.load_state_dict(state)
             loader.set_epoch(0)
             assert rows_of(loader) + before == EVERY_ROW
+        for value in ("x", [], {}, [1], {"version": 2}, None):
+            with pytest.raises(DataError, match="is not a state"):
+                loader.load_state_dict(value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="closed"):
         iter(loader)
 
 
-@pytest.mark.parametrize("state", ["x", [], {}, [1], {"version": 2}, None], ids=repr)
-def test_what_is_no_state_is_not_loaded(state: Any) -> None:
-    with make() as loader, pytest.raises(DataError, match="is not a state"):
-        loader.load_state_dict(state)
+# What a loop can be given
 
 
-def test_accelerates_skipping_of_batches_is_refused(accelerate_state: None) -> None:
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    with make() as loader, apply_odb(prepared, token_budget=BUDGET):
-        for one in (loader, prepared, accelerator.prepare(loader)):
-            with pytest.raises(ConfigError, match=r"skip_first_batches.*load_state_dict"):
-                next(iter(skip_first_batches(one, 2)))
-    with make(Stream()) as loader, pytest.raises(ConfigError, match="skip_first_batches"):
-        next(iter(skip_first_batches(loader, 2)))
+class Once(Stream):
+    """Its items are gone once they have been read."""
+
+    def __init__(self) -> None:
+        self.items = map(item, range(NUM_ROWS))
+
+    def __iter__(self) -> Any:
+        return self.items
 
 
-@pytest.mark.parametrize("cost", [-3, 0, Cost(5, -1), Cost(5, 1, -1), 2**40, Cost(5, units=2**31)])
-def test_a_cost_that_cannot_be_is_refused(cost: Any) -> None:
-    """It would become a budget that holds anything, or a loss weight below 0."""
-    with pytest.raises(ConfigError, match="its cost is"):
-        make(cost_fn=lambda _: cost, loss_scaling="approx")
+class Breaks(Stream):
+    def __iter__(self) -> Any:
+        yield from map(item, range(20))
+        raise OSError("no route to host")
+
+
+def drop(items: list[Any]) -> Any:
+    return pad(items[:-1] or items)
+
+
+SPAWN = {"num_workers": 1, "multiprocessing_context": "spawn"}
+NAMES = {f"row {k}": item(k) for k in range(NUM_ROWS)}
+FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt")
+SAMPLES_LEFT_OUT = r"collator made \d+ rows of \d+ tokens of these \d+ samples"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"lr_scale": "sqrt"}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
+    ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes"),
+    ({"sampler": (k for k in range(9))}, "sampler: a generator can be iterated only once"),
+    *(({"batch_size": size}, f"batch_size: {size} is not a whole number") for size in (0, None, -4)),
+    ({"collate_fn": None}, "collate_fn: missing"),
+    ({"token_budge": 8}, "did you mean `token_budget`"),
+    ({"config": FILLED_AND_SCALED}, "odb.lr_scale: 'sqrt' has no effect in a custom loop"),
+    ({"audit": True}, "give audit_dir= instead"),
+    ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
+    ({"in_order": False}, "in_order: False"),
+    ({"timeout": 5}, "timeout: 5"),
+    ({"pin_memory_device": "cuda"}, "pin_memory_device: 'cuda' is set, but there is no such key"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
+    ({"already_split": True}, "already_split: this dataset has an index"),
+    ({"process_group": 3}, "process_group: expected .* found a int"),
+    ({"dataset": (item(k) for k in range(9))}, "dataset: a generator .*IterableDataset"),
+    ({"dataset": iter([1, 2])}, "dataset: a list_iterator .*IterableDataset"),
+    ({"dataset": type("Shards", (), {"__iter__": lambda self: iter(())})()}, "dataset: a Shards .*IterableDataset"),
+    ({"dataset": Dataset()}, "dataset: a Dataset .*IterableDataset"),
+    ({"dataset": type("Rows", (), {"__getitem__": lambda self, k: k})()}, "no `__len__`"),
+    # A cost that cannot be would become a budget that holds anything, or a loss weight below 0.
+    *(
+        ({"cost_fn": lambda _, cost=cost: cost, "loss_scaling": "approx"}, "its cost is")
+        for cost in (-3, 0, Cost(5, -1), Cost(5, 1, -1), 2**40, Cost(5, units=2**31))
+    ),
+    ({"dataset": Rows(make=lambda k: item(k)), **SPAWN}, "cannot be sent to a worker process"),
+    ({"cost_fn": lambda row: 5, **SPAWN}, "cannot be sent to a worker process"),
+    ({"collate_fn": lambda items: pad(items), **SPAWN}, "cannot be sent to a worker process"),
+    # Once it is iterated.
+    ({"drop_last": True, "global_batch_size": "fill"}, "drop_last: True"),
+    ({"dataset": NAMES, "sampler": list(NAMES)}, "sampler: it yields 'row 0', and rows are known by whole numbers"),
+    ({"dataset": Breaks()}, "after item 19: OSError: no route to host"),
+    ({"dataset": Breaks(), "num_workers": 1}, "after item 19: OSError: no route to host"),
+    ({"dataset": Once()}, "it yields nothing in epoch 1; its `__iter__` must restart each time.*$"),
+    ({"collate_fn": drop}, SAMPLES_LEFT_OUT),
+    ({"collate_fn": drop, "loss_scaling": "none"}, SAMPLES_LEFT_OUT),
+    # A batch that cannot hold the step info.
+    ({"collate_fn": lambda items: pad(items) | {"odb_step_info": 1}}, "odb_step_info"),
+    ({"collate_fn": lambda items: MappingProxyType(pad(items))}, "odb_step_info"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: "-".join(value)[:40] if value else "")
+def test_what_cannot_be_is_refused_in_one_line(arguments: dict[str, Any], words: str) -> None:
+    budget = {} if "config" in arguments else {"token_budget": BUDGET}
+    arguments = {"batch_size": 16, "collate_fn": pad, "dataset": Rows()} | budget | arguments
+    with pytest.raises(ODBError, match=words) as caught, ODBDataLoader(**arguments) as loader:
+        rows_of(loader), rows_of(loader)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [torch.tensor, np.int64])
@@ -310,80 +301,10 @@ def test_a_cost_may_be_a_number_of_torch_or_numpy(number: Callable[[int], Any], 
             assert rows_of(loader) == EVERY_ROW
 
 
-@pytest.mark.parametrize("part", ["dataset", "cost_fn", "collate_fn"])
-def test_what_a_spawned_worker_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
-    unsendable: dict[str, Any] = {
-        "dataset": Rows(make=lambda k: item(k)),
-        "cost_fn": lambda row: 5,
-        "collate_fn": lambda items: pad(items),
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(ConfigError, match="cannot be sent to a worker process") as error:
-            with make(**{part: unsendable[part]}, num_workers=1, multiprocessing_context="spawn") as loader:
-                list(loader)
-    assert "\n" not in str(error.value)
-
-
-# What a loop can be given
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"lr_scale": "sqrt"}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
-        ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes"),
-        ({"sampler": (k for k in range(9))}, "sampler: a generator can be iterated only once"),
-        ({"batch_size": 0}, "batch_size: 0 is not a whole number"),
-        ({"batch_size": None}, "batch_size: None is not a whole number"),
-        ({"batch_size": -4}, "batch_size: -4 is not a whole number"),
-        ({"collate_fn": None}, "collate_fn: missing"),
-        ({"token_budge": 8}, "did you mean `token_budget`"),
-        (
-            {"config": FILLED_AND_SCALED, "token_budget": None},
-            "odb.lr_scale: 'sqrt' has no effect in a custom loop",
-        ),
-        ({"audit": True}, "give audit_dir= instead"),
-        ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
-        ({"in_order": False}, "in_order: False"),
-        ({"timeout": 5}, "timeout: 5"),
-        ({"pin_memory_device": "cuda"}, "pin_memory_device: 'cuda' is set, but there is no such key"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
-        ({"already_split": True}, "already_split: this dataset has an index"),
-        ({"process_group": 3}, "process_group: expected .* found a int"),
-        ({"dataset": (item(k) for k in range(9))}, "dataset: a generator .*IterableDataset"),
-        ({"dataset": iter([1, 2])}, "dataset: a list_iterator .*IterableDataset"),
-        ({"dataset": type("Shards", (), {"__iter__": lambda self: iter(())})()}, "dataset: a Shards .*IterableDataset"),
-        ({"dataset": Dataset()}, "dataset: a Dataset .*IterableDataset"),
-        ({"dataset": type("Rows", (), {"__getitem__": lambda self, k: k})()}, "no `__len__`"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_arguments_are_answered_as_what_they_are(arguments: dict[str, Any], words: str) -> None:
-    arguments = {"token_budget": BUDGET, "collate_fn": pad, "dataset": Rows()} | arguments
-    if "config" in arguments:
-        del arguments["token_budget"]
-    with pytest.raises(ConfigError, match=words) as caught:
-        ODBDataLoader(**arguments)
-    assert "\n" not in str(caught.value)
-
-
 def test_what_torch_takes_reaches_torch() -> None:
     """`drop_last=False` and the like come from frameworks that build a DataLoader anew."""
     with make(drop_last=False, num_workers=1, timeout=7, persistent_workers=True) as loader:
         assert (loader.timeout, loader.persistent_workers, loader.drop_last) == (7, True, False)
-
-
-def test_filled_steps_drop_no_last_batch() -> None:
-    with make(drop_last=True, global_batch_size="fill") as loader, pytest.raises(ConfigError, match="drop_last: True"):
-        list(loader)
-
-
-def test_rows_that_are_known_by_names_are_refused() -> None:
-    rows = {f"row {k}": item(k) for k in range(NUM_ROWS)}
-    with make(rows, sampler=list(rows)) as loader:
-        with pytest.raises(ODBError, match="sampler: it yields 'row 0', and rows are known by whole numbers here"):
-            rows_of(loader)
 
 
 def test_an_order_that_changes_between_epochs_is_followed() -> None:
@@ -395,46 +316,74 @@ def test_an_order_that_changes_between_epochs_is_followed() -> None:
         assert rows_of(loader) == Counter({7: 20, 3: 40})
 
 
+# accelerate
+
+
 class Repeats(BatchSampler):
+    """Has an order beside its own batches."""
+
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             yield from (batch, batch)
 
 
-def test_batches_that_are_not_cut_in_order_are_refused(accelerate_state: None) -> None:
-    """A sampler of batches has an order beside its own batches."""
-    batches = Repeats(SequentialSampler(Rows()), 4, False)
-    with pytest.raises(ConfigError, match="a Repeats decides which samples share a batch, as odb does; give the order"):
-        apply_odb(DataLoader(Rows(), batch_sampler=batches, collate_fn=pad), token_budget=BUDGET)
-    accelerator = Accelerator(cpu=True)
-    skipping = skip_first_batches(DataLoader(Rows(), batch_size=4, collate_fn=pad), 2)
-    with pytest.raises(ConfigError, match="SkipBatchSampler decides"):
-        apply_odb(skipping, token_budget=BUDGET)
-    stream = DataLoader(Stream(), batch_size=4, collate_fn=pad)
-    undispatched = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
-    with pytest.raises(ConfigError, match="^accelerate.skip_first_batches: it would pass over micro-batches"):
-        apply_odb(skip_first_batches(undispatched.prepare(stream), 2), token_budget=BUDGET)
-    with pytest.raises(ConfigError, match="^dispatch_batches: accelerate lets one rank read for all"):
-        apply_odb(accelerator.prepare(stream), token_budget=BUDGET)
-    split = DataLoader(
-        Rows(), batch_sampler=BatchSamplerShard(BatchSampler(SequentialSampler(Rows()), 4, False), 2, 0, True)
-    )
-    with pytest.raises(ConfigError, match="^split_batches: True would cut each batch apart .* divide batch_size by 2"):
-        apply_odb(split, token_budget=BUDGET)
+def plain(dataset: Any = None, **options: Any) -> DataLoader:
+    options = options or {"batch_size": 4}
+    return DataLoader(Rows() if dataset is None else dataset, collate_fn=pad, **options)
 
 
-@pytest.mark.parametrize("clash", ["odb_step_info", None])
-def test_a_batch_that_cannot_hold_the_step_info(clash: str | None) -> None:
-    from types import MappingProxyType
-
-    def collate(items: list[Any]) -> Any:
-        return pad(items) | {clash: 1} if clash else MappingProxyType(pad(items))
-
-    with make(collate_fn=collate) as loader, pytest.raises(DataError, match="odb_step_info"):
-        rows_of(loader)
+def applied(loader: Any, **options: Any) -> Any:
+    apply_odb(loader, token_budget=BUDGET, **options)
+    return loader
 
 
-# accelerate
+def in_four(accumulates: Callable[[Accelerator, dict[str, int]], Any]) -> Callable[[Accelerator], Any]:
+    """accelerate's own count would end optimizer steps elsewhere."""
+    steps = {"gradient_accumulation_steps": 4}
+    return lambda _: accumulates(Accelerator(cpu=True, **steps), steps)  # type: ignore[arg-type]
+
+
+BATCHES = BatchSampler(SequentialSampler(Rows()), 4, False)
+UNDISPATCHED = DataLoaderConfiguration(dispatch_batches=False)
+SKIPPED, COUNTED = "skip_first_batches.*load_state_dict", "gradient_accumulation_steps: 4 in the Accelerator.*leave it"
+UNDER_ACCELERATE: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
+    "skipped": (lambda _: skip_first_batches(make(), 2), SKIPPED),
+    "prepared, skipped": (lambda accelerator: skip_first_batches(accelerator.prepare(make()), 2), SKIPPED),
+    "applied, skipped": (lambda accelerator: skip_first_batches(applied(accelerator.prepare(plain())), 2), SKIPPED),
+    "stream, skipped": (lambda _: skip_first_batches(make(Stream()), 2), "skip_first_batches"),
+    "skipped, applied": (lambda _: applied(skip_first_batches(plain(), 2)), "SkipBatchSampler decides"),
+    "skipped stream, applied": (
+        lambda _: applied(
+            skip_first_batches(Accelerator(cpu=True, dataloader_config=UNDISPATCHED).prepare(plain(Stream())), 2)
+        ),
+        "^accelerate.skip_first_batches: it would pass over micro-batches",
+    ),
+    "dispatched": (
+        lambda accelerator: applied(accelerator.prepare(plain(Stream()))),
+        "^dispatch_batches: accelerate lets one rank read for all",
+    ),
+    "batches": (
+        lambda _: applied(plain(batch_sampler=Repeats(SequentialSampler(Rows()), 4, False))),
+        "a Repeats decides which samples share a batch, as odb does; give the order",
+    ),
+    "split": (
+        lambda _: applied(plain(batch_sampler=BatchSamplerShard(BATCHES, 2, 0, True))),
+        "^split_batches: True would cut each batch apart .* divide batch_size by 2",
+    ),
+    "accumulation": (in_four(lambda accelerator, steps: accelerator.prepare(make(**steps))), COUNTED),
+    "applied, accumulation": (
+        in_four(lambda accelerator, steps: applied(accelerator.prepare(plain()), **steps)),
+        COUNTED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_ACCELERATE)
+def test_what_cannot_be_under_accelerate_is_refused(name: str, accelerate_state: None) -> None:
+    loader_of, words = UNDER_ACCELERATE[name]
+    accelerator = None if "accumulation" in name else Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match=words):
+        next(iter(loader_of(accelerator)))  # type: ignore[arg-type]
 
 
 def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
@@ -451,41 +400,29 @@ def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
         assert next(iter(accelerator.prepare(stock)))["input_ids"].device.type == "meta"
 
 
-def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state: None) -> None:
-    """Its own count would end them elsewhere."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    wrapped = apply_odb(prepared, gradient_accumulation_steps=4, token_budget=BUDGET)
-    for loader in (accelerator.prepare(make(gradient_accumulation_steps=4)), wrapped):
-        with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 4 in the Accelerator.*leave it at"):
-            next(iter(loader))
-
-
 def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state: None) -> None:
     """`accelerator.accumulate` would let a prepared optimizer step after each micro-batch, with no word."""
     accelerator = Accelerator(cpu=True)
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
-    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=16, collate_fn=pad))
 
     def accumulate(loader: Any) -> None:
         for batch in loader:
             with accelerator.accumulate():
                 pop_step_info(batch)
 
-    for loader in (accelerator.prepare(make()), make(), apply_odb(prepared, token_budget=BUDGET)):
-        with loader:
-            for batch in loader:
-                info = pop_step_info(batch)
-                if info.micro_batch == 0:
-                    optimizer.zero_grad()
-                    assert parameter.grad is None, "also if a step has only begun"
-                accelerator.backward(parameter * info.loss_scale)
-                if info.ends_optimizer_step:
-                    assert parameter.grad.item() == pytest.approx(1.0)
-                    optimizer.step()
-            with pytest.raises(ConfigError, match="accelerator.accumulate: it counts batches.*step where"):
-                accumulate(loader)
+    for loader in (accelerator.prepare(make()), make(), applied(accelerator.prepare(plain(batch_size=16)))):
+        for batch in loader:
+            info = pop_step_info(batch)
+            if info.micro_batch == 0:
+                optimizer.zero_grad()
+                assert parameter.grad is None, "also if a step has only begun"
+            accelerator.backward(parameter * info.loss_scale)
+            if info.ends_optimizer_step:
+                assert parameter.grad.item() == pytest.approx(1.0)
+                optimizer.step()
+        with pytest.raises(ConfigError, match="accelerator.accumulate: it counts batches.*step where"):
+            accumulate(loader)
         assert accelerator.sync_gradients is True
 
 
