@@ -163,27 +163,11 @@ def core_loader(
 
 def a_micro_batch(**changes: Any) -> MicroBatch:
     """Two samples on one of the ranks, the only micro-batch of the only optimizer step of its epoch."""
-    step = OptimizerStep(
-        epoch=0,
-        index=0,
-        num_micro_batches=1,
-        active_ranks=1,
-        samples=2,
-        tokens=5,
-        padded_tokens=6,
-        units=3,
-        num_stock_means=1,
-        stock_input_tokens=6,
-        done=2,
-        progress=1.0,
-        rejected=Counter(),
-        overlong=0,
-        remainder=0,
-        epoch_steps=1,
-        last=True,
-    )
-    totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, units=3, active_ranks=1)
+    totals: dict[str, Any] = {"samples": 2, "tokens": 5, "padded_tokens": 6, "units": 3, "active_ranks": 1}
+    place: dict[str, Any] = {"epoch": 0, "index": 0, "num_micro_batches": 1, "done": 2, "progress": 1.0, "last": True}
+    place |= {"rejected": Counter(), "overlong": 0, "remainder": 0, "epoch_steps": 1}
+    step = OptimizerStep(**totals, **place, num_stock_means=1, stock_input_tokens=6)
     columns = {"ids": (4, 7), "lengths": (2, 3), "units": (1, 2), "stock_units": (3, 3)}
     columns |= {key: changes.pop(key) for key in columns if key in changes}
     samples = tuple(SampleInfo(*row, stock) for *row, stock in zip(*columns.values()))
-    return MicroBatch(**{"step": step, "index": 0, "samples": samples, "totals": totals} | changes)
+    return MicroBatch(**{"step": step, "index": 0, "samples": samples, "totals": MicroStepTotals(**totals)} | changes)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -15,127 +14,112 @@ import pytest
 from toy import a_micro_batch
 
 from odb_factory.accounting.losses import loss_of
+from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import MicroBatch, SampleInfo, token_weights
-
-Losses = list[list[float]]
-"""Of each sample the losses of its supervised tokens."""
-Slots = list[list[list[int]]]
-"""[rank][micro-step] -> numbers of samples; some are idle."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sample: its tokens, its supervised tokens, the labels that stock counts, stock's rank and micro-batch."""
+    """A sample: its tokens, the losses of its supervised tokens, the labels that stock counts, and what stock's mean is
+    over: the whole step, a rank, or a micro-batch."""
 
     tokens: int
-    supervised: int
+    losses: list[float]
     labels: int
+    step: int
     rank: int
     micro_batch: int
 
 
-def random_rows(rng: random.Random, num_rows: int) -> list[Row]:
+def random_rows(rng: random.Random) -> list[Row]:
     """Of micro-batches of three, which stock deals to two ranks in turn; some have a first label, too."""
     rows = []
-    for k in range(num_rows):
-        supervised = rng.randrange(1, 40)
-        rows.append(Row(supervised + rng.randrange(1, 30), supervised, supervised + k % 2, k // 3 % 2, k // 3))
+    for k in range(rng.randrange(1, 25)):
+        losses = [rng.uniform(0.1, 9) for _ in range(rng.randrange(1, 40))]
+        rows.append(Row(len(losses) + rng.randrange(1, 30), losses, len(losses) + k % 2, 0, k // 3 % 2, k // 3))
     return rows
 
 
-def cut(rng: random.Random, num_rows: int) -> Slots:
+def random_cut(rng: random.Random, rows: list[Row]) -> list[list[list[Row]]]:
+    """[rank][micro-step] -> samples; some are idle."""
     num_micro_steps = rng.randrange(1, 5)
-    slots: Slots = [[[] for _ in range(num_micro_steps)] for _ in range(rng.randrange(1, 5))]
-    for k in range(num_rows):
-        rng.choice(rng.choice(slots)).append(k)
+    slots: list[list[list[Row]]] = [[[] for _ in range(num_micro_steps)] for _ in range(rng.randrange(1, 5))]
+    for row in rows:
+        rng.choice(rng.choice(slots)).append(row)
     return slots
 
 
-def optimizer_step(rows: list[Row], slots: Slots, stock_mean: str) -> list[list[MicroBatch]]:
-    """[rank][micro-step], as the loader of each rank hands them out. stock_mean: what stock takes a mean over."""
-    mean_of = [0 if stock_mean == "step" else getattr(row, stock_mean) for row in rows]
+def counted(row: Row, mean: str) -> int:
+    """What the row counts in the denominator of stock's mean."""
+    return len(row.losses) if mean == "micro_batch" else row.labels
+
+
+def planned(rows: list[Row], slots: list[list[list[Row]]], mean: str) -> list[list[MicroBatch]]:
+    """[rank][micro-step], as the loader of each rank hands them out."""
     units = Counter[int]()
-    for mean, row in zip(mean_of, rows):
-        units[mean] += row.supervised if stock_mean == "micro_batch" else row.labels
+    for row in rows:
+        units[getattr(row, mean)] += counted(row, mean)
     some = a_micro_batch()
     step = replace(
         some.step,
         num_micro_batches=len(slots[0]),
         num_stock_means=len(units),
         samples=len(rows),
-        units=sum(row.supervised for row in rows),
+        units=sum(len(row.losses) for row in rows),
         tokens=sum(row.tokens for row in rows),
-        active_ranks=sum(bool(numbers) for rank in slots for numbers in rank),
+        active_ranks=sum(bool(own) for rank in slots for own in rank),
     )
-    samples = [SampleInfo(k, row.tokens, row.supervised, units[mean_of[k]]) for k, row in enumerate(rows)]
 
-    def micro_batch(index: int, numbers: list[int]) -> MicroBatch:
-        return replace(some, step=step, index=index, samples=tuple(samples[k] for k in numbers))
+    def info(row: Row) -> SampleInfo:
+        return SampleInfo(rows.index(row), row.tokens, len(row.losses), units[getattr(row, mean)])
 
-    return [[micro_batch(*numbers) for numbers in enumerate(rank)] for rank in slots]
-
-
-def _mean(rows: Sequence[int], losses: Losses) -> float:
-    return fmean(loss for k in rows for loss in losses[k])
+    return [[replace(some, step=step, index=n, samples=tuple(map(info, own))) for n, own in enumerate(rank)]
+            for rank in slots]  # fmt: skip
 
 
-def _stock(rows: list[Row], losses: Losses, stock_mean: str) -> float:
-    """As stock makes it: sums over its own micro-batches, divided by what the Trainer divides by."""
-    if stock_mean == "step":
-        return math.fsum(map(math.fsum, losses)) / sum(row.labels for row in rows)
-    groups: dict[int, list[int]] = {}
-    for k, row in enumerate(rows):
-        groups.setdefault(getattr(row, stock_mean), []).append(k)
-    if stock_mean == "rank":
-        sums = [
-            (math.fsum(x for k in own for x in losses[k]), sum(rows[k].labels for k in own)) for own in groups.values()
-        ]
-        return fmean(total / labels for total, labels in sums)
-    return fmean(_mean(own, losses) for own in groups.values())
+def mean_of(rows: Iterable[Row]) -> float:
+    return fmean(loss for row in rows for loss in row.losses)
 
 
-def _defined(scaling: str, rows: list[Row], losses: Losses, slots: Slots, stock_mean: str) -> float:
-    active = [ids for rank in slots for ids in rank if ids]
+def defined(scaling: str, rows: list[Row], slots: list[list[list[Row]]], mean: str) -> float:
+    active = [own for rank in slots for own in rank if own]
     if scaling == "stock":
-        return _stock(rows, losses, stock_mean)
+        groups = [[row for row in rows if getattr(row, mean) == k] for k in {getattr(row, mean) for row in rows}]
+        return fmean(
+            math.fsum(loss for row in own for loss in row.losses) / sum(counted(row, mean) for row in own)
+            for own in groups
+        )
     if scaling == "exact":
-        return _mean(range(len(rows)), losses)
+        return mean_of(rows)
     if scaling == "approx":
-        tokens = [sum(rows[k].tokens for k in ids) for ids in active]
-        return math.fsum(n * _mean(ids, losses) for n, ids in zip(tokens, active)) / sum(tokens)
-    return fmean(_mean(ids, losses) for ids in active)
-
-
-def _summed(scaling: str, losses: Losses, micro_batches: list[list[MicroBatch]]) -> float:
-    """What an engine makes of the losses of all micro-batches: their sum over micro-steps, averaged over ranks."""
-    total = 0.0
-    for micro_batch in (one for rank in micro_batches for one in rank):
-        loss: Any = loss_of(token_weights(micro_batch, scaling, len(micro_batches)), micro_batch.units)
-        if micro_batch.idle:
-            assert (loss.scale, loss.row_weights) == (0.0, None)
-        elif loss.row_weights is None:
-            total += loss.scale * _mean(micro_batch.ids, losses)
-        else:
-            assert math.fsum(map(operator.mul, loss.row_weights, micro_batch.units)) == pytest.approx(1), "of a mean"
-            own = zip(loss.row_weights, micro_batch.ids)
-            total += loss.scale * math.fsum(weight * math.fsum(losses[k]) for weight, k in own)
-    return total / len(micro_batches)
+        tokens = [sum(row.tokens for row in own) for own in active]
+        return math.fsum(n * mean_of(own) for n, own in zip(tokens, active)) / sum(tokens)
+    return fmean(map(mean_of, active))
 
 
 @pytest.mark.parametrize(
-    ("scaling", "stock_mean"),
-    [("stock", "step"), ("stock", "rank"), ("stock", "micro_batch"), ("exact", ""), ("approx", ""), ("none", "")],
+    ("scaling", "mean"), [("stock", "rank"), ("stock", "micro_batch"), *((name, "step") for name in LOSS_SCALINGS)]
 )
-def test_any_cut_adds_up_to_the_definition(scaling: str, stock_mean: str) -> None:
-    """A micro-batch whose samples weigh the same keeps the model's own mean."""
+def test_any_cut_adds_up_to_the_definition(scaling: str, mean: str) -> None:
+    """What an engine makes of the losses of all micro-batches: their sum over micro-steps, averaged over ranks.
+
+    A micro-batch whose samples weigh the same keeps the model's own mean.
+    """
     for seed in range(40):
         rng = random.Random(seed)
-        rows = random_rows(rng, rng.randrange(1, 25))
-        losses = [[rng.uniform(0.1, 9) for _ in range(row.supervised)] for row in rows]
-        slots = cut(rng, len(rows))
-        micro_batches = optimizer_step(rows, slots, stock_mean or "step")
-        defined = _defined(scaling, rows, losses, slots, stock_mean)
-        assert _summed(scaling, losses, micro_batches) == pytest.approx(defined, rel=1e-12), seed
-        for one in (one for rank in micro_batches for one in rank):
-            weights = token_weights(one, scaling, 1)
-            assert stock_mean in ("rank", "micro_batch") or loss_of(weights, one.units).row_weights is None
+        rows = random_rows(rng)
+        slots = random_cut(rng, rows)
+        total = 0.0
+        for of_rank, batches in zip(slots, planned(rows, slots, mean)):
+            for own, one in zip(of_rank, batches):
+                loss: Any = loss_of(token_weights(one, scaling, len(slots)), one.units)
+                if one.idle:
+                    assert (loss.scale, loss.row_weights) == (0.0, None)
+                elif loss.row_weights is None:
+                    total += loss.scale * mean_of(own)
+                else:
+                    assert mean in ("rank", "micro_batch")
+                    weighed = list(zip(loss.row_weights, own))
+                    assert math.fsum(weight * len(row.losses) for weight, row in weighed) == pytest.approx(1)
+                    total += loss.scale * math.fsum(weight * math.fsum(row.losses) for weight, row in weighed)
+        assert total / len(slots) == pytest.approx(defined(scaling, rows, slots, mean), rel=1e-12), seed

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from odb_factory import ConfigError, Cost, ODBDataLoader, apply_odb, pop_step_info
+from odb_factory import ConfigError, Cost, ODBDataLoader, pop_step_info
 
 NUM_ROWS, STEP, EPOCHS = 37, 8, 2
 Pair = namedtuple("Pair", ["inputs", "targets"])
@@ -43,16 +44,13 @@ class Classifier(nn.Module):
         return self.head(self.convolution(pixels).relu().mean((2, 3)))
 
 
-def pad_series(items: list[Any]) -> tuple[Tensor, Tensor]:
-    return pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([len(x) for x, _ in items])
-
-
 # Each world: items, collate_fn, cost_fn, budget, the model, and the mean loss of a batch.
 def regression_of_tuples() -> tuple[Any, ...]:
     items = [(x, float(x.mean())) for x in SERIES]
 
     def collate(items: list[Any]) -> Any:
-        return (*pad_series(items), torch.tensor([y for _, y in items]))
+        series, y = zip(*items)
+        return pad_sequence(series, batch_first=True), torch.tensor([len(x) for x in series]), torch.tensor(y)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x, lengths, y = batch
@@ -119,48 +117,37 @@ def loader_of(world: Callable[[], tuple[Any, ...]] = regression_of_tuples, **cha
     return ODBDataLoader(items, **settings | changes)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, ...]], num_workers: int) -> None:
     """I9: in each optimizer step the mean over all its samples (or what `Cost` says), whatever the cut."""
     torch.manual_seed(0)
     items, collate, cost_fn, _, model, loss_of = world()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer, steps, cuts = optimizer_of(model), [], set()
+    by_odb, by_hand = model, copy.deepcopy(model)
+    optimizer, steps, cuts = torch.optim.SGD(by_odb.parameters(), lr=0.1), Counter[tuple[int, int]](), set()
     with loader_of(world, num_workers=num_workers) as loader:
         for _ in range(EPOCHS):
-            ids: list[int] = []
             for batch in loader:
                 info = pop_step_info(batch)
-                (loss_of(model, batch) * info.loss_scale).backward()
-                ids += info.ids
+                (loss_of(by_odb, batch) * info.loss_scale).backward()
+                steps.update((info.optimizer_step - 1, k) for k in info.ids)
+                cuts.add(info.micro_batches)
                 if info.ends_optimizer_step:
                     optimizer.step()
                     optimizer.zero_grad()
-                    cuts.add(info.micro_batches)
-                    steps.append(ids)
-                    ids = []
-        stats = loader.stats()
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    assert [sorted(ids) for ids in steps] == EPOCHS * [
-        list(range(k, min(k + STEP, NUM_ROWS))) for k in range(0, NUM_ROWS, STEP)
-    ]
-    assert max(cuts) > 1 and 0 < stats["odb/budget_use"] <= 1
+        assert max(cuts) > 1 and 0 < loader.stats()["odb/budget_use"] <= 1
+    expected = [range(k, min(k + STEP, NUM_ROWS)) for k in range(0, NUM_ROWS, STEP)] * EPOCHS
+    assert steps == Counter((step, k) for step, rows in enumerate(expected) for k in rows)
 
-    model.load_state_dict(start)
-    optimizer = optimizer_of(model)
-    for ids in steps:
-        alone = [(loss_of(model, collate([items[k]])), cost_fn(items[k])) for k in ids]
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for rows in expected:
+        alone = [(loss_of(by_hand, collate([items[k]])), cost_fn(items[k])) for k in rows]
         units = [getattr(cost, "units", 0) or 1 for _, cost in alone]
         sum(loss * n / sum(units) for (loss, _), n in zip(alone, units)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    for found, value in zip(by_odb.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -215,9 +202,8 @@ def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[
             for key, value in padded.items()
         }
 
-    with ODBDataLoader(
-        rows, STEP, token_budget=64, collate_fn=collate, cost_fn=lambda item: len(item["input_ids"])
-    ) as loader:
+    options = {"token_budget": 64, "collate_fn": collate, "cost_fn": lambda item: len(item["input_ids"])}
+    with ODBDataLoader(rows, STEP, **options) as loader:
         assert sum(pop_step_info(batch).units for batch in loader) == units
 
 
@@ -240,11 +226,3 @@ def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(cha
     said = " ".join(caplog.messages)
     assert ("nothing can be batched" in said and 'global_batch_size="fill"' in said) is (not changes)
     assert num_batches == NUM_ROWS if not changes else num_batches < NUM_ROWS
-
-
-def test_a_dataloader_of_a_framework_may_yield_tuples() -> None:
-    items, collate, cost_fn, budget, *_ = regression_of_tuples()
-    dataloader = torch.utils.data.DataLoader(items, STEP, collate_fn=collate)
-    with apply_odb(dataloader, token_budget=budget, cost_fn=cost_fn):
-        for batch in dataloader:
-            assert pop_step_info(batch).samples == len(batch[0])

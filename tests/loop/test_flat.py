@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import json
 import pickle
 import threading
 import weakref
@@ -21,8 +20,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from loop import loops
-from loop.loops import BUDGET
-from toy import NUM_ROWS, Rows, item
+from loop.loops import BUDGET, EVERY_ROW, rows_of
+from support import read_audit
+from toy import Rows, item
 from training.flat_models import make_model
 from training.toy_training import collate
 from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
@@ -57,7 +57,7 @@ def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
 )
 def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: dict[str, Any], tmp_path: Path) -> None:
     """I2, I4."""
-    seen: Counter[int] = Counter()
+    seen, segments = Counter[int](), []
     with make(global_batch_size=mode, buffer_size=32, audit_dir=tmp_path, **workers) as loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -68,12 +68,11 @@ def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: di
             parts = ids[0].split(info.segments)
             assert [part.tolist() for part in parts] == [item(k)["input_ids"] for k in info.ids]
             seen.update(info.ids)
-        stats = loader.stats()
-    assert seen == Counter(range(NUM_ROWS))
-    assert stats["odb/padding_ratio"] == 0
-    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
-    assert {line["rows"] for line in lines} == {1}
-    assert all(sum(line["segments"]) == line["length"] for line in lines)
+            segments.append(list(info.segments))
+        assert seen == EVERY_ROW and loader.stats()["odb/padding_ratio"] == 0
+    lines = read_audit(tmp_path)
+    assert [line["segments"] for line in lines] == segments
+    assert all(line["rows"] == 1 and line["length"] == sum(line["segments"]) for line in lines)
 
 
 def test_auto_is_padded_in_a_loop() -> None:
@@ -88,8 +87,7 @@ def test_auto_is_padded_in_a_loop() -> None:
 def test_a_collator_that_lays_flat_itself(layout: Any, caplog: pytest.LogCaptureFixture) -> None:
     """With `flat` it is planned as such, and nothing is to be said."""
     with make(layout=layout, collate_fn=DataCollatorWithFlattening()) as loader:
-        infos = [pop_step_info(batch) for batch in loader]
-    assert Counter(k for info in infos for k in info.ids) == Counter(range(NUM_ROWS))
+        assert rows_of(loader) == EVERY_ROW
     said = [message for message in caplog.messages if "into one row of" in message]
     assert len(said) == (layout == "padded")
     assert all("With `layout: flat` they are planned as they are laid." in message for message in said)
@@ -106,16 +104,9 @@ def test_the_gradient_is_that_of_one_padded_batch(
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64, use_cache=False).train()
     loss_of = without_logits(model)
     steps, ids, total, num_micro_batches = 0, [], 0.0, set()
-    with make(
-        layout=layout,
-        dataset=Rows(labelled, 24),
-        batch_size=4,
-        gradient_accumulation_steps=2,
-        collate_fn=collate,
-        pad_to_multiple_of=pad_to_multiple_of,
-        num_workers=1,
-        shuffle=True,
-    ) as loader:
+    options = {"layout": layout, "collate_fn": collate, "pad_to_multiple_of": pad_to_multiple_of, "shuffle": True}
+    options |= {"batch_size": 4, "gradient_accumulation_steps": 2, "num_workers": 1}
+    with make(Rows(labelled, 24), **options) as loader:
         for batch in loader:
             info = pop_step_info(batch)
             loss = None if by_logits else loss_of(batch, info)
@@ -150,7 +141,7 @@ def losses(model: Any, loader: ODBDataLoader) -> dict[int, float]:
     return dict(sums)
 
 
-def test_a_cache_that_hides_samples_is_switched_off(tiny_text, caplog, monkeypatch) -> None:
+def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, said: pytest.LogCaptureFixture) -> None:
     """I10: as models come, they have their cache on, and samples of a row see each other without a word."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
     settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate}
@@ -158,31 +149,31 @@ def test_a_cache_that_hides_samples_is_switched_off(tiny_text, caplog, monkeypat
         expected = losses(model, loader)
     with make(**settings) as loader:
         unchecked = losses(model, loader)
-    assert sum("call odb_factory.unpad(model, loader)" in message for message in caplog.messages) == 1
+    assert sum("call odb_factory.unpad(model, loader)" in message for message in said.messages) == 1
     assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "what the check is there for"
-    caplog.clear()
-    monkeypatch.setattr("odb_factory.loop.dataloader.log_first_step", lambda *_, **__: None)
+    said.clear()
     with make(**settings) as loader:
         unpad(model, loader)
         assert losses(model, loader) == pytest.approx(expected, rel=1e-6)  # transformers' own loss is in float32
-    assert not [record for record in caplog.records if record.levelname == "WARNING"] and model.training
+    assert not [record for record in said.records if record.levelname == "WARNING"] and model.training
 
 
 def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
     """I10: by name, or by what they compute."""
+
+    def refused(model: Any, words: str, **options: Any) -> None:
+        with make(**options) as loader, pytest.raises(ConfigError, match=words):
+            unpad(model, loader)
+
     model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
     norm = model.model.norm.forward
     model.model.norm.forward = lambda states: norm(states + states.cumsum(1) / 10)  # of all that stands before it
-    with make() as loader, pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here: the model computes"):
-        unpad(model, loader)
+    refused(model, "odb.layout: 'flat' is not right here: the model computes")
     bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=16, n_layer=1, n_head=2))
-    with make() as loader, pytest.raises(ConfigError, match="BloomForCausalLM computes something else on a flat row"):
-        unpad(bloom, loader)
-    with make(layout="padded") as loader, pytest.raises(ConfigError, match="made with layout='flat'"):
-        unpad(model, loader)
+    refused(bloom, "BloomForCausalLM computes something else on a flat row")
+    refused(model, "made with layout='flat'", layout="padded")
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
-    with make() as loader, pytest.raises(ConfigError, match=r"loss of rows .* is nan, each alone in a plain batch"):
-        unpad(model, loader)
+    refused(model, r"loss of rows .* is nan, each alone in a plain batch")
 
 
 def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
@@ -191,18 +182,15 @@ def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
     with make(pad_to_multiple_of=BUDGET) as loader:
         unpad(model, loader)
         first, second, *_ = loader
-        info = [pop_step_info(batch) for batch in (first, second)]
-        assert info[0].segments != info[1].segments
+        assert pop_step_info(first).segments != pop_step_info(second).segments
         with pytest.raises(ConfigError, match="step info taken out last is of another row"):
             model(**first)
         model(**second)
     with make() as loader:
         unpad(model, loader)
-        batches = iter(loader)
-        batch = next(batches)
-        with pytest.raises(
-            ConfigError, match=r"given a row of \d+ tokens, and the step info.* is of no flat row; call"
-        ):
+        batch = next(batches := iter(loader))
+        words = r"given a row of \d+ tokens, and the step info.* is of no flat row; call"
+        with pytest.raises(ConfigError, match=words):
             model(**{key: batch[key] for key in ("input_ids", "position_ids", "labels")})
         pop_step_info(batch)
         model(**batch)
@@ -242,15 +230,24 @@ def test_accelerate_unwraps_what_is_set_up(tiny_text: Path, is_prepared_first: b
         assert torch.equal(inner(ids).logits, expected) and torch.equal(inner(input_ids=ids).logits, expected)
 
 
+def gradient(model: Any, loader: Any) -> torch.Tensor:
+    """Of the first optimizer step."""
+    model.train().zero_grad()
+    for batch in loader:
+        info = pop_step_info(batch)
+        (model(**batch).loss * info.loss_scale).backward()
+        if info.ends_optimizer_step:
+            break
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
 def test_a_model_that_is_set_up_is_freed_with_its_last_user(tiny_text: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
+    model = AutoModelForCausalLM.from_pretrained(tiny_text)
     with make() as loader:
         unpad(model, loader)
-        for batch in loader:
-            info = pop_step_info(batch)
-            (model(**batch).loss * info.loss_scale).backward()
+        gradient(model, loader)
     gone = weakref.ref(model)
-    del model, batch, info
+    del model
     gc.collect()
     assert gone() is None
 
@@ -271,17 +268,6 @@ def test_a_copy_of_a_model_that_is_set_up_is_set_up_by_itself(kind: str, copied:
         puts_back_again()
         assert [dict(vars(part)) for part in model.modules()] == before
         assert torch.equal(gradient(copy_that_stays, loader), expected)
-
-
-def gradient(model: Any, loader: Any) -> torch.Tensor:
-    """Of the first optimizer step."""
-    model.train().zero_grad()
-    for batch in loader:
-        info = pop_step_info(batch)
-        (model(**batch).loss * info.loss_scale).backward()
-        if info.ends_optimizer_step:
-            break
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -36,12 +37,17 @@ def rows_of(loader: Any) -> list[int]:
     return [row for batch in loader for row in pop_step_info(batch).ids]
 
 
-def error_of(call: Callable[[], Any]) -> str:
+def outcome(call: Callable[[], Any]) -> Any:
+    """What it returns, or the message of the error."""
     try:
-        call()
+        return call()
     except ODBError as error:
         return str(error)
-    return "no error"
+
+
+def rows_with(make: Callable[[], Any]) -> list[int]:
+    with make() as loader:
+        return rows_of(loader)
 
 
 def every_row_once(*ranks: list[int]) -> bool:
@@ -51,14 +57,14 @@ def every_row_once(*ranks: list[int]) -> bool:
 def made_before_the_process_group(rank: int, store: str) -> dict[str, Any]:
     dist.destroy_process_group()
     loader = ODBDataLoader(Rows(), shuffle=True, **SETTINGS)
-    early = error_of(lambda: iter(loader))
+    early = outcome(lambda: iter(loader))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     with loader:
         shared = rows_of(loader)
         infos = [pop_step_info(batch) for batch in loader]
     # Of these groups each rank is in one: it has all samples to itself, and asks nobody.
     alone = [dist.new_group([0]), dist.new_group([1])]
-    stranger = error_of(lambda: ODBDataLoader(Rows(), process_group=alone[1 - rank], **SETTINGS))
+    stranger = outcome(lambda: ODBDataLoader(Rows(), process_group=alone[1 - rank], **SETTINGS))
     with ODBDataLoader(Rows(), process_group=alone[rank], **SETTINGS) as loader:
         if rank == 0:
             dist.barrier()
@@ -127,14 +133,8 @@ def shares(rank: int, num_workers: int) -> dict[str, Any]:
         "own order": lambda: of_torch(sampler=own_order),
     }
 
-    def rows(make: Callable[[], Any]) -> Any:
-        try:
-            with make() as loader:
-                return rows_of(loader)
-        except ODBError as error:
-            return str(error)
-
-    return {name: rows(make) for name, make in loaders.items() if num_workers or name != "opened file"}
+    names = [name for name in loaders if num_workers or name != "opened file"]
+    return {name: outcome(lambda make=loaders[name]: rows_with(make)) for name in names}
 
 
 REFUSED = {
@@ -159,32 +159,35 @@ def test_no_row_is_lost_or_trained_on_twice_because_of_who_shares_it_out(num_wor
     assert "already_split=True" in first["part of a stream"]
 
 
-def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
+def saved_by_accelerate(rank: int, folder: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
-    settings = SETTINGS | {"shuffle": True, "num_workers": 1}
     found: dict[str, Any] = {"before": []}
-    accelerator = Accelerator(cpu=True)
-    with accelerator.prepare(ODBDataLoader(Rows(), **settings)) as loader:
+
+    def made(keeps: str) -> tuple[Accelerator, ODBDataLoader]:
+        accelerator, loader = Accelerator(cpu=True), ODBDataLoader(Rows(), shuffle=True, num_workers=1, **SETTINGS)
+        if keeps == "prepared":
+            loader = accelerator.prepare(loader)
+        else:
+            accelerator.register_for_checkpointing(loader)
+        return accelerator, loader
+
+    accelerator, loader = made("prepared")
+    with loader:
         for batch in loader:
             info = pop_step_info(batch)
             found["before"] += info.ids
             if info.ends_optimizer_step and info.optimizer_step == 2:
                 break
-        accelerator.save_state(checkpoint)  # of a loader that was prepared
+        accelerator.save_state(f"{folder}/prepared")
         accelerator.register_for_checkpointing(loader)
-        accelerator.save_state(f"{checkpoint}_registered")
-        state = loader.state_dict()
-    for name, kept in (("after", checkpoint), ("registered", f"{checkpoint}_registered")):
-        accelerator = Accelerator(cpu=True)
-        loader = ODBDataLoader(Rows(), **settings)
-        loader = accelerator.prepare(loader) if name == "after" else loader
+        accelerator.save_state(f"{folder}/registered")
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, loader.state_dict())
+    for keeps in ("prepared", "registered"):
+        accelerator, loader = made(keeps)
         with loader:
-            if name == "registered":
-                accelerator.register_for_checkpointing(loader)
-            accelerator.load_state(kept)
-            found[name] = rows_of(loader)
-            states: list[Any] = [None, None]
-            dist.all_gather_object(states, state)
+            accelerator.load_state(f"{folder}/{keeps}")
+            found[keeps] = rows_of(loader)
             loader.load_state_dict(states[1 - rank])
             found["of the other rank"] = rows_of(loader)
     return found
@@ -192,11 +195,11 @@ def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
 
 def test_accelerate_keeps_the_state(tmp_path: Path) -> None:
     """I2 over stop and resume; it is the same on all ranks."""
-    runs = run_ranks("loop.test_own_loop_ranks:saved_by_accelerate", tmp_path, checkpoint=str(tmp_path / "checkpoint"))
+    runs = run_ranks("loop.test_own_loop_ranks:saved_by_accelerate", tmp_path, folder=str(tmp_path))
     first, second = (run.value for run in runs)
-    assert every_row_once(first["before"], first["after"], second["before"], second["after"])
+    assert every_row_once(first["before"], first["prepared"], second["before"], second["prepared"])
     for rank in (first, second):
-        assert rank["after"] == rank["registered"] == rank["of the other rank"] != []
+        assert rank["prepared"] == rank["registered"] == rank["of the other rank"] != []
 
 
 def under_deepspeed(rank: int) -> Any:
@@ -218,7 +221,7 @@ def under_deepspeed(rank: int) -> Any:
                 steps.append([info.optimizer_step, engine.global_steps, info.micro_batches])
     AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     with ODBDataLoader(Rows(), **SETTINGS) as loader:
-        return steps, error_of(lambda: iter(loader))
+        return steps, outcome(lambda: str(iter(loader)))
 
 
 def test_deepspeed_steps_where_an_optimizer_step_ends(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_deepspeed_steps_where_an_optimizer_step_ends(tmp_path: Path) -> None:
         steps, offloaded = rank.value
         assert [(step, of_engine) for step, of_engine, _ in steps] == [(k, k) for k in range(1, 5)]
         assert max(micro_batches for *_, micro_batches in steps) > 1
-        assert ("loses the gradients" if is_lost else "no error") in offloaded
+        assert ("loses the gradients" in offloaded) == is_lost
 
 
 def leaves_early(rank: int, how: str) -> Any:
@@ -237,7 +240,7 @@ def leaves_early(rank: int, how: str) -> Any:
     batches = iter(loader)
     pop_step_info(next(batches))
     if rank == 0:
-        return error_of(lambda: list(batches))
+        return outcome(lambda: list(batches))
     sys.last_value = ValueError("of a notebook's cell, long ago")
     started = time.monotonic()
     if how == "garbage":
@@ -253,11 +256,8 @@ def leaves_early(rank: int, how: str) -> Any:
         next(made)
         made.close()
     else:
-        try:
-            with loader:
-                sys.exit(0)
-        except SystemExit:
-            pass
+        with contextlib.suppress(SystemExit), loader:
+            sys.exit(0)
     return time.monotonic() - started
 
 
