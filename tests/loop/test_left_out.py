@@ -63,7 +63,7 @@ def test_a_row_that_cannot_be_collated_is_left_out_and_logged(
         order = changes.get("sampler", range(NUM_ROWS))
         assert loader.stats()["odb/skipped"] == sum(row in bad for row in order)
     assert ids == Counter(row for row in order if row not in bad), "I2"
-    assert all(f"no pixels in {row}" in caplog.text for row in sorted(bad)[:6])
+    assert sum(f"no pixels in {row};" in caplog.text for row in bad) == min(len(bad), 10)
     assert all(weight <= 1.00001 for weight in weights.values()), "I8"
     assert steps is None or [round(weight, 6) for weight in weights.values()] == steps
 
