@@ -283,8 +283,8 @@ class StepAccounting:
         self.computing: Computing | None = None
         self.encoder_patches: list[int] = []
         self._audit_path = None if audit_dir is None else Path(audit_dir, AUDIT_FILE.format(rank=loader.rank))
-        self._audit_mode = "w"
-        self._audit: IO[str] | None = None  # opened with its first line
+        self._audit_mode = "wb"
+        self._audit: IO[bytes] | None = None  # opened with its first line
         self._warned: set[str] = set()
         self._at_log: Sums = defaultdict(float)
         self._clock: float | None = None
@@ -370,12 +370,12 @@ class StepAccounting:
         if self._audit is None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._audit = path.open(self._audit_mode, encoding="utf-8", buffering=1)  # a kill cuts off no line
+                self._audit = path.open(self._audit_mode, buffering=0)  # whole lines: a kill cuts off none
             except OSError as error:
                 raise ConfigError(
                     f"{path}: the audit cannot be written ({one_line(error)}); give another folder."
                 ) from error
-        self._audit.write(json.dumps(line) + "\n")
+        self._audit.write(json.dumps(line).encode() + b"\n")
 
     def metrics(self, before: Sums | None = None) -> dict[str, float]:
         """The `odb/...` entries of the whole run. before: sums to be taken off."""
@@ -437,7 +437,7 @@ class StepAccounting:
 
         The audit is appended to: what the run wrote after its last checkpoint is then in the file twice.
         """
-        self.optimizer_steps, self._audit_mode = optimizer_steps, "a"
+        self.optimizer_steps, self._audit_mode = optimizer_steps, "ab"
 
     def finish(self, folder: Path, epochs: float) -> None:
         """Write `odb_summary.json` and log its line, at the end of a run of this many epochs. Collective."""

@@ -42,7 +42,7 @@ def copy_of(folder: Path, step: int, to: Path) -> Path:
     """What a run that ended at that step has left."""
     shutil.copytree(folder / f"checkpoint-{step}", to / f"checkpoint-{step}")
     lines = [line for line in audit(folder) if line["optimizer_step"] <= step]
-    (to / "odb_audit_rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"epo')
+    (to / "odb_audit_rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return to / f"checkpoint-{step}"
 
 
