@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from odb_factory.errors import ODBError as ODBError
     from odb_factory.loop.dataloader import ODBDataLoader as ODBDataLoader
     from odb_factory.loop.dataloader import ODBHandle as ODBHandle
+    from odb_factory.loop.dataloader import ODBStepInfo as ODBStepInfo
     from odb_factory.loop.dataloader import apply_odb as apply_odb
-    from odb_factory.loop.step_info import ODBStepInfo as ODBStepInfo
-    from odb_factory.loop.step_info import pop_step_info as pop_step_info
-    from odb_factory.loop.step_info import weighted_loss as weighted_loss
-    from odb_factory.loop.step_info import without_logits as without_logits
+    from odb_factory.loop.dataloader import pop_step_info as pop_step_info
+    from odb_factory.loop.dataloader import weighted_loss as weighted_loss
+    from odb_factory.loop.dataloader import without_logits as without_logits
     from odb_factory.model.unpad import unpad as unpad
     from odb_factory.planner import Collation as Collation
     from odb_factory.planner import Cost as Cost
@@ -40,16 +40,16 @@ _HOMES = {
     "ODBDataLoader": "odb_factory.loop.dataloader",
     "ODBError": "odb_factory.errors",
     "ODBHandle": "odb_factory.loop.dataloader",
-    "ODBStepInfo": "odb_factory.loop.step_info",
+    "ODBStepInfo": "odb_factory.loop.dataloader",
     "ODBTrainer": "odb_factory.training.trainer",
     "ODBTrainerMixin": "odb_factory.training.trainer",
     "apply_odb": "odb_factory.loop.dataloader",
     "enable_odb": "odb_factory.training.trainer",
     "plan_micro_batches": "odb_factory.planner.micro_batches",
-    "pop_step_info": "odb_factory.loop.step_info",
+    "pop_step_info": "odb_factory.loop.dataloader",
     "unpad": "odb_factory.model.unpad",
-    "weighted_loss": "odb_factory.loop.step_info",
-    "without_logits": "odb_factory.loop.step_info",
+    "weighted_loss": "odb_factory.loop.dataloader",
+    "without_logits": "odb_factory.loop.dataloader",
 }
 
 __all__ = ["__version__", *_HOMES]

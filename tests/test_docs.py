@@ -19,7 +19,7 @@ from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.cli.main import COMMANDS
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured
-from odb_factory.loop.step_info import ODBStepInfo
+from odb_factory.loop.dataloader import ODBStepInfo
 from odb_factory.planner import Media
 
 ROOT = Path(__file__).parents[1]

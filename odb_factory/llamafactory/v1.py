@@ -35,8 +35,7 @@ from odb_factory.data.observe import IGNORE_INDEX, ItemError, RowDropped, count_
 from odb_factory.data.order import StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.loop.dataloader import ODBDataLoader
-from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
+from odb_factory.loop.dataloader import ODBDataLoader, ODBStepInfo, pop_step_info
 from odb_factory.model.check import (
     NUM_SAMPLES,
     Layout,
