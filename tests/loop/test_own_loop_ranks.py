@@ -159,7 +159,7 @@ def test_no_row_is_lost_or_trained_on_twice_because_of_who_shares_it_out(num_wor
     assert "already_split=True" in first["part of a stream"]
 
 
-def saved_by_accelerate(rank: int, folder: str) -> dict[str, Any]:
+def saved_by_accelerate(rank: int, kept: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
     found: dict[str, Any] = {"before": []}
 
@@ -178,15 +178,15 @@ def saved_by_accelerate(rank: int, folder: str) -> dict[str, Any]:
             found["before"] += info.ids
             if info.ends_optimizer_step and info.optimizer_step == 2:
                 break
-        accelerator.save_state(f"{folder}/prepared")
+        accelerator.save_state(f"{kept}/prepared")
         accelerator.register_for_checkpointing(loader)
-        accelerator.save_state(f"{folder}/registered")
+        accelerator.save_state(f"{kept}/registered")
         states: list[Any] = [None, None]
         dist.all_gather_object(states, loader.state_dict())
     for keeps in ("prepared", "registered"):
         accelerator, loader = made(keeps)
         with loader:
-            accelerator.load_state(f"{folder}/{keeps}")
+            accelerator.load_state(f"{kept}/{keeps}")
             found[keeps] = rows_of(loader)
             loader.load_state_dict(states[1 - rank])
             found["of the other rank"] = rows_of(loader)
@@ -195,7 +195,7 @@ def saved_by_accelerate(rank: int, folder: str) -> dict[str, Any]:
 
 def test_accelerate_keeps_the_state(tmp_path: Path) -> None:
     """I2 over stop and resume; it is the same on all ranks."""
-    runs = run_ranks("loop.test_own_loop_ranks:saved_by_accelerate", tmp_path, folder=str(tmp_path))
+    runs = run_ranks("loop.test_own_loop_ranks:saved_by_accelerate", tmp_path, kept=str(tmp_path))
     first, second = (run.value for run in runs)
     assert every_row_once(first["before"], first["prepared"], second["before"], second["prepared"])
     for rank in (first, second):
