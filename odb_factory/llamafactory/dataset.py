@@ -6,9 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import operator
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,15 +21,14 @@ from torch.utils.data import Dataset, IterableDataset
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.errors import ConfigError, DataError, one_line, quoted
-from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
-from odb_factory.llamafactory.stages import STAGES, Stage
+from odb_factory.llamafactory.media import EncodedImage, MediaObserver, decoded
+from odb_factory.llamafactory.stages import MEDIA, STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
 from odb_factory.planner import VIDEO, Cost
 
 logger = get_logger(__name__)
 
-# ----------------------------------------------------------------------------------------------------------------------
 # LLaMA-Factory's datasets as loaded, each row converted to its common format when it is needed.
 # Stock converts the format of a dataset in a pass over all its rows. That pass is put off: an *index*, an ordinary
 # `datasets.Dataset` that names the source of every row and its number there, stands for the dataset while LLaMA-
@@ -65,11 +62,10 @@ class StoredRows:
         row = {name: column[0] for name, column in self._rows[index].to_pydict().items()}
         if self._images and row[self._images]:
             cell = row[self._images]
-            row[self._images] = [self._image(image) for image in cell] if isinstance(cell, list) else self._image(cell)
+            cells = cell if isinstance(cell, list) else [cell]
+            images = [EncodedImage(one["bytes"], one["path"], self._encodings) for one in cells]
+            row[self._images] = images if isinstance(cell, list) else images[0]
         return row
-
-    def _image(self, cell: dict[str, Any]) -> EncodedImage:
-        return EncodedImage(cell["bytes"], cell["path"], self._encodings)
 
 
 def stored(rows: datasets.Dataset, images: str, encodings: int) -> StoredRows | datasets.Dataset:
@@ -151,27 +147,22 @@ def is_convertible(rows: datasets.Dataset, attr: Any) -> bool:
     return not any(_holds(rows.features[column], (datasets.Image, *_DECODED_IN_TIME)) for column in used)
 
 
-def index_of(source: Source) -> datasets.Dataset:
-    """The index that stands for all rows of a source."""
-    _sources.append(source)
-    rows = len(source.rows)
-    columns = {SOURCE: np.full(rows, len(_sources) - 1, np.int16), SOURCE_ROW: np.arange(rows, dtype=np.int32)}
-    return datasets.Dataset(pa.table(columns))
-
-
 def is_index(dataset: Any) -> bool:
     return isinstance(dataset, datasets.Dataset) and SOURCE in dataset.column_names
 
 
 class IndexedRows:
-    """`rows[i]`: the converted row that line i of an index names."""
+    """`rows[i]`: the converted row that line i of an index names. source_of, row_of: int[lines]."""
 
     def __init__(self, index: datasets.Dataset):
-        self._source, self._row = _columns(index)
-        self._sources = {number: _sources[number] for number in np.unique(self._source)}
+        self.source_of, self.row_of = (index.data.column(name).to_numpy() for name in (SOURCE, SOURCE_ROW))
+        if index._indices is not None:  # `datasets` would gather them row by row, at .8 KB a row
+            lines = index._indices.column(0).to_numpy()
+            self.source_of, self.row_of = self.source_of[lines], self.row_of[lines]
+        self.sources = {number: _sources[number] for number in np.unique(self.source_of)}
 
     def __len__(self) -> int:
-        return len(self._row)
+        return len(self.row_of)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         source, row = self.find(index)
@@ -179,39 +170,25 @@ class IndexedRows:
 
     def find(self, index: int) -> tuple[Source, int]:
         """The source of line `index`, and the row there."""
-        return self._sources[self._source[index]], int(self._row[index])
+        return self.sources[self.source_of[index]], int(self.row_of[index])
 
     def dataset_name(self, index: int) -> str:
         return self.find(index)[0].name
-
-    def lines_by_source(self) -> list[np.ndarray]:
-        return [np.flatnonzero(self._source == number) for number in self._sources]
 
 
 def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
     """What LLaMA-Factory's preprocessing pass takes: the rows of an index, in its order, converted by its own pass."""
     if not is_index(dataset):
         return dataset
-    source_of, row_of = _columns(dataset)
-    parts, places = [], []
-    for number in np.unique(source_of):
-        source, lines = _sources[number], np.flatnonzero(source_of == number)
-        rows = source.rows.select(row_of[lines])
+    index, parts, places = IndexedRows(dataset), [], []
+    for number, source in index.sources.items():
+        lines = np.flatnonzero(index.source_of == number)
+        rows = source.rows.select(index.row_of[lines])
         if source.converter is not None:
             rows = align_dataset(rows, source.attr, data_args, training_args)
         parts.append(rows)
         places.append(lines)
     return datasets.concatenate_datasets(parts).select(np.argsort(np.concatenate(places)))
-
-
-def _columns(index: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
-    """Source and source row of each line. Numpy applies the mapping of an index: `datasets` would gather row by row,
-    at .8 KB a row."""
-    columns = index.data.column(SOURCE).to_numpy(), index.data.column(SOURCE_ROW).to_numpy()
-    if index._indices is None:
-        return columns
-    lines = index._indices.column(0).to_numpy()
-    return columns[0][lines], columns[1][lines]
 
 
 def _image(feature: Any) -> datasets.Image | None:
@@ -229,17 +206,12 @@ def _holds(feature: Any, kind: tuple[type, ...]) -> bool:
     return isinstance(feature, kind) or _holds(getattr(feature, "feature", []), kind)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # LLaMA-Factory's training data one row at a time: no preprocessing pass before training.
 
 MEDIA_OF_ROW = ("_images", "_videos", "_audios")
 """Columns of a converted row."""
-MEDIA_COLUMNS = (*MEDIA_OF_ROW, "images", "videos", "audios")
+MEDIA_COLUMNS = (*MEDIA_OF_ROW, *MEDIA)
 MAX_FILES_NAMED = 3
-SIZES = "odb_image_sizes"
-"""The key under which a light sample has the sizes of its image files, as they were observed."""
-UNLIMITED = 2**31
-"""A `cutoff_len` that cuts nothing."""
 INVALID_ROW = "invalid"
 """What rows are counted under that LLaMA-Factory drops."""
 
@@ -295,9 +267,10 @@ class OnlineDataset(Dataset):
             return
         uncut = copy.copy(self.processor)
         uncut.data_args = copy.copy(self.processor.data_args)
-        uncut.data_args.cutoff_len = UNLIMITED
+        uncut.data_args.cutoff_len = 2**31  # cuts nothing
         whole = self.stage.ids_of({key: values[0] for key, values in self.stage.preprocess(uncut, rows).items()})
-        if any(map(operator.lt, map(self.media.num_placeholders, answers), map(self.media.num_placeholders, whole))):
+        count = self.media.num_placeholders
+        if any(count(ids) < count(whole_ids) for ids, whole_ids in zip(answers, whole)):
             raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")
 
 
@@ -317,9 +290,7 @@ class TokenizedDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.media.begin_row()
         features = self.rows[index]
-        images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
-        answers = self.stage.ids_of(features)
-        if any(self.media.tokenized_placeholders_cut(images, videos, audios, ids) for ids in answers):
+        if any(self.media.tokenized_placeholders_cut(features, ids) for ids in self.stage.ids_of(features)):
             raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
         return features
 
@@ -353,16 +324,15 @@ class RowObserver:
         return self.observe(item if self.head is None else self.head.features_of([item]))
 
     def observe(self, features: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
-        images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
-        if self.videos_apart and self.shards_parameters and images and videos:
+        is_apart = self.videos_apart and features.get("videos")
+        if is_apart and features.get("images") and self.shards_parameters:
             raise ValueError(TWICE.format("it", self.model_type))
         if self.decode:
-            self.media.check_decodable(images, videos, audios)
+            self.media.check_decodable(features)
         cost = self.stage.cost(features, self.media)
-        if self.videos_apart and videos:
+        if is_apart:
             cost = dataclasses.replace(cost, modality=VIDEO)
-        sizes = self.media.sizes_of(images)
-        return (features | {SIZES: sizes} if any(sizes) else features), cost
+        return features, cost
 
     def describe(self, dataset: Any, index: int) -> str:
         rows = dataset.rows if self.head is None else dataset
@@ -377,15 +347,11 @@ class RowObserver:
         media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
         frames = [frame for item in media for frame in (item if isinstance(item, list) else [item])]
         files = [frame for frame in frames if isinstance(frame, str)]
-        # LLaMA-Factory puts its folder before the names of files alone, so others may exist there.
-        folder = getattr(getattr(getattr(dataset, "processor", None), "data_args", None), "media_dir", None) or ""
-        not_files = [file for file in files if not os.path.isfile(file)]
-        missing = [file for file in not_files if not os.path.exists(os.path.join(folder, file))]
         if files:
-            kind = "no such file: " if missing else "not a file: " if not_files else "files "
-            named = missing or not_files or files
-            suffix = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
-            where += f", {kind}{', '.join(named[:MAX_FILES_NAMED])}{suffix}"
+            missing = [file for file in files if not os.path.isfile(file)]
+            named = missing or files
+            more = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
+            where += f", {'no such file: ' if missing else 'files '}{', '.join(named[:MAX_FILES_NAMED])}{more}"
         return where
 
 
@@ -404,12 +370,10 @@ class OpenMedia:
     def __call__(self, features: list[dict[str, Any]]) -> Any:
         for feature in features:
             if feature.get("images"):
-                check_sizes(feature["images"], feature.pop(SIZES, ()))
                 feature["images"] = decoded(feature["images"])
         return self.collator(features)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Training data that can only be iterated: rows as LLaMA-Factory aligns, mixes and shuffles them. They are preprocessed
 # by the observe workers, which are handed one row at a time (`data/order.py`).
 
@@ -472,7 +436,6 @@ def online_stream(
     return OnlineStream(rows, head, already_split=splits, is_reshuffled=not holds_out)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # One row of each source is tried before training.
 
 MOST_TRIED = 1000
@@ -488,53 +451,49 @@ def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Map
     because its description in dataset_info.json is wrong; a row beside others that can is for `on_error`.
     """
     rows, is_printed = dataset.rows, False
-    for lines in rows.lines_by_source() if isinstance(rows, IndexedRows) else [np.arange(len(rows))]:
+    by_source: list[Any] = [range(len(rows))]
+    if isinstance(rows, IndexedRows):
+        by_source = [np.flatnonzero(rows.source_of == number) for number in rows.sources]
+    for lines in by_source:
         errors: list[Exception] = []
         for line in map(int, lines[:MOST_TRIED]):
             try:
                 features = dataset[line]
+                break
             except DataError:
                 raise
             except Exception as error:
                 errors.append(error)
-                continue
-            with _without_progress_bars(), contextlib.redirect_stdout(None if is_printed else sys.stdout):
-                stock, is_printed = by_pass(dataset.stage.together(line)), True
-            for name in dict.fromkeys((*features, *stock)):
-                value, expected = features.get(name), stock.get(name)
-                if name in MEDIA_COLUMNS:
-                    value, expected = len(value or []), len(expected or [])
-                if value != expected:
-                    raise ConfigError(
-                        f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
-                        f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
-                        "(`odb-factory doctor` names them)."
-                    )
-            break
         else:
-            if isinstance(rows, IndexedRows):
-                source, number = rows.find(int(lines[0]))
-                why = str(errors[0])
-                if not isinstance(errors[0], RowDropped):
-                    why = f"{one_line(errors[0])}: {source.contents(number, dataset.stage)}"
-                raise DataError(
-                    f"dataset_info.json: none of the first {len(errors)} rows of {source.name} can be used; row "
-                    f"{number}: {why.rstrip('.')}; correct `formatting`, `columns` or `tags` there, or the rows."
-                ) from errors[0]
+            if not isinstance(rows, IndexedRows):  # of a stream these are a few rows only
+                continue
+            source, number = rows.find(int(lines[0]))
+            why = str(errors[0])
+            if not isinstance(errors[0], RowDropped):
+                why = f"{one_line(errors[0])}: {source.contents(number, dataset.stage)}"
+            raise DataError(
+                f"dataset_info.json: none of the first {len(errors)} rows of {source.name} can be used; row "
+                f"{number}: {why.rstrip('.')}; correct `formatting`, `columns` or `tags` there, or the rows."
+            ) from errors[0]
+        with contextlib.ExitStack() as quiet:
+            if not datasets.are_progress_bars_disabled():
+                datasets.disable_progress_bars()
+                quiet.callback(datasets.enable_progress_bars)
+            if is_printed:
+                quiet.enter_context(contextlib.redirect_stdout(None))
+            stock, is_printed = by_pass(dataset.stage.together(line)), True
+        for name in dict.fromkeys((*features, *stock)):
+            value, expected = features.get(name), stock.get(name)
+            if name in MEDIA_COLUMNS:
+                value, expected = len(value or []), len(expected or [])
+            if value != expected:
+                raise ConfigError(
+                    f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
+                    f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
+                    "(`odb-factory doctor` names them)."
+                )
 
 
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    are_shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if are_shown:
-            datasets.enable_progress_bars()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # In place of LLaMA-Factory's passes over the data: called by the plugin's hooks and by patched forks (`patches/`).
 
 
@@ -562,7 +521,10 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
         converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
     else:
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
-    return index_of(Source(dataset, dataset_attr, converter))
+    _sources.append(Source(dataset, dataset_attr, converter))
+    row_of = np.arange(len(dataset), dtype=np.int32)
+    columns = {SOURCE: np.full(len(dataset), len(_sources) - 1, np.int16), SOURCE_ROW: row_of}
+    return datasets.Dataset(pa.table(columns))
 
 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:

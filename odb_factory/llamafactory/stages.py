@@ -114,13 +114,12 @@ def media_cost(
     features: Mapping[str, Any], media: MediaObserver, input_ids: list[int], rows: int = 1
 ) -> dict[str, Any]:
     """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
-    images, videos, audios = (features.get(key) for key in MEDIA)
-    counts = media.count_media(images, videos, audios, input_ids).times(rows)
+    counts = media.count_media(features, input_ids).times(rows)
     return {
         "patches": counts.patches,
         "media": counts,
-        "has_media": media.has_media(images, videos),
-        "has_audio": bool(audios),
+        "has_media": media.has_media(features),
+        "has_audio": bool(features.get("audios")),
     }
 
 

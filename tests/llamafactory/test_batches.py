@@ -134,7 +134,7 @@ def test_media_that_cannot_be_read(tiny_vl, tmp_path, on_error: str) -> None:
     assert ("on_error: skip" in not_an_image.message) == (on_error == "raise"), "no advice to set what is set"
     # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
     assert isinstance(cut_off, Rejection) == (on_error == "skip")
-    assert "not a file: folder.png: " in folder.message
+    assert "no such file: folder.png: " in folder.message
     assert "no such file: gone.png: ValueError" in gone.message
 
 

@@ -220,8 +220,7 @@ def line(family: Family, cases: dict[str, str], images: Any) -> str:
         cells.append("-" if not fails else "yes" if not any(fails) else "in part: " * (not all(fails)) + "stock fails")
     observed = "-"
     if images:
-        observed = "by size, remembered" if images.one_by_one else "as a row's sizes"
-        observed = "by size" if images.by_formula else observed
+        observed = "by size" if images.by_formula else "by size, remembered"
     templates = ", ".join((family.template, *family.templates))
     return f"| `{family.plugin}` ({templates}) | {' | '.join(cells)} | {observed} |"
 

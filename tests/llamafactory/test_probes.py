@@ -39,7 +39,7 @@ def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -
     patches = media.MediaObserver.count_media
     online = load(config)
     assert online.media._by_formula
-    expected = patches(online.media, online[1]["images"], None, None, [])
+    expected = patches(online.media, online[1], [])
     regular = mm_plugin.Qwen2VLPlugin._regularize_images
 
     def halved(self: Any, images: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -
             monkeypatch.setattr(owner, "_regularize_images", halved)
     observer = load(config).media
     assert not observer._by_formula
-    assert patches(observer, online[1]["images"], None, None, []) == expected
+    assert patches(observer, online[1], []) == expected
 
 
 def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path:
         container.mux(stream.encode())
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
-    assert observer.count_media(None, [video], None, []).video_patches == real > 0 and observer._by_formula
+    assert observer.count_media({"videos": [video]}, []).video_patches == real > 0 and observer._by_formula
 
 
 CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {

@@ -1,6 +1,6 @@
 """Pictures that fail in a data worker at the moment when LLaMA-Factory's collator is given them, by their file's name.
 
-`gone*` is deleted, `swap*` is replaced by another size, `once*` cannot be read the first time.
+`gone*` is deleted, `once*` cannot be read the first time.
 """
 
 import functools
@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 from after_import import AfterImport
-from PIL import Image
 
 
 def fade(path):
     if path.name.startswith("gone"):
         path.unlink(missing_ok=True)
-    elif path.name.startswith("swap"):
-        Image.new("RGB", (160, 192)).save(path)
     elif path.name.startswith("once") and not path.with_suffix(".failed").exists():
         path.with_suffix(".failed").touch()
         raise OSError(116, "Stale file handle", str(path))
