@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ HOOKS = (
     Hook("llamafactory.train.kto.trainer", "CustomKTOTrainer.train", "attach_first"),
     Hook("llamafactory.launcher", "launch", "launch.launch", "mistakes are found after processes have started"),
     Hook("llamafactory.v1.launcher", "launch", "launch.launch", _V1),
-    Hook("llamafactory.v1.config.arg_parser", "get_args", "read_v1_block", _V1),
+    Hook("llamafactory.v1.config.arg_parser", "get_args", "read_block", _V1),
     Hook("llamafactory.v1.core.base_trainer", "BaseTrainer._create_batch_generator", "make_v1_batches", _V1),
     Hook("llamafactory.hparams.parser", "get_ray_args", "read_ray", _RAY),
     Hook("llamafactory.train.tuner", "_ray_training_function", "drive_ray", _RAY),
@@ -98,25 +98,18 @@ class SeamFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in MODULES:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in MODULES else None
+        loader: Any = spec and spec.loader
+        if loader is None:
             return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)  # finders of old style have none
-            spec = find(fullname, path, target) if find is not None and not isinstance(finder, SeamFinder) else None
-            if spec is not None:
-                if spec.loader is not None:
-                    _hook_after_execution(spec.loader)
-                return spec
-        return None
 
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # from now on the loader is as it was
+            loader.exec_module(module)
+            _hook(module)
 
-def _hook_after_execution(loader: Any) -> None:
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # from now on the loader is as it was
-        loader.exec_module(module)
-        _hook(module)
-
-    loader.exec_module = exec_module
+        loader.exec_module = exec_module
+        return spec
 
 
 def _hook(module: ModuleType) -> None:

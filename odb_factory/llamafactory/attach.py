@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from odb_factory.config import ODBConfig
 from odb_factory.data.serialize import Picklable, fingerprint
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory.block import why_not_flat
+from odb_factory.llamafactory.block import WHY_NOT_SHIFTED
 from odb_factory.llamafactory.dataset import (
     INVALID_ROW,
     OnlineStream,
@@ -31,12 +31,10 @@ from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
+from odb_factory.training.checks import why_no_door
 from odb_factory.training.trainer import enable_odb
 
 logger = get_logger(__name__)
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Callbacks between LLaMA-Factory's Trainer and a run.
 
 
 class HostCallback(TrainerCallback):
@@ -73,9 +71,6 @@ class HostCallback(TrainerCallback):
             tokens = run.accounting.total["tokens"] / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# In place of LLaMA-Factory's `train`.
 
 PADS_TILES = "MllamaPlugin"
 
@@ -118,14 +113,17 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         RowObserver,
         rows.media,
         stage,
-        decode=config.on_error == "skip",
         model_type=trainer.model.config.model_type,
         shards_parameters=shards_parameters(trainer) or (bool(config.balance_encoder) and trainer.args.world_size > 1),
     )
     observer = observe(head=head)
 
+    not_flat = why_no_door(trainer) if stage.batches else None
+    if getattr(trainer.model.config, "group_size_ratio", None) is not None:  # LLaMA-Factory has changed the attention
+        not_flat = f"shift_attn: {WHY_NOT_SHIFTED}"
+
     def eval_rows(stored: Any) -> tuple[TokenizedDataset, RowObserver]:
-        return TokenizedDataset(stored, rows.media, stage), observe(decode=False)
+        return TokenizedDataset(stored, rows.media, stage), observe()
 
     enable_odb(
         trainer,
@@ -137,7 +135,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         equal_weights=stage.equal_weights,
         agree_on={**rows.stage.settings, "what row 0 says": _first_row(rows if head is None else head, observer)},
         eval_rows=eval_rows if stage.evaluates_by_budget else None,
-        not_flat=why_not_flat(trainer),
+        not_flat=not_flat,
     )
     trainer.odb.parts = stage.parts(trainer)
     trainer.callback_handler.callbacks.insert(0, HostCallback(trainer, stage, keeps=config.keeps))

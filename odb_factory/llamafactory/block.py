@@ -10,66 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from collections.abc import Mapping
+from typing import Any
 
 from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.errors import ConfigError, quoted
 from odb_factory.llamafactory import uncaught
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
-from odb_factory.refusals import Refusal, Settings, refuse
+from odb_factory.refusals import Refusal, refuse
 
 logger = get_logger(__name__)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Keys: the block, and what stands in its place.
-
-V1_SHARED_KEYS = ("global_batch_size",)
-"""Keys that both the block and v1's arguments have."""
-V1_ALONE = ("train_dataset", "micro_batch_size")
-"""Keys of a YAML that v1 alone has."""
-STREAMING_KEYS = ("buffer_size",)
-"""Those that mean something in LLaMA-Factory with `streaming: true` alone; elsewhere they are meant for the block."""
-WITHOUT = "odb=null"
-"""The override with which a YAML is trained without its block."""
 FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb|token_budget"
 """Keys of a YAML that stand for the block: as people misspell it, and as patched forks of LLaMA-Factory have them."""
-ARGUMENTS = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
-
-
-def declared_arguments() -> dict[str, Any]:
-    """The types of all arguments by their names; empty before LLaMA-Factory's have been imported."""
-    hparams = sys.modules.get("llamafactory.hparams")
-    declared: dict[str, Any] = {}
-    for name in ARGUMENTS if hparams is not None else ():
-        declared |= get_type_hints(getattr(hparams, name))
-    return declared
 
 
 def is_meant_for_block(key: Any, value: Any) -> bool:
     """Whether it is `odb:`, or in its place: `--odb`, `ODB`, `odb.token_budget`, `enable_odb`, or a mapping under
     another name with our budget in it."""
-    if re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE):
-        return key == "odb" or key not in declared_arguments()  # a fork may have such a key
-    return isinstance(value, Mapping) and "token_budget" in value
+    is_flat = re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE)
+    return is_flat is not None or (isinstance(value, Mapping) and "token_budget" in value)
 
 
-def is_given(args: Mapping[Any, Any]) -> bool:
-    """Whether arguments have a block, or something in its place."""
+def is_given(args: dict[Any, Any]) -> bool:
+    """Whether arguments have a block, or something in its place. A block that is null, as the override `odb=null`
+    makes it, is taken out of them, because LLaMA-Factory hands the same arguments on."""
+    if args.get("odb", "") is None:
+        del args["odb"]
     return any(is_meant_for_block(key, value) for key, value in args.items())
-
-
-def without_null(args: dict[str, Any], overrides: Sequence[str] | None = None) -> dict[str, Any]:
-    """Arguments without the block that the override `odb=null` has emptied. overrides: None are this process's."""
-    if WITHOUT in (sys.argv if overrides is None else overrides) and args.get("odb", WITHOUT) is None:
-        del args["odb"]  # in place: LLaMA-Factory hands the same arguments on
-    return args
 
 
 def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:
@@ -84,21 +55,13 @@ def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:
                 "below it, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
-        for key in V1_ALONE:
-            if key in args and not is_v1:
-                raise ConfigError(
-                    f"{key}: a key of LLaMA-Factory's next trainer, which `USE_V1=1 llamafactory-cli sft` starts, and "
-                    "which `odb-factory plan` does not know."
-                )
-        shared = [*(V1_SHARED_KEYS if is_v1 else ()), *(STREAMING_KEYS if args.get("streaming") else ())]
-        ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
+        ours = {item.name for item in dataclasses.fields(ODBConfig)}
+        # Keys that LLaMA-Factory has, too.
+        ours -= {"global_batch_size"} if is_v1 else {"buffer_size"} if args.get("streaming") else set()
         for key in args:
             if key in ours:
                 raise ConfigError(f"{key}: {quoted(args[key])} stands beside odb:, not in it; indent it by two spaces.")
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What LLaMA-Factory is given in place of the YAML's arguments.
 
 BY_INDEX = ("file", "cloud_file")
 """Kinds of data sets that LLaMA-Factory loads whole, whether it makes a stream of them or not."""
@@ -115,9 +78,8 @@ def checked(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     check_keys(args)
     args = rewritten(args, logs=logs)
     config = ODBConfig.from_block(args["odb"])
-    check_backend()
-    rows = (*_wrong_types(args), *YAML, *(OPTIONS if args.get("do_train") else ()))
-    refuse(rows, {"odb": config}, args, DEFAULTS)
+    refuse(BACKENDS, os.environ)
+    refuse((*YAML, *(OPTIONS if args.get("do_train") else ())), {"odb": config}, args, DEFAULTS)
     return _by_index(args) if logs else args
 
 
@@ -184,59 +146,13 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     return args
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The YAML, before LLaMA-Factory reads it.
-
-
 def is_enabled(name: str) -> bool:
     """Whether a variable of the environment switches something on, as LLaMA-Factory reads it."""
     return os.environ.get(name, "").lower() in ("true", "y", "1")
 
 
-def check_backend() -> None:
-    """Refuse what LLaMA-Factory's environment variables select."""
-    refuse(BACKENDS, os.environ)
-
-
-def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Values that would end in an error of another library which does not name the key.
-
-    By the types that LLaMA-Factory declares, once it has been imported, as it is where its arguments are read.
-    """
-    declared = declared_arguments()
-    for key, value in args.items():
-        kinds = set(get_args(declared.get(key)) or (declared.get(key),)) - {type(None)}
-        if isinstance(value, str | list | dict) and kinds and kinds <= KINDS.keys():
-            kind = next(words for kind, words in KINDS.items() if kind in kinds)
-            yield Refusal(key, lambda _: True, f"is not {kind}", f"write {kind}, without quotes")
-
-
-def _missing_model(s: Settings) -> str | None:
-    """The folder from which a path does not exist; it would be looked up on the hub, where it is not a valid name."""
-    name = s.model_name_or_path
-    is_path = isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
-    return os.getcwd() if is_path and not os.path.exists(name) else None
-
-
-def _missing_checkpoint(s: Settings) -> str | None:
-    """What `output_dir` holds if it lacks the checkpoint that `resume_from_checkpoint` names."""
-    checkpoint = s.resume_from_checkpoint
-    if not checkpoint or not isinstance(checkpoint, str | bool) or os.environ.get("NNODES", "1") != "1":
-        return None  # nodes that see other disks settle it together
-    names = sorted((folder.name for folder in Path(str(s.output_dir)).glob("checkpoint-*")), key=lambda n: (len(n), n))
-    is_there = names if checkpoint is True else os.path.isdir(checkpoint)
-    return None if is_there else f"{s.output_dir} has {', '.join(names[-3:]) or 'none'}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The tables.
-
-KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
-"""Types that a value in quotes, or a list, cannot be given for; the first that a key takes is named."""
 DEFAULTS = {"stage": "sft", "ignore_pad_token_for_loss": True, "dataloader_num_workers": 0}
 """Of LLaMA-Factory, for keys that the YAML leaves out."""
-LEAST_BCO_WEIGHT = 1e-6
-"""Up to it LLaMA-Factory's trainer leaves `pref_bco_weight` out."""
 WHY_NOT_SHIFTED = "it shifts attention along the whole row, across samples"
 """The reason against flat micro-batches with `shift_attn`."""
 
@@ -255,12 +171,6 @@ YAML = (
     Refusal("dataloader_num_workers",
         lambda s: isinstance(count := s.dataloader_num_workers, bool) or not isinstance(count, int) or count < 0,
         "is not a whole number of at least 0", "write one, without quotes"),
-    Refusal("model_name_or_path", _missing_model, "is not on this machine, seen from {found}",
-        "give the model's folder, or its name on the hub (ORGANIZATION/MODEL)"),
-    Refusal("resume_from_checkpoint", lambda s: not isinstance(s.resume_from_checkpoint, str | bool | None),
-        "is not the path of a checkpoint folder", "name one, or remove the key"),
-    Refusal("resume_from_checkpoint", _missing_checkpoint, "names no checkpoint folder on this machine",
-        "name one (output_dir {found}), or remove the key to start from the beginning"),
 )  # fmt: skip
 """What the YAML alone decides, also if nothing is trained."""
 
@@ -291,7 +201,7 @@ OPTIONS = (
     _set("packing", "cuts samples into packs, and odb forms micro-batches of whole samples",
         "remove the key (with `layout: flat` whole samples share a row, without padding)"),
     Refusal("pref_bco_weight",
-        lambda s: s.stage == "dpo" and _is_number(s.pref_bco_weight) and s.pref_bco_weight > LEAST_BCO_WEIGHT,
+        lambda s: s.stage == "dpo" and (s.pref_bco_weight or 0) > 1e-6,  # up to it the trainer leaves the loss out
         "adds a loss whose baseline is a running mean over micro-batches, of which odb makes others", "remove the key"),
     _at_a_backward("use_galore", "galore_layerwise", True, "set galore_layerwise: false"),
     _at_a_backward("use_apollo", "apollo_layerwise", True, "set apollo_layerwise: false"),
@@ -305,14 +215,6 @@ OPTIONS = (
         f"does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}", "remove it, or set `layout: padded`, or auto"),
 )  # fmt: skip
 """Options of a training that no block goes with, or not with these keys of the block."""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What LLaMA-Factory has read.
 
 
 def check_combination(
@@ -345,7 +247,6 @@ def check_combination(
     compare(settings, lambda message: gather_once(message, config.exchange_timeout_s), problem=problem)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # LLaMA-Factory's next trainer (`USE_V1=1`).
 
 V1_COMMANDS = ("sft", "dpo", "rm")
@@ -354,26 +255,12 @@ V1_MEANINGLESS = (
     "global_batch_size", "loss_scaling", "row_multiple",
 )  # fmt: skip
 """Keys of the block that change what v1's trainer does by itself, or does not do: optimizer steps, losses, memory."""
-V1_DEFAULT = ODBConfig(token_budget=1)
-V1_NAMES = {
-    "model_name_or_path": "model",
-    "dataset": "train_dataset",
-    "per_device_train_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "global_batch_size",
-    "dataloader_num_workers": "batching_workers",
-    "stage": "the command (`llamafactory-cli sft`, dpo or rm)",
-    "deepspeed": "dist_config",
-    "fsdp": "dist_config",
-}
-"""What keys of the trainer that v1 is to replace are called there."""
 
 
 def _meaningless(key: str) -> Refusal:
+    default = getattr(ODBConfig(token_budget=1), key)
     return Refusal(
-        f"odb.{key}",
-        lambda s: key in s.block and getattr(s.odb, key) != getattr(V1_DEFAULT, key),
-        "has no meaning under USE_V1",
-        "leave it out",
+        f"odb.{key}", lambda s: getattr(s.odb, key) != default, "has no meaning under USE_V1", "leave it out"
     )
 
 
@@ -398,33 +285,8 @@ V1 = (
 
 def check_v1(args: Mapping[str, Any]) -> ODBConfig:
     """Check arguments of v1 that hold an `odb:` block; returns what the block says. Raises a one-line `ConfigError`."""
+    uncaught.install()
     check_keys(args, is_v1=True)
     config = ODBConfig.from_block(args["odb"])
-    refuse(V1, {"odb": config, "block": args["odb"]}, args)
+    refuse(V1, {"odb": config}, args)
     return config
-
-
-def check_v1_keys(args: Mapping[str, Any]) -> None:
-    """Refuse keys that v1 does not know. Imports its arguments."""
-    if is_enabled("ALLOW_EXTRA_KEYS"):
-        return
-    from llamafactory.v1 import config
-
-    kinds = (config.ModelArguments, config.DataArguments, config.TrainingArguments, config.SampleArguments)
-    known = {item.name for kind in kinds for item in dataclasses.fields(kind)}
-    for key in args.keys() - known - {"odb"}:
-        near = V1_NAMES.get(key) or next(iter(difflib.get_close_matches(key, known, n=1)), None)
-        hint = f"it is called {near} there" if key in V1_NAMES else f"did you mean {near}" if near else "remove it"
-        raise ConfigError(f"{key}: {quoted(args[key])} is not a key of LLaMA-Factory's v1 trainer (USE_V1); {hint}.")
-
-
-def why_not_flat(trainer: Any) -> str | None:
-    """What LLaMA-Factory's trainer was made with that only a padded layout can have; None: nothing."""
-    # What LLaMA-Factory sets if it has really changed the attention.
-    if getattr(trainer.model.config, "group_size_ratio", None) is not None:
-        return f"shift_attn: {WHY_NOT_SHIFTED}"
-    if not STAGES[trainer.finetuning_args.stage].batches:
-        return None
-    from odb_factory.training.checks import why_no_door
-
-    return why_no_door(trainer)

@@ -299,7 +299,6 @@ class RowObserver:
     """Counts what a processed row costs; of a stream it is given raw rows, and makes their features first.
 
     stage: knows the cost of a row. head: of a stream.
-    decode: also decode all media once, so that unreadable ones are known at observation.
     model_type: of the model's config; decides whether images and videos can share a micro-batch (see `model.tower`);
     they do if it is not given.
     shards_parameters: ranks gather parameters in each run of a module, or share out its work, so that all must run it
@@ -311,12 +310,11 @@ class RowObserver:
         media: MediaObserver,
         stage: Stage,
         *,
-        decode: bool,
         model_type: str | None = None,
         shards_parameters: bool = False,
         head: OnlineDataset | None = None,
     ):
-        self.media, self.stage, self.decode, self.head = media, stage, decode, head
+        self.media, self.stage, self.head = media, stage, head
         self.model_type, self.shards_parameters = model_type, shards_parameters
         self.videos_apart = model_type is not None and not takes_both(model_type)
 
@@ -327,8 +325,6 @@ class RowObserver:
         is_apart = self.videos_apart and features.get("videos")
         if is_apart and features.get("images") and self.shards_parameters:
             raise ValueError(TWICE.format("it", self.model_type))
-        if self.decode:
-            self.media.check_decodable(features)
         cost = self.stage.cost(features, self.media)
         if is_apart:
             cost = dataclasses.replace(cost, modality=VIDEO)

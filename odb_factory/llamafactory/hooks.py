@@ -20,7 +20,7 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
-from odb_factory.llamafactory.activation import HOOKS
+from odb_factory.llamafactory.activation import HOOKS, Hook
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -29,7 +29,7 @@ _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
 _replaced: dict[tuple[Any, str], Callable | None] = {}
 """The originals; none for a method that a class inherits, whose wrapper is deleted on unhook instead of restored."""
-_missing: list[str] = []
+_missing: list[Hook] = []
 """Seams that a hooked module turned out not to have."""
 _num_ray_workers = 0
 """Of the training with a block whose Ray workers this process starts; 0: none."""
@@ -37,9 +37,9 @@ _num_ray_workers = 0
 
 def hook(module: ModuleType) -> None:
     """Wrap the seams of one LLaMA-Factory module, once."""
-    for _, path, wrapper, without in (seam for seam in HOOKS if seam.module == module.__name__):
-        if not _wrap(module, path, wrapper) and not without:
-            _missing.append(f"{module.__name__}.{path}")
+    for seam in (seam for seam in HOOKS if seam.module == module.__name__):
+        if not _wrap(module, seam.function, seam.wrapper):
+            _missing.append(seam)
             if _active is not None:  # a module of a trainer that is imported after the arguments have been read
                 _check_seams()
 
@@ -87,59 +87,44 @@ def seams() -> list[str]:
 
 
 def read_block(original: Callable, args: Any = None) -> Any:
-    """hparams.parser.get_train_args: the block is taken out of the arguments, checked and kept."""
-    global _active
-    _active = None
-    from odb_factory.llamafactory import block
-
-    if (read_args := getattr(sys.modules[original.__module__], "read_args", None)) is not None:
-        args = read_args(args)
-    if not isinstance(args, dict) or not block.is_given(block.without_null(args)):
-        return original(args)
-    args = block.checked(args)
-    _check_seams()
-    config = ODBConfig.from_block(args["odb"])
-    parsed = original({key: value for key, value in args.items() if key != "odb"})
-    model_args, data_args, training_args, finetuning_args, _ = parsed
-    block.check_combination(model_args, data_args, training_args, finetuning_args, config)
-    if training_args.world_size > 1:
-        from odb_factory.data.ranks import ring_of
-
-        # From here on a rank that dies, while it loads its data or the model, ends the others.
-        ring_of(None, config.exchange_timeout_s).end_process = uncaught.end_process
-    _active = config
-    return parsed
-
-
-def _check_seams() -> None:
-    if _missing:
-        raise ConfigError(
-            f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, which odb_factory hooks; "
-            "install a supported release (`odb-factory doctor` names them)."
-        )
-
-
-def read_v1_block(original: Callable, args: Any = None) -> Any:
-    """v1.config.arg_parser.get_args: the block is taken out of the arguments, checked and kept."""
+    """hparams.parser.get_train_args, v1.config.arg_parser.get_args: the block is taken out of the arguments, checked
+    and kept."""
     global _active
     _active = None
     from odb_factory.llamafactory import block, launch
 
     args = launch.read(*sys.argv[1:2], overrides=sys.argv[2:]) or None if args is None else args
-    if not isinstance(args, dict) or not block.is_given(block.without_null(args)):
+    if not isinstance(args, dict) or not block.is_given(args):
         return original(args)
-    uncaught.install()
-    config = block.check_v1(args)
-    block.check_v1_keys(args)
+    if is_v1 := ".v1." in original.__module__:
+        importlib.import_module("llamafactory.v1.core.base_trainer")
+        config = block.check_v1(args)
+    else:
+        args = block.checked(args)
+        config = ODBConfig.from_block(args["odb"])
+    _check_seams(is_v1=is_v1)
     parsed = original({key: value for key, value in args.items() if key != "odb"})
-    trainer = importlib.import_module("llamafactory.v1.core.base_trainer").BaseTrainer
-    if (trainer, "_create_batch_generator") not in _replaced:
-        raise ConfigError(
-            "odb: v1's trainer of this LLaMA-Factory release has no batch generator to replace; install a supported "
-            "release (`odb-factory doctor` names them), or unset USE_V1."
-        )
+    if not is_v1:
+        model_args, data_args, training_args, finetuning_args, _ = parsed
+        block.check_combination(model_args, data_args, training_args, finetuning_args, config)
+        if training_args.world_size > 1:
+            from odb_factory.data.ranks import ring_of
+
+            # From here on a rank that dies, while it loads its data or the model, ends the others.
+            ring_of(None, config.exchange_timeout_s).end_process = uncaught.end_process
     _active = config
     return parsed
+
+
+def _check_seams(*, is_v1: bool = False) -> None:
+    """is_v1: the training is one of v1."""
+    missing = [seam for seam in _missing if (".v1." in seam.module if is_v1 else not seam.without)]
+    if missing:
+        raise ConfigError(
+            "odb: this LLaMA-Factory release does not have "
+            f"{', '.join(f'{seam.module}.{seam.function}' for seam in missing)}, which odb_factory hooks; install a "
+            "supported release (`odb-factory doctor` names them)."
+        )
 
 
 def make_v1_batches(original: Callable, trainer: Any) -> None:
@@ -161,19 +146,17 @@ RAY = "ray[default,train]>=2.50"
 def read_ray(original: Callable, args: Any = None) -> Any:
     """hparams.parser.get_ray_args: with `USE_RAY=1` the driver checks the block before it starts workers."""
     global _num_ray_workers
-    _num_ray_workers, parsed = 0, original(args)
     from odb_factory.llamafactory import block
 
-    if isinstance(args, dict) and "odb" in block.without_null(args):
-        uncaught.install()
-        block.check_backend()
-        if parsed.use_ray:
-            if importlib.util.find_spec("ray") is None:
-                raise ConfigError(f'USE_RAY: Ray is not installed; pip install "{RAY}", or unset USE_RAY.')
-            if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-                raise ConfigError("TORCH_DEVICE_BACKEND_AUTOLOAD: '0' keeps odb out of Ray's workers; unset it.")
-            block.checked(args, logs=False)
-            _num_ray_workers = parsed.ray_num_workers
+    has_block = isinstance(args, dict) and block.is_given(args)
+    _num_ray_workers, parsed = 0, original(args)
+    if has_block and parsed.use_ray:
+        block.checked(args, logs=False)
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(f'USE_RAY: Ray is not installed; pip install "{RAY}", or unset USE_RAY.')
+        if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+            raise ConfigError("TORCH_DEVICE_BACKEND_AUTOLOAD: '0' keeps odb out of Ray's workers; unset it.")
+        _num_ray_workers = parsed.ray_num_workers
     return parsed
 
 

@@ -20,7 +20,6 @@ from odb_factory.model.unpad import FlatRows
 from odb_factory.training.arguments import replaced
 from odb_factory.training.pair_metrics import PreferenceMetrics
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The KL estimates of KTO: those that stock takes over its own micro-steps, or one of the whole optimizer step.
 # The loss of an example depends on an estimate of the KL divergence from the reference model: the mean over examples
 # of the log-ratio of an answer to another prompt. Stock takes it over the micro-batches of all ranks in a micro-step.
@@ -162,7 +161,6 @@ class StepKL:
         return Estimate(estimate.tags[examples], estimate.kl[examples], estimate.sft_factor[examples])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The figures that LLaMA-Factory's trainer for KTO logs, over the examples that were trained on.
 # It reduces the figures of the ranks as a vector without names, so every rank stores the same keys in the same order.
 
@@ -196,7 +194,6 @@ class ExampleMetrics(PreferenceMetrics):
         return {key: self.sums[key] for key in (*keys, "kl")}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What the gradient relies on in the trainer for KTO of LLaMA-Factory and of trl, tried before training.
 
 KL = 0.5

@@ -27,9 +27,9 @@ def launch(original: Callable[[], Any]) -> Any:
     args = read(*arguments[:1], overrides=arguments[1:])
     if not block.is_given(args):
         return original()
-    uncaught.install()
     is_v1 = ".v1." in original.__module__
     if command not in ("train", *(block.V1_COMMANDS if is_v1 else ())):
+        uncaught.install()
         raise ConfigError(
             f"odb: `llamafactory-cli {command}` does not train; remove the odb: block from {arguments[0]}."
         )
@@ -60,14 +60,12 @@ def read(path: str = "", *, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def arguments_of(path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The arguments that a YAML and its overrides give, without a block that `odb=null` has emptied; none if it holds
-    no mapping. Raises `ConfigError` for a YAML that cannot be read."""
+    """The arguments that a YAML and its overrides give; none if it holds no mapping. Raises `ConfigError` for a YAML
+    that cannot be read."""
     try:
         args: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
     except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is not text
         uncaught.install()
         overridden = f" with {' '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{overridden}: this YAML cannot be read ({one_line(error)}).") from None
-    if not isinstance(args, dict):
-        return {}
-    return block.without_null({str(key): value for key, value in args.items()}, overrides)
+    return {str(key): value for key, value in args.items()} if isinstance(args, dict) else {}

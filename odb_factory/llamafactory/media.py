@@ -11,7 +11,6 @@ import contextlib
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from typing import Any
@@ -73,21 +72,13 @@ def decoded(images: Sequence[Any] | None) -> list[Any]:
     return [image.open() if isinstance(image, EncodedImage) else image for image in images or []]
 
 
-def _opened(image: Any) -> AbstractContextManager[Image.Image]:
-    """An image in any form LLaMA-Factory takes: path, bytes, file, {bytes, path}, PIL image, encoded cell."""
-    if isinstance(image, EncodedImage):
-        return image.open()
-    if isinstance(image, Image.Image):
-        return nullcontext(image)
-    if isinstance(image, dict):
-        image = image["bytes"] if image["bytes"] is not None else image["path"]
-    return Image.open(BytesIO(image) if isinstance(image, bytes) else image)
-
-
 def _size_of(image: Any) -> tuple[int, int]:
+    """(width, height) of an image in any form LLaMA-Factory takes: path, bytes, file, {bytes, path}, PIL image."""
     if isinstance(image, Image.Image | EncodedImage):
         return image.size
-    with _opened(image) as opened:
+    if isinstance(image, dict):
+        image = image["bytes"] if image["bytes"] is not None else image["path"]
+    with Image.open(BytesIO(image) if isinstance(image, bytes) else image) as opened:
         return opened.size
 
 
@@ -261,18 +252,13 @@ class MediaObserver:
             raise ValueError(WRITTEN_OUT.format(" or ".join(self._token_ids)))
         return count < expected
 
-    def check_decodable(self, features: Mapping[str, Any]) -> None:
-        """Decode all media once; raises what their decoders raise."""
-        images, *others = (features.get(kind) or [] for kind in MEDIA)
-        for image in images:
-            with _opened(image) as opened:
-                opened.load()
-        if any(others):
-            self.original._get_mm_inputs([], *others, self.processor)
-
-    def has_media(self, features: Mapping[str, Any]) -> bool:
-        """Whether the collator injects no fake image beside this row."""
-        return self.original.image_token is None or bool(features.get("images") or features.get("videos"))
+    def cost_of(self, features: Mapping[str, Any], input_ids: list[int], rows: int = 1) -> dict[str, Any]:
+        """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
+        counts = self.count_media(features, input_ids).times(rows)
+        # Of a model without images the collator injects no fake one either.
+        has_media = self.original.image_token is None or bool(features.get("images") or features.get("videos"))
+        has_audio = bool(features.get("audios"))
+        return {"patches": counts.patches, "media": counts, "has_media": has_media, "has_audio": has_audio}
 
     def count_media(self, features: Mapping[str, Any], input_ids: list[int]) -> Media:
         """Media of one row, as the collator would make them and the model would take them."""

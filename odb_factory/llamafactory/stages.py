@@ -110,19 +110,6 @@ class Stage(ABC):
         return ()
 
 
-def media_cost(
-    features: Mapping[str, Any], media: MediaObserver, input_ids: list[int], rows: int = 1
-) -> dict[str, Any]:
-    """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
-    counts = media.count_media(features, input_ids).times(rows)
-    return {
-        "patches": counts.patches,
-        "media": counts,
-        "has_media": media.has_media(features),
-        "has_audio": bool(features.get("audios")),
-    }
-
-
 def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """(tokens, patches) of the fake image, and of the fake audio, that a collator injects.
 
@@ -154,7 +141,6 @@ def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple
     return image, (both[0] - image[0], both[1] - image[1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Stages whose loss is a mean over tokens: supervised fine-tuning and pre-training.
 
 
@@ -170,7 +156,7 @@ class Sft(Stage):
             tokens=len(ids),
             units=count_supervised(labels),
             leading_label=has_leading_label(labels),
-            **media_cost(features, media, ids),
+            **media.cost_of(features, ids),
         )
 
 
@@ -198,7 +184,6 @@ class Pt(Stage):
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Stages whose samples are pairs of a chosen and a rejected answer: reward models, and DPO with its variants.
 # The collator makes two rows of a pair, all chosen ones first, padded to one length: padded, a pair costs two rows of
 # the longer answer, and flat both answers. It brings its media twice. The loss is a mean over pairs.
@@ -225,7 +210,7 @@ class Pairs(Stage):
             tokens=sum(lengths),
             row_tokens=self.rows * max(lengths),
             units=int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels)),
-            **media_cost(features, media, features["chosen_input_ids"], self.rows),
+            **media.cost_of(features, features["chosen_input_ids"], self.rows),
         )
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
@@ -261,7 +246,6 @@ class Dpo(Pairs):
         return (PairMetrics(trainer),)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Stage kto: examples that are desirable or not, each with an answer to another prompt to estimate a divergence from.
 # The collator makes two batches of the examples, of their own answers and of those others, which go through the model
 # one after the other: the budget bounds each of them, so an example costs the longer of its two rows. What is kept
@@ -321,12 +305,6 @@ class Kto(Stage):
         logger.addFilter(_is_about_rows)
         try:
             encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(examples)
-        except IndexError:
-            if examples["_response"][-1]:
-                raise
-            raise ValueError(
-                "it is paired with the answer of the row before it, which has none; LLaMA-Factory itself fails there"
-            ) from None
         finally:
             logger.removeFilter(_is_about_rows)
         return encoded
@@ -336,7 +314,7 @@ class Kto(Stage):
             if features.get(name):
                 raise ValueError(f"it has {name}, which LLaMA-Factory's trainer for KTO does not hand to the model")
         ids, kl_ids = self.ids_of(features)
-        return Cost(tokens=max(len(ids), len(kl_ids)), units=1, **media_cost(features, media, ids))
+        return Cost(tokens=max(len(ids), len(kl_ids)), units=1, **media.cost_of(features, ids))
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         """Flat, the longer rows of all examples follow each other, as the plan counts them."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from odb_factory.model.check import (
 )
 from odb_factory.model.flat_row import begin_row
 from odb_factory.model.unpad import FlatRows, UnpadDoor
-from odb_factory.planner import Collation, Cost, Media
+from odb_factory.planner import Collation, Cost
 from odb_factory.training.arguments import replaced
 
 logger = get_logger(__name__)
@@ -64,7 +65,6 @@ PART = "odb_part"
 """The key of a batch under which `Losses` finds what it is."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Rows: rendered by v1 when they are observed; their media once more when they are collated, so that no pixels wait.
 
 
@@ -85,13 +85,13 @@ class RenderedRows(Dataset[dict[str, Any]]):
         row = self.dataset[index]
         item = self.render(row)
         cost = self._cost(item)
-        return {"row": row, "cost": cost} if any(cost[2:]) else {**item, "cost": cost}
+        return {"row": row, "cost": cost} if cost.has_media else {**item, "cost": cost}
 
     def render(self, row: Any) -> dict[str, Any]:
         (item,) = self.renderer.process_samples([row])
         return {key: value for key, value in item.items() if key not in NOT_COLLATED}
 
-    def _cost(self, item: Mapping[str, Any]) -> list[int]:
+    def _cost(self, item: Mapping[str, Any]) -> Cost:
         ids, labels, weights = (item[name][: self.cutoff_len] for name in ("input_ids", "labels", "loss_weights"))
         if any(weight != 1 for label, weight in zip(labels, weights) if label != IGNORE_INDEX):
             raise ItemError(
@@ -107,13 +107,7 @@ class RenderedRows(Dataset[dict[str, Any]]):
                 "it has media, of which odb trains v1 on one rank: each rank would have to run its encoders equally "
                 "often; leave the odb: block out"
             )
-        return [len(ids), units, *media]
-
-
-def _cost_of(item: Mapping[str, Any]) -> Cost:
-    tokens, units, *counts = item["cost"]
-    media = Media(*counts)
-    return Cost(tokens, media.patches, units, has_media=any(counts), media=media)
+        return Cost(len(ids), media.patches, units, has_media=any(media), media=media)
 
 
 class Collator:
@@ -132,19 +126,16 @@ class Collator:
         if any("mm_token_type_ids" in item for item in rendered):  # rows without media have none
             for item in rendered:
                 item.setdefault("mm_token_type_ids", [0] * len(item["input_ids"]))
-        batch: dict[str, Any] = _collate(rendered, self.rows.cutoff_len)
+        cutoff_len = self.rows.cutoff_len
+        if with_media := getattr(batching, "_collate_micro_batch", None):  # not in 0.9.5
+            batch: dict[str, Any] = with_media(rendered, cutoff_len)
+        else:
+            batch = batching.default_collate(batching.pad_and_truncate(rendered, cutoff_len))
         if self.is_flat:
             batch.pop("position_ids", None)
             if self.positions is not None:
                 batch["position_ids"] = self.positions(batch)
         return batch
-
-
-def _collate(items: Sequence[Mapping[str, Any]], cutoff_len: int) -> Any:
-    with_media = getattr(batching, "_collate_micro_batch", None)  # not in 0.9.5
-    if with_media is not None:
-        return with_media(items, cutoff_len)
-    return batching.default_collate(batching.pad_and_truncate(items, cutoff_len))
 
 
 class Order(Sampler[int]):
@@ -281,7 +272,7 @@ class BatchGenerator(TrainerCallback):
         online: ODBDataLoader[Any] = ODBDataLoader.from_dataloader(
             loader,
             gradient_accumulation_steps=self.num_micro_batch,
-            cost_fn=_cost_of,
+            cost_fn=operator.itemgetter("cost"),
             collation=Collation(batches=("",)),
             audit_dir=args.output_dir if self._config.audit else None,
             stock_mean=StockMean("micro_batch", counts="labels"),
@@ -324,7 +315,6 @@ def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any
     return {**rows, "inputs": inputs}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The loss of a micro-batch.
 
 

@@ -34,7 +34,7 @@ class Setting:
     def __init__(self, config: dict[str, Any], **block: Any):
         self.stock_config, self.config = config, ODBConfig.from_block(BLOCK | block)
         self.dataset: OnlineDataset = load_data({**config, "odb": BLOCK | block})["train_dataset"]
-        self.observer = RowObserver(self.dataset.media, STAGES["sft"], decode=self.config.on_error == "skip")
+        self.observer = RowObserver(self.dataset.media, STAGES["sft"])
 
     @functools.cached_property
     def stock(self) -> Stock:
@@ -132,8 +132,7 @@ def test_media_that_cannot_be_read(tiny_vl, tmp_path, on_error: str) -> None:
     assert (not_an_image.reason, not_an_image.fatal) == ("unreadable", on_error == "raise")
     assert "row 1 of mine.json" in not_an_image.message and "not_an_image.png" in not_an_image.message
     assert ("on_error: skip" in not_an_image.message) == (on_error == "raise"), "no advice to set what is set"
-    # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
-    assert isinstance(cut_off, Rejection) == (on_error == "skip")
+    assert not isinstance(cut_off, Rejection), "it only shows when the image is decoded, in a collate worker"
     assert "no such file: folder.png: " in folder.message
     assert "no such file: gone.png: ValueError" in gone.message
 
@@ -141,7 +140,7 @@ def test_media_that_cannot_be_read(tiny_vl, tmp_path, on_error: str) -> None:
 def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:
     """Its rank would run the vision tower twice, the others once, and all would hang."""
     features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
-    shared = {"decode": False, "model_type": "llava_next_video", "shards_parameters": True}
+    shared = {"model_type": "llava_next_video", "shards_parameters": True}
     with pytest.raises(ValueError, match="both images and videos.*llava_next_video"):
         RowObserver(vl.dataset.media, STAGES["sft"], **shared)(features)
 

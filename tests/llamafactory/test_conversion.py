@@ -224,7 +224,7 @@ def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_t
     for policy in ("raise", "skip"):
         block = BLOCK | {"on_error": policy}
         online = load_data(config | {"odb": block})["train_dataset"]
-        observer = RowObserver(online.media, STAGES["sft"], decode=False)
+        observer = RowObserver(online.media, STAGES["sft"])
         observed = ObservedDataset(online, observer, ODBConfig.from_block(block), Budget(1024))
         rejection = observed[2]
         assert (rejection.reason, rejection.fatal) == ("unreadable", policy == "raise")

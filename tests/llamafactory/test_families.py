@@ -84,7 +84,7 @@ class Setting:
 
     def observed(self, rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], Cost]]:
         dataset = OnlineDataset(rows, self.rows, self.media, STAGES["sft"])
-        observer = RowObserver(self.media, STAGES["sft"], decode=False)
+        observer = RowObserver(self.media, STAGES["sft"])
         return [observer(dataset[index]) for index in range(len(rows))]
 
 
@@ -241,5 +241,5 @@ def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(
     setting = Setting(next(one for one in FAMILIES if one.template == "qwen2_vl"))
     rows = make_rows("image and video", tmp_path)
     dataset = OnlineDataset(rows, setting.rows, setting.media, STAGES["sft"])
-    observer = RowObserver(setting.media, STAGES["sft"], decode=False, model_type=model_type)
+    observer = RowObserver(setting.media, STAGES["sft"], model_type=model_type)
     assert [observer(dataset[index])[1].modality for index in range(2)] == [0, VIDEO if apart else 0]

@@ -57,7 +57,6 @@ LONG = "9" * 5000
 @pytest.mark.parametrize(
     ("text", "overrides", "start"),
     [
-        ("odb:\n  token_bugdet: 1\n", (), "odb.token_bugdet: 1 "),
         (ODB + "  rehears: false\n  joins: true\n", (), "odb.rehears: False .* odb.joins: True "),
         ("odb:\n  join: true\n  join: false\n", (), ".*my.yaml: .*line 3"),
         ("odb:\n\ttoken_budget: 1\n", (), ".*my.yaml: .*line 2"),
@@ -70,9 +69,6 @@ LONG = "9" * 5000
         (ODB + "overlong: drop\n", (), "overlong: 'drop' "),
         ("odb:\ntoken_budget: 1\n", (), "token_budget: "),
         (ODB + "dataloader_num_workers: -1\n", (), "dataloader_num_workers: -1 "),
-        (ODB + "resume_from_checkpoint: 5\n", (), "resume_from_checkpoint: 5 "),
-        (ODB + "resume_from_checkpoint: true\noutput_dir: no/pe\n", (), "resume_from_checkpoint: True .*no/pe"),
-        (ODB + "do_train: true\npacking: true\n", (), "packing: True "),
         (ODB + "do_train: true\npacking: true\nuse_mca: true\n", (), "use_mca: True .* packing: True "),
         ("obd:\n  token_budget: 1\n", (), "obd: "),
         ("seed: 1\n", ("obd.token_budget=1",), "obd: "),
@@ -88,8 +84,6 @@ LONG = "9" * 5000
         (ODB + "x: \0\n", (), ".*my.yaml: "),
         (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ".*my.yaml: "),
         (f"odb:\n  token_budget: '{LONG}'\n", (), "odb.token_budget: "),
-        (ODB + "model_name_or_path: /no/pe\n", (), "model_name_or_path: '/no/pe' "),
-        (ODB + "model_name_or_path: a/b/c\n", (), "model_name_or_path: 'a/b/c' "),
     ],
 )
 def test_what_the_yaml_shows_is_said_before_the_launch(

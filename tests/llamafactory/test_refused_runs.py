@@ -20,15 +20,9 @@ FILL = {"token_budget": 256, "global_batch_size": "fill"}
 FLAT = {"token_budget": 256, "layout": "flat"}
 BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"odb": {"token_budget": "auto"}}, "odb.token_budget: 'auto'"),
-    ({"odb": {"token_budget": 256, "max_patches": "auto"}}, "odb.max_patches: 'auto'"),
     ({"odb": {"token_budget": "auto"}, "stage": "kto"}, "odb.token_budget: 'auto'"),
     ({"odb": {"token_bugdet": 256}}, "odb.token_bugdet: 256"),
-    ({"odb": {"token_budget": 256, "resume": "epoch"}}, "odb.resume: 'epoch'"),
-    ({"odb": {"token_budget": "many"}}, "odb.token_budget: 'many'"),
-    ({"odb": None}, "odb: None"),
-    ({"odb": FILL | {"loss_scaling": "stock"}}, "odb.loss_scaling: 'stock'"),
     ({"packing": True}, "packing: True"),
-    ({"stage": "pt", "packing": True}, "packing: True"),
     ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, "neat_packing: True"),
     ({"shift_attn": True, "odb": FLAT}, "shift_attn: True"),
     ({"use_mca": True}, "use_mca: True"),
@@ -38,25 +32,12 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"use_galore": True, "galore_layerwise": True}, "galore_layerwise: True"),
     ({"use_apollo": True, "apollo_layerwise": True}, "apollo_layerwise: True"),
     ({"use_badam": True, "badam_mode": "ratio"}, "badam_mode: 'ratio'"),
-    ({"optim": "galore_adamw_layerwise"}, "optim: "),
-    ({"optim": "adalomo"}, "optim: "),
     ({"auto_find_batch_size": True}, "auto_find_batch_size: True"),
-    ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config.dispatch_batches: True"),
     ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: False"),
     ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, "stage: 'ppo'"),
     ({"stage": "dpo", "pref_bco_weight": 0.5}, "pref_bco_weight: 0.5"),
     ({"mixture_of_depths": "convert"}, "mixture_of_depths: 'convert'"),
-    ({"num_train_epochs": 0}, "num_train_epochs: 0"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0"),
     ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
-    # Values of a wrong type
-    ({"cutoff_len": "abc"}, "cutoff_len: 'abc'"),
-    ({"cutoff_len": "2048"}, "cutoff_len: '2048'"),
-    ({"learning_rate": "abc"}, "learning_rate: 'abc'"),
-    ({"num_train_epochs": "x"}, "num_train_epochs: 'x'"),
-    ({"gradient_accumulation_steps": [2]}, r"gradient_accumulation_steps: \[2\]"),
-    ({"bf16": "no"}, "bf16: 'no'"),
-    ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
 ]
 """Changes to a YAML, and what the message begins with (a pattern)."""
 WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [

@@ -19,10 +19,9 @@ from odb_factory.data.observe import RowDropped
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planner import Media
 
 BLOCK = {"token_budget": 512, "audit": True}
-NO_MEDIA: Any = SimpleNamespace(count_media=lambda *args: Media(), has_media=lambda *args: True)
+NO_MEDIA: Any = SimpleNamespace(cost_of=lambda *args: {})
 
 
 def test_a_pad_token_inside_a_document_carries_no_loss() -> None:
@@ -58,17 +57,14 @@ def test_rows_of_kto_with_videos_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def kto(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`kto(output_dir, ...)`: a configuration. Data sets: `judged`; `dropped`, of which LLaMA-Factory drops row 4;
-    `broken`, where it fails at row 2 because row 1 has no answer."""
+    """`kto(output_dir, ...)`: a configuration. Data sets: `judged`; `dropped`, of which LLaMA-Factory drops row 4."""
     folder = tmp_path_factory.mktemp("stages")
     rows_dir = write_rows(folder / "rows")
     rows = json.loads((rows_dir / "judged.json").read_text(encoding="utf-8"))
     info = json.loads((rows_dir / "dataset_info.json").read_text(encoding="utf-8"))
-    changed = {"dropped": [*rows[:4], rows[4] | {"good": None}, *rows[5:9]], "broken": rows[:4]}
-    changed["broken"][1] = rows[1] | {"conversations": rows[1]["conversations"][:1]}
-    for name, of_set in changed.items():
-        (rows_dir / f"{name}.json").write_text(json.dumps(of_set), encoding="utf-8")
-        info[name] = info["judged"] | {"file_name": f"{name}.json"}
+    dropped = [*rows[:4], rows[4] | {"good": None}, *rows[5:9]]
+    (rows_dir / "dropped.json").write_text(json.dumps(dropped), encoding="utf-8")
+    info["dropped"] = info["judged"] | {"file_name": "dropped.json"}
     (rows_dir / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     config_of = configurations(TinyModels(tiny_text, tiny_vl, folder), rows_dir)
     return functools.partial(config_of, "kto", model="tied", val_size=0, eval_strategy="no")
@@ -99,12 +95,6 @@ def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, A
             continue
     assert kept == [dict(row) for row in stock]
     assert len(online) - len(kept) == ("dropped" in config["dataset"])
-
-
-def test_a_partner_without_an_answer_is_told(kto, tmp_path: Path) -> None:
-    online = rows_of(kto(tmp_path, dataset="broken", odb=BLOCK))
-    with pytest.raises(ValueError, match="paired with the answer of the row before it"):
-        online[2]
 
 
 def test_two_ranks_train_as_stock_does_on_one(kto, tmp_path: Path) -> None:

@@ -241,10 +241,10 @@ def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments
     said = run_command(command, LAUNCH_TIMEOUT_S, environment=env | torchrun)
     assert "online dynamic batching is on for v1's sft; layout: flat" in said
     assert len(losses(str(tmp_path / "out"))) == 2
-    refused = end_of([*command, "per_device_train_batch_size=2"], 120, environment=env)
+    refused = end_of([*command, "odb.oom=skip"], 120, environment=env)
     assert refused.returncode == 1 and "Traceback" not in refused.stdout
     (line,) = [one for one in refused.stdout.splitlines() if one.startswith("[odb]")]
-    assert line.startswith("[odb] per_device_train_batch_size: 2 ") and "micro_batch_size" in line
+    assert line.startswith("[odb] odb.oom: 'skip' has no meaning under USE_V1")
 
 
 @pytest.mark.parametrize("change", sorted(path.stem for path in (ROOT / "patches" / "upstream").glob("*.diff")))
