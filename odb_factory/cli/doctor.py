@@ -97,14 +97,15 @@ def _checks_of_imports() -> Iterator[Check]:
         if error := _error_of_import(name):
             yield "note", f"{name} does not fit this torch: {error}", f'pip install -U "torch<2.13" {name}'
     if installed_version("llamafactory"):
-        modules = dict.fromkeys(hook.module for hook in HOOKS if not hook.without)
+        needed = [hook for hook in HOOKS if not hook.without]
+        modules = dict.fromkeys(hook.module for hook in needed)
         if failed := [f"{name}: {error}" for name in modules if (error := _error_of_import(name))]:
             yield "problem", f"cannot be imported: {failed[0]}", "`llamafactory-cli version` shows all of it"
-        elif unhooked := [seam for seam in hooks.seams() if not _is_hooked(seam, hooks.__file__)]:
+        elif unhooked := [hook.name for hook in needed if not _is_hooked(hook.name, hooks.__file__)]:
             finding = f"missing in this LLaMA-Factory, or not hooked: {', '.join(unhooked)}"
             yield "problem", finding, f'pip install "llamafactory{SUPPORTED}"'
         else:
-            yield "ok", f"all {len(hooks.seams())} functions of LLaMA-Factory that odb_factory needs are hooked", ""
+            yield "ok", f"all {len(needed)} functions of LLaMA-Factory that odb_factory needs are hooked", ""
     for device in map(torch.device, range(torch.cuda.device_count()) if torch.cuda.is_available() else ["cpu"]):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         kernel = kernel_of(device, torch.bfloat16)

@@ -40,6 +40,10 @@ class Hook(NamedTuple):
     wrapper: str
     without: str = ""
 
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.function}"
+
 
 _V1, _RAY = "no training with USE_V1=1", "no reserved CPUs and no short messages with USE_RAY=1"
 HOOKS = (

@@ -132,9 +132,9 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         collation=stage.collation(collator, rows.media.patch_size),
         patch_size=rows.media.patch_size,
         measure=stage.measure,
-        equal_weights=stage.equal_weights,
+        equal_weights=bool(stage.batches),
         agree_on={**rows.stage.settings, "what row 0 says": _first_row(rows if head is None else head, observer)},
-        eval_rows=eval_rows if stage.evaluates_by_budget else None,
+        eval_rows=None if stage.prepares_steps else eval_rows,  # kto's figures are sums over the batches of a rank
         not_flat=not_flat,
     )
     trainer.odb.parts = stage.parts(trainer)

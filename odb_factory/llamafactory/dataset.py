@@ -245,7 +245,6 @@ class OnlineDataset(Dataset):
 
     def features_of(self, rows: Sequence[dict[str, Any]], index: int | None = None) -> dict[str, Any]:
         """Of the last of these converted rows, preprocessed together. index: of that row, if it has one."""
-        self.media.begin_row()
         self.media.check_text(rows[-1])
         encoded = self.stage.preprocess(self.processor, rows)
         if not encoded.get(f"{self.stage.answers[0]}input_ids"):
@@ -275,11 +274,7 @@ class OnlineDataset(Dataset):
 
 
 class TokenizedDataset(Dataset):
-    """`dataset[i]`: one row of data that LLaMA-Factory tokenized beforehand, used as it is.
-
-    Columns of media may be missing. Raises `MediaCut` if it holds fewer placeholders than its media have tokens, and
-    `ValueError` if it holds more, if that can be known.
-    """
+    """`dataset[i]`: one row of data that LLaMA-Factory tokenized beforehand, used as it is, maybe without media."""
 
     def __init__(self, rows: datasets.Dataset, media: MediaObserver, stage: Stage):
         self.rows, self.media, self.stage = stored(rows, "images", encodings=0), media, stage
@@ -288,11 +283,7 @@ class TokenizedDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.media.begin_row()
-        features = self.rows[index]
-        if any(self.media.tokenized_placeholders_cut(features, ids) for ids in self.stage.ids_of(features)):
-            raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
-        return features
+        return self.rows[index]
 
 
 class RowObserver:

@@ -81,11 +81,6 @@ def unhook() -> None:
     uncaught.uninstall()
 
 
-def seams() -> list[str]:
-    """The functions without which no training with a block runs, as `module.name`."""
-    return [f"{hook.module}.{hook.function}" for hook in HOOKS if not hook.without]
-
-
 def read_block(original: Callable, args: Any = None) -> Any:
     """hparams.parser.get_train_args, v1.config.arg_parser.get_args: the block is taken out of the arguments, checked
     and kept."""
@@ -121,9 +116,8 @@ def _check_seams(*, is_v1: bool = False) -> None:
     missing = [seam for seam in _missing if (".v1." in seam.module if is_v1 else not seam.without)]
     if missing:
         raise ConfigError(
-            "odb: this LLaMA-Factory release does not have "
-            f"{', '.join(f'{seam.module}.{seam.function}' for seam in missing)}, which odb_factory hooks; install a "
-            "supported release (`odb-factory doctor` names them)."
+            f"odb: this LLaMA-Factory release does not have {', '.join(seam.name for seam in missing)}, which "
+            "odb_factory hooks; install a supported release (`odb-factory doctor` names them)."
         )
 
 
@@ -236,9 +230,7 @@ def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) ->
     if _active is None or getattr(trainer, "odb", None) is not None:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach
-    from odb_factory.llamafactory.stages import STAGES
 
     attach.attach(trainer, _active)
-    stage = STAGES[trainer.finetuning_args.stage]
-    logger.info("online dynamic batching is on; stage %s, unit: %s", stage.name, stage.unit)
+    logger.info("online dynamic batching is on; stage %s", trainer.finetuning_args.stage)
     return trainer.train(*args, **kwargs)

@@ -204,28 +204,20 @@ WRITTEN_OUT = "its text contains the placeholder {}, which the model would read 
 class MediaObserver:
     """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
 
-    The stand-in keeps what the real processor answered about the current row, so that token expansion and patch
-    count share one look at each file; call `begin_row` between rows.
+    The stand-in keeps what the real processor answered about a row until its media are counted, so that token expansion
+    and patch count share one look at each file.
     """
 
     def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
         self.original, self.processor = plugin, processor
         names = [name for name in (plugin.image_token, plugin.video_token, plugin.audio_token) if name is not None]
-        ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
-        # Placeholders of the plugin that are tokens of this tokenizer.
-        self._token_ids = {
-            name: token_id
-            for name, token_id in ids.items()
-            if isinstance(token_id, int) and tokenizer.convert_ids_to_tokens(token_id) == name
-        }
+        vocabulary = tokenizer.get_vocab() if names else {}
+        self._token_ids = {name: vocabulary[name] for name in names if name in vocabulary}
         self._images = images_by_size(plugin, processor)
         self._by_formula = self._images is not None and self._images.by_formula
-        self._answers: dict[Any, Answer] = {}
+        self._answers: dict[Any, tuple[Any, Answer]] = {}
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
-
-    def begin_row(self) -> None:
-        self._answers = {}
 
     def check_text(self, row: Mapping[str, Any]) -> None:
         """Raise `ValueError` if a converted row has a placeholder written out. If that is what people write for a
@@ -238,19 +230,6 @@ class MediaObserver:
 
     def num_placeholders(self, input_ids: Sequence[int]) -> int:
         return sum(input_ids.count(token_id) for token_id in self._token_ids.values())
-
-    def tokenized_placeholders_cut(self, features: Mapping[str, Any], input_ids: Sequence[int]) -> bool:
-        """Whether a row that was tokenized before holds fewer placeholders than its media take, if their sizes give the
-        number. Raises `ValueError` if it holds more."""
-        count, expected = self.num_placeholders(input_ids), 0
-        if any(features.get(kind) for kind in MEDIA):
-            if features.get("audios") or not self._by_formula:
-                return False
-            patches = self.count_media(features, []).patches
-            expected = patches // self.processor.image_processor.merge_size**2
-        if count > expected:
-            raise ValueError(WRITTEN_OUT.format(" or ".join(self._token_ids)))
-        return count < expected
 
     def cost_of(self, features: Mapping[str, Any], input_ids: list[int], rows: int = 1) -> dict[str, Any]:
         """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
@@ -273,6 +252,7 @@ class MediaObserver:
             inputs |= self.plugin.get_mm_inputs(*media, *([len(kind)] for kind in media), [input_ids], self.processor)
         if audios and hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
             inputs.setdefault("image_grid_thw", torch.zeros((0, 3), dtype=torch.long))  # as in every batch of the model
+        self._answers.clear()
         return count_media(inputs, self.patch_size)
 
     @property
@@ -299,6 +279,6 @@ class MediaObserver:
             if key not in self._answers:
                 of_images, *others = media
                 answer = self.original._get_mm_inputs(decoded(of_images), *others, processor, *args, **kwargs)
-                self._answers[key] = dict(answer)
-            inputs |= self._answers[key]
+                self._answers[key] = media, dict(answer)  # so that no other medium takes one of these ids
+            inputs |= self._answers[key][1]
         return inputs

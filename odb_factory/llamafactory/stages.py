@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +21,23 @@ MEDIA = ("images", "videos", "audios")
 PROBE_TOKENS = 8
 
 
-class Stage(ABC):
+class Stage:
     """One object a stage; it holds no state of a run, and is sent to worker processes.
 
-    name: as in the YAML. unit: what stock's loss is a mean over, for messages. answers: what the columns of each answer
-    of a processed row begin with.
+    name: as in the YAML. answers: what the columns of each answer of a processed row begin with.
     columns: that dataset_info.json must give, beside those of every stage.
-    takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
-    one by one, so samples that stock weighs differently do not share one.
-    evaluates_by_budget: `eval_token_budget` gives stock's figures.
+    takes_media: its collator does.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
-    rows: that its collator makes of a sample. batches: of `Collation`.
+    rows: that its collator makes of a sample. batches: of `Collation`; if there are any, the loss of a micro-batch is
+    one mean whose units cannot be weighed one by one, so samples that stock weighs differently do not share one.
     settings: what ranks must have in common for their rows to be the same, beside the arguments that they compare.
     flags: what the collator takes of a sample beside its answers and media.
     """
 
     name: str
-    unit: str
     answers: tuple[str, ...] = ("",)
     columns: tuple[str, ...] = ()
     takes_media: bool = True
-    equal_weights: bool = False
-    evaluates_by_budget: bool = True
     prepares_steps: bool = False
     rows: int = 1
     batches: tuple[str, ...] = ()
@@ -76,69 +70,48 @@ class Stage(ABC):
         """The token ids of each answer of a processed row, with its prompt."""
         return [features[f"{answer}input_ids"] for answer in self.answers]
 
-    @abstractmethod
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         """Of a processed row, as it will be collated."""
+        raise NotImplementedError
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         """Of a collated micro-batch. patch_size, segments: of `measure_batch`."""
         return measure_batch(batch, patch_size, segments)
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        """What this collator adds to a micro-batch; learnt by collating one short sample without media."""
+        """What this collator adds to a micro-batch: padding, and a fake image and audio, learnt by collating one short
+        sample without media."""
+        template, dummies = getattr(collator, "template", None), dict[str, int]()
+        if template is not None:  # a custom collator, which injects nothing, is not asked to collate
+            values = {"input_ids": collator.tokenizer.pad_token_id, "attention_mask": 1, "labels": IGNORE_INDEX}
+            probe: dict[str, Any] = dict.fromkeys(MEDIA) | dict.fromkeys(self.flags, True)
+            probe |= {f"{answer}{name}": [values[name]] * PROBE_TOKENS for answer in self.answers for name in values}
+
+            def injected(collator: Any) -> tuple[int, int]:
+                batch = collator([copy.deepcopy(probe)])
+                return batch["input_ids"].shape[1] - PROBE_TOKENS, count_media(batch, patch_size).patches
+
+            unpadded, plugin = copy.copy(collator), template.mm_plugin
+            unpadded.pad_to_multiple_of = None
+            tokens, patches = injected(unpadded)
+            image_tokens, image_patches = (tokens, patches) if plugin.image_token is not None else (0, 0)
+            if plugin.image_token is not None and plugin.audio_token is not None:
+                unpadded.get_rope_func = None  # positions are not asked for, and may need audio
+                unpadded.template = copy.copy(template)
+                unpadded.template.mm_plugin = copy.copy(plugin)
+                unpadded.template.mm_plugin.audio_token = None
+                image_tokens, image_patches = injected(unpadded)
+            dummies = {"dummy_media_tokens": image_tokens, "dummy_media_patches": image_patches}
+            dummies |= {
+                "dummy_audio_tokens": tokens - image_tokens,
+                "dummy_audio_patches": patches - image_patches,
+            }
         multiple = getattr(collator, "pad_to_multiple_of", None) or 1
-        if not self.takes_media:
-            return Collation(pad_to_multiple_of=multiple)
-        tokenizer = getattr(collator, "tokenizer", None)  # a collator without one is not asked to collate
-        token_id = 0 if tokenizer is None else tokenizer.pad_token_id
-        values = {"input_ids": token_id, "attention_mask": 1, "labels": IGNORE_INDEX}
-        probe: dict[str, Any] = dict.fromkeys(MEDIA) | dict.fromkeys(self.flags, True)
-        probe |= {f"{answer}{name}": [values[name]] * PROBE_TOKENS for answer in self.answers for name in values}
-        image, audio = _dummies(collator, probe, patch_size)
-        return Collation(
-            pad_to_multiple_of=multiple,
-            dummy_media_tokens=image[0],
-            dummy_media_patches=image[1],
-            dummy_audio_tokens=audio[0],
-            dummy_audio_patches=audio[1],
-            rows=self.rows,
-            batches=self.batches,
-        )
+        return Collation(pad_to_multiple_of=multiple, rows=self.rows, batches=self.batches, **dummies)
 
     def parts(self, trainer: Any) -> Sequence[Any]:
         """What a run changes on a trainer, as `Session.parts`. Its evaluations must stay stock's."""
         return ()
-
-
-def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(tokens, patches) of the fake image, and of the fake audio, that a collator injects.
-
-    sample: text of `PROBE_TOKENS` tokens, collated alone.
-    """
-    template = getattr(collator, "template", None)
-    if template is None:  # a custom collator, which injects nothing
-        return (0, 0), (0, 0)
-
-    def injected(collator: Any) -> tuple[int, int]:
-        batch = collator([copy.deepcopy(dict(sample))])
-        return batch["input_ids"].shape[1] - PROBE_TOKENS, count_media(batch, patch_size).patches
-
-    unpadded = copy.copy(collator)
-    unpadded.pad_to_multiple_of = None
-    plugin = template.mm_plugin
-    both = injected(unpadded)
-    if plugin.image_token is None:
-        image = (0, 0)
-    elif plugin.audio_token is None:
-        image = both
-    else:
-        without = copy.copy(unpadded)
-        without.get_rope_func = None  # positions are not asked for, and may need audio
-        without.template = copy.copy(template)
-        without.template.mm_plugin = copy.copy(plugin)
-        without.template.mm_plugin.audio_token = None
-        image = injected(without)
-    return image, (both[0] - image[0], both[1] - image[1])
 
 
 # Stages whose loss is a mean over tokens: supervised fine-tuning and pre-training.
@@ -148,7 +121,6 @@ class Sft(Stage):
     """`stage: sft`."""
 
     name = "sft"
-    unit = "supervised token"
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         ids, labels = features["input_ids"], features["labels"]
@@ -165,7 +137,6 @@ class Pt(Stage):
     of a tokenizer that pads with its end-of-text token."""
 
     name = "pt"
-    unit = "supervised token"
     takes_media = False
     pad_token_id: int | None = None
 
@@ -196,10 +167,8 @@ DIVIDES_BY_LENGTH = ("ipo", "orpo", "simpo")
 class Pairs(Stage):
     """needs_labels: the answers that must have a token left: the loss would divide by their number."""
 
-    unit = "pair"
     answers = ("chosen_", "rejected_")
     columns = SIDES
-    equal_weights = True
     rows = len(SIDES)
     batches = ("",)
     needs_labels: tuple[str, ...] = ()
@@ -259,9 +228,6 @@ class Kto(Stage):
     """`stage: kto`. batches: what the columns of the two answers begin with."""
 
     name = "kto"
-    evaluates_by_budget = False  # its figures are sums over the batches of a rank
-    unit = "example"
-    equal_weights = True
     prepares_steps = True
     answers = batches = ("", "kl_")
     flags = ("kto_tags",)

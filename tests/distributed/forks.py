@@ -7,19 +7,18 @@ included, which children of `multiprocessing` leave out.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
+import json
 import os
+import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,114 +28,82 @@ SHIM_PREFIX = "ODB_TEST_SHIM_"
 
 
 class Forked:
-    """A child of the server, with what `subprocess.Popen` has for one's own."""
+    """A child of the server, which writes its return code to the file `ended`; as `subprocess.Popen` else."""
 
-    def __init__(self, server: _Server, pid: int):
-        self._server, self.pid = server, pid
+    def __init__(self, pid: int, ended: Path):
+        self.pid, self._ended = pid, ended
 
     @property
     def returncode(self) -> int | None:
-        return self._server.ended.get(self.pid)
-
-    def poll(self) -> int | None:
-        self._server.read(0)
-        return self.returncode
+        text = self._ended.read_text() if self._ended.exists() else ""
+        return int(text) if text else None
 
     def wait(self, timeout: float) -> int:
         until = time.monotonic() + timeout
-        while self.returncode is None:
+        while (code := self.returncode) is None:
             if time.monotonic() > until:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self._server.read(POLL_S)
-        return self.returncode
+            time.sleep(POLL_S)
+        return code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        if self.returncode is None:
             os.kill(self.pid, number)
 
 
-class _Server:
-    """This process's end of the server. ended: return codes by process id."""
-
-    def __init__(self, shims: frozenset[str]) -> None:
-        self.ended: dict[int, int] = {}
-        own, other = socket.socketpair()
-        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
-        others = {name: value for name, value in os.environ.items() if not name.startswith(SHIM_PREFIX)}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(other.fileno())],
-            pass_fds=[other.fileno()],
-            env=others | dict.fromkeys(shims, "1") | {"PYTHONPATH": path},
-            start_new_session=True,
-        )
-        other.close()
-        self._connection, self._pids = Connection(own.detach()), list[int]()
-        atexit.register(self.close)
-
-    def start(self, request: dict[str, Any]) -> Forked:
-        self._connection.send(request)
-        while not self._pids:
-            self.read(None)
-        return Forked(self, self._pids.pop())
-
-    def close(self) -> None:
-        """The server ends when nobody can ask any more."""
-        self._connection.close()
-        self.process.wait(10)
-
-    def read(self, timeout_s: float | None) -> None:
-        """What comes from the server within so many seconds (None: wait for it)."""
-        while self._connection.poll(timeout_s):
-            pid, code = self._connection.recv()
-            timeout_s = 0
-            if code is None:
-                self._pids.append(pid)
-            else:
-                self.ended[pid] = code
-
-
 @functools.cache
-def _server(shims: frozenset[str]) -> _Server:
-    """shims: variables of the environment that name modules to import first of all, before what they change."""
-    return _Server(shims)
+def _server(shims: frozenset[str]) -> subprocess.Popen[str]:
+    """Ends when nobody can ask any more. shims: variables of the environment that name modules to import first of all,
+    before what they change."""
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
+    others = {name: value for name, value in os.environ.items() if not name.startswith(SHIM_PREFIX)}
+    env = others | dict.fromkeys(shims, "1") | {"PYTHONPATH": path}
+    command, pipe = [sys.executable, __file__], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, start_new_session=True)
 
 
 def start(function: str, arguments: list[str], *, modules: list[str], env: dict[str, str], log: Path) -> Forked:
     """Run `module:function(*arguments)` in a new process, which writes to `log`; the server imports `modules` first."""
+    ended = log.with_suffix(".ended")
+    ended.unlink(missing_ok=True)
     request = {"function": function, "arguments": arguments, "modules": modules, "env": env}
-    request |= {"log": str(log), "cwd": os.getcwd()}
-    return _server(frozenset(name for name in env if name.startswith(SHIM_PREFIX))).start(request)
+    request |= {"log": str(log), "ended": str(ended), "cwd": os.getcwd()}
+    server = _server(frozenset(name for name in env if name.startswith(SHIM_PREFIX)))
+    print(json.dumps(request), file=server.stdin, flush=True)
+    return Forked(int(server.stdout.readline()), ended)
 
 
-def serve(asked: Connection) -> dict[str, Any] | None:
-    """Fork for each request; returns the request in the child, and None in the server when nobody asks any more."""
-    alive: set[int] = set()
+def serve(answers: int) -> dict[str, Any] | None:
+    """Fork for each line of stdin, a request, and write the process id to the file descriptor `answers`.
+
+    Returns the request in the child, and None in the server when nobody asks any more.
+    """
+    alive: dict[int, str] = {}
     while True:
-        has_asked = asked.poll(POLL_S if alive else None)
+        is_asked, *_ = select.select([sys.stdin], [], [], POLL_S if alive else None)
         for pid in list(alive):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                alive.remove(pid)
-                asked.send((pid, os.waitstatus_to_exitcode(status)))
-        if not has_asked:
+                Path(alive.pop(pid)).write_text(str(os.waitstatus_to_exitcode(status)))
+        if not is_asked:
             continue
-        try:
-            request: dict[str, Any] = asked.recv()
-        except EOFError:
+        line = sys.stdin.readline()
+        if not line:
             for pid in alive:
                 os.killpg(pid, signal.SIGKILL)
             return None
+        request: dict[str, Any] = json.loads(line)
         with contextlib.suppress(Exception):  # the child meets it again, and tells
             for name in request["modules"]:
                 importlib.import_module(name)
         gc.freeze()  # a collection in the child need not look through the modules
         pid = os.fork()
         if not pid:
-            asked.close()
+            os.close(answers)
             return request
         os.setpgid(pid, pid)
-        alive.add(pid)
-        asked.send((pid, None))
+        alive[pid] = request["ended"]
+        os.write(answers, f"{pid}\n".encode())
 
 
 def run(request: dict[str, Any]) -> None:
@@ -156,7 +123,9 @@ if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
     faulthandler.enable()
     gc.disable()  # it imports, and nothing else
-    found = serve(Connection(int(sys.argv[1])))
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what an import prints is no answer
+    found = serve(answers)
     if found is None:
         os._exit(0)  # it holds nothing that would have to be put in order
     gc.enable()

@@ -26,11 +26,10 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Node:
-    """Where one launcher runs: a command in front of it, its environment, and overrides of the configuration."""
+    """Where one launcher runs: a command in front of it, and its environment."""
 
     prefix: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Run(Marked):
         try:
             for number, node in enumerate(nodes):
                 mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
-                words = [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path), *node.overrides]
+                words = [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path)]
                 self.launch(words, self.folder / f"launcher{number}.log", common | mine | node.env | dict(env))
         except BaseException:
             self.kill()
@@ -173,10 +172,6 @@ class Run(Marked):
         node, local = divmod(rank, per_node)
         files = sorted((self.folder / f"node{node}").glob(f"*/attempt_0/{local}/std*.log"), reverse=True)
         return "\n".join(path.read_text(errors="replace") for path in files)
-
-    def workers(self, rank: int) -> list[int]:
-        """The data workers of a rank, in the order of their start: those that observe, what plans, what collates."""
-        return sorted(pid for pid in self.processes() if parent(pid) == self.rank_pid(rank))
 
     def wait_for(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Return once a rank has written `text`."""

@@ -1,4 +1,4 @@
-"""Full fine-tuning by several ranks, real `llamafactory-cli train`: each engine as one stock process; uneven shards."""
+"""Full fine-tuning by several ranks: each engine as one stock process; a rank without rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.invariants import Audits, check_audits, check_books, losses, read_audits
+from distributed.invariants import check_audits, check_books, losses, read_audits
 from distributed.rows import INVALID, row
 from same_training import launch
 from same_training import train as train_here
@@ -193,73 +193,17 @@ def test_engine_grid(train, stock, name: str, num_ranks: int) -> None:
     check_engine(train, name, num_ranks, stock)
 
 
-# Shards of unequal size. With `disable_shuffling` row i goes to rank i % 2.
-
-WORDS = [3 + (k * 11) % 38 for k in range(16)]
-NINE = {k * 16 // 9 for k in range(9)}
-SHARDS = {
-    "16 and 9": (WORDS, [words if k in NINE else 0 for k, words in enumerate(WORDS)]),
-    "30 times longer": ([5] * 14, [150] * 14),
-    "12 and none": (WORDS[:12], [0] * 12),
-}
-"""Words of the answer of each row of either rank; 0: a row that LLaMA-Factory drops."""
-
-
-def run_shards(
-    name: str, model: Path, folder: Path, *, odb: dict[str, Any], has_pictures: bool = False, **changes: Any
-) -> tuple[Path, Audits, int]:
-    """Train on two ranks and check I1 to I4 and I7. Returns the output, the audits and how many rows are dropped.
-    has_pictures: every second row of rank 0 has one."""
-    noise((96, 64)).convert("RGB").save(folder / "picture.png")
-    rows = [
-        row(words, ["picture.png"] * (has_pictures and k % 2)) if words else INVALID
-        for k, pair in enumerate(zip(*SHARDS[name], strict=True))
-        for words in pair
-    ]
-    write_dataset(folder, {"rows": rows})
-    odb = {"buffer_size": 16, "audit": True, "global_batch_size": "fill", "balance": False} | odb
-    config = training_config(
-        model,
-        folder,
-        folder / "out",
-        dataset="rows",
-        ddp_backend="gloo",
-        disable_shuffling=True,
-        gradient_accumulation_steps=ACCUMULATION,
-        odb=odb,
-    )
-    run_to_end(config | changes)
-    audits = read_audits(folder / "out", 2)
-    if not odb["balance"]:
-        for rank, audit in enumerate(audits):
-            assert all(id % 2 == rank for line in audit for id in line["ids"]), "dealt out in turn"
-    usable = [number for number, item in enumerate(rows) if item is not INVALID]
-    bounds = {"token_budget": odb["token_budget"], "join": odb.get("join", True)}
-    check_audits(audits, ids=usable, accumulation=ACCUMULATION, fill=True, **bounds)
-    return folder / "out", audits, len(rows) - len(usable)
-
-
-def test_unequal_shards(tiny_text, tmp_path) -> None:
-    """All rows of both; one has all the long rows, and both have as much to do."""
-    out, audits, _ = run_shards("30 times longer", tiny_text, tmp_path, odb={"token_budget": 512, "balance": True})
-    summary = check_books(out, audits, left_out={})
-    tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
-    assert min(tokens) > 0.8 * max(tokens)
-    assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
-
-
-@pytest.mark.nightly
-def test_unequal_shards_without_join(tiny_text, tmp_path) -> None:
-    """I3: no idle step, nothing twice, and the rest is counted."""
-    out, audits, num_dropped = run_shards("16 and 9", tiny_text, tmp_path, odb={"token_budget": 256, "join": False})
-    remainder = 25 - sum(len(line["ids"]) for audit in audits for line in audit)
-    assert remainder > 0
-    check_books(out, audits, left_out={"invalid": num_dropped}, remainder=remainder)
-
-
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:
-    """I2 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or not."""
-    zero3 = {"deepspeed": deepspeed_config(3, tmp_path), "use_cpu": False, "odb": {"token_budget": 256}}
-    out, audits, num_dropped = run_shards("12 and none", tiny_vl, tmp_path, has_pictures=True, **zero3)
+    """I1, I2 and I7 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or
+    not. With `disable_shuffling` row i goes to rank i % 2."""
+    noise((96, 64)).convert("RGB").save(tmp_path / "picture.png")
+    rows = [row(3 + (k * 11) % 38, ["picture.png"] * (k % 2)) for k in range(12)]
+    write_dataset(tmp_path, {"rows": [item for usable in rows for item in (usable, INVALID)]})
+    odb = {"token_budget": 256, "buffer_size": 16, "audit": True, "global_batch_size": "fill", "balance": False}
+    changes = {"dataset": "rows", "disable_shuffling": True, "gradient_accumulation_steps": ACCUMULATION}
+    changes |= {"deepspeed": deepspeed_config(3, tmp_path), "use_cpu": False, "ddp_backend": "gloo"}
+    run_to_end(training_config(tiny_vl, tmp_path, tmp_path / "out", odb=odb, **changes))
+    audits = read_audits(tmp_path / "out", 2)
     assert all(line["idle"] for line in audits[1])
-    check_books(out, audits, left_out={"invalid": num_dropped})
+    check_audits(audits, ids=range(0, 24, 2), accumulation=ACCUMULATION, token_budget=256, fill=True)
+    check_books(tmp_path / "out", audits, left_out={"invalid": 12})

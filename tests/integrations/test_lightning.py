@@ -26,7 +26,7 @@ from odb_factory import ConfigError, ODBDataLoader, unpad
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
 
 from odb_factory.integrations.lightning import OnlineBatching, OptimizerSteps  # noqa: E402
 
@@ -237,7 +237,6 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
         # sets it when the training begins
         ({"callbacks": [OnlineBatching(), GradientAccumulationScheduler({0: 2})]}, "accumulate_grad_batches: 2"),
         ({"callbacks": []}, "OnlineBatching"),
-        ({"strategy": ModelParallelStrategy()}, "strategy: ModelParallelStrategy"),
         ({"automatic": False}, "automatic_optimization: False"),
         ({"loader": [pad([item(3)])]}, "train_dataloaders: a list"),
     ],

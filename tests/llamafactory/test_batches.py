@@ -148,19 +148,6 @@ def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl
 # `tokenized_path`: rows are used as they are, but not those that the model cannot take.
 
 
-def test_tokenized_rows(vl: Setting) -> None:
-    pad = vl.dataset.media._token_ids["<|image_pad|>"]
-    cells = {"input_ids": pad, "attention_mask": 1, "labels": -100}
-    whole = vl.stock_row(49)
-    cut = whole | {key: whole[key][: whole["input_ids"].index(pad) + 2] for key in cells}
-    written_out = [row | {key: [cell, *row[key]] for key, cell in cells.items()} for row in (whole, vl.stock_row(0))]
-    rows = [whole, cut, *written_out]
-    samples = [vl.observe(index, rows) for index in range(len(rows))]
-    assert samples[0].cost == vl.observe(49).cost
-    assert [(row.reason, row.fatal) for row in samples[1:]] == [("media_cut", True), *[("unreadable", True)] * 2]
-    assert "wide.png" in samples[1].message and "\n" not in samples[1].message
-
-
 def test_tokenized_rows_that_are_packed_are_refused() -> None:
     packed = datasets.Dataset.from_list([{"input_ids": [5, 6], "packing_params": {"sequence_boundaries": [0, 1, 2]}}])
     with pytest.raises(ConfigError, match="^tokenized_path: "):

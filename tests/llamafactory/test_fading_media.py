@@ -45,10 +45,10 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
     audits = read_audits(folder, num_ranks)
     ids = Counter(id for audit in audits for line in audit for id in line["ids"])
     assert ids == Counter(set(range(NUM_ROWS)) - LOST.keys()), "I2"
-    check_books(folder, audits, left_out={"collation": 1, "unreadable": 1})
+    check_books(folder, audits, left_out={"collation": 2})
     said = "\n".join(rank.said for rank in ended)
-    assert said.count("left out (collation): ") == 1
-    # The other optimizer steps are stock's; those that have lost a row are divided by what is left.
+    assert said.count("left out (collation): ") == 2
+    # The other optimizer steps are stock's.
     stock = configured(tiny_vl, tmp_path / "stock")
     del stock["odb"]
     train_stock(stock)
@@ -56,9 +56,3 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
     for step, (mine, its) in enumerate(zip(ours, theirs, strict=True), 1):
         if step not in LOST.values():
             assert mine == pytest.approx(its, rel=1e-4), step
-    for step in LOST.values():
-        of_step = [line for audit in audits for line in audit if line["optimizer_step"] == step]
-        if any(isinstance(line["weight"], list) for line in of_step):
-            continue  # of samples whose weights differ; how many tokens each has is not in the audit
-        weights = sum(line["weight"] for line in of_step) / num_ranks
-        assert weights <= 1.00001

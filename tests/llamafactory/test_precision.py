@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.test_engines import ENGINES, deepspeed_config
-from same_training import Config, Training, configurations, deviation, launch, read, report, train, write_rows
-from support import shimmed
+from same_training import Config, Training, configurations, deviation, report, train, write_rows
 from tiny_models import TinyModels
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -42,8 +40,8 @@ IMAGES = {
 LIMIT_S = 1500
 
 
-def steps_of(batch: int, num_ranks: int = 1) -> dict[str, int]:
-    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": ROWS // batch // num_ranks}
+def steps_of(batch: int) -> dict[str, int]:
+    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": ROWS // batch}
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,11 @@ class Cell:
     changes: dict[str, Any]
     float32: bool = False
 
-    def trainings(self, num_ranks: int = 1) -> dict[str, dict[str, Any]]:
+    def trainings(self) -> dict[str, dict[str, Any]]:
         """By their names: with odb, stock, and those that differ from stock by rounding alone."""
-        stock = steps_of(2, num_ranks) | self.changes
+        stock = steps_of(2) | self.changes
         block = stock.pop("odb", BLOCK)
-        cuts = [steps_of(batch, num_ranks) for batch in (1, 3, 6)]
+        cuts = [steps_of(batch) for batch in (1, 3, 6)]
         rounding = {} if self.float32 else {f"cut{number}": stock | changes for number, changes in enumerate(cuts)}
         return {"odb": stock | {"odb": block}, "stock": stock, "float32": stock | FLOAT32, **rounding}
 
@@ -79,7 +77,6 @@ CELLS = {
     "kto, pure": Cell("kto", PURE, float32=True),
     "kto, lora": Cell("kto", BF16 | LORA, float32=True),
 }
-ON_TWO_RANKS = {"sft": CELLS["sft"], "images": IMAGES_IN_BF16, "dpo": CELLS["dpo, lora"], "kto": CELLS["kto, lora"]}
 
 
 ROUNDING = 2**-9
@@ -155,22 +152,3 @@ def test_images_in_bf16(config_of: Config, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CELLS)
 def test_one_rank(name: str, config_of: Config, tmp_path: Path) -> None:
     check_one_rank(name, CELLS[name], config_of, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(LIMIT_S + 300)
-@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
-def test_two_ranks(engine: str, config_of: Config, tmp_path: Path) -> None:
-    common = dict(ENGINES[engine].changes)
-    if stage := ENGINES[engine].deepspeed_stage:
-        common["deepspeed"] = deepspeed_config(stage, tmp_path)
-    configs = {
-        (name, kind): config_of(cell.stage, tmp_path / f"{name}_{kind}", **changes | common)
-        for name, cell in ON_TWO_RANKS.items()
-        for kind, changes in cell.trainings(2).items()
-    }
-    launch([*configs.values()], tmp_path, limit_s=LIMIT_S, env=shimmed("bf16_on_cpu"))
-    for name in ON_TWO_RANKS:
-        folders = {kind: tmp_path / f"{name}_{kind}" for of, kind in configs if of == name}
-        trained = {kind: read(path, 2) for kind, path in folders.items()}
-        check(f"{name}, 2 ranks, {engine}", trained)

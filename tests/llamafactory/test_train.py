@@ -15,7 +15,7 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from llamafactory.train.tuner import run_exp
 from same_training import configurations, write_rows
 from stock import load_stock
-from support import read_jsonl, read_log, run_llamafactory, training_config
+from support import RUN_TIMEOUT_S, read_jsonl, read_log, run_llamafactory, shimmed, training_config
 from transformers import DataCollatorForSeq2Seq
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
@@ -160,3 +160,21 @@ def test_tokens_a_second_need_no_pass_over_the_data(stage: str, tiny_text: Path,
     if COUNTED:
         counted = results["train_tokens_per_second"] * results["train_runtime"]
         assert counted == pytest.approx(summary["padded_tokens"], 1e-2)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * RUN_TIMEOUT_S + 60)
+def test_spawn_and_forkserver_train_as_fork_does(tiny_vl, data_dir, tmp_path) -> None:
+    """I6. The collator holds a model that no pickle can take, and is sent to the workers of the evaluation, too."""
+    logs: dict[str, Any] = {}
+    for method in ("fork", "spawn", "forkserver"):
+        changes = {"dataset": "texts,pictures", "eval_dataset": "texts", "eval_strategy": "epoch"}
+        changes |= {"gradient_accumulation_steps": 2, "odb": BLOCK | {"token_budget": 1536, "max_patches": 900}}
+        config = training_config(tiny_vl, data_dir, tmp_path / method, **changes)
+        done = run_llamafactory(config, env=shimmed("start_method") | {"ODB_TEST_START_METHOD": method})
+        assert done.returncode == 0, done.stdout[-3000:]
+        logs[method] = [
+            [entry.get(key) for key in ("loss", "grad_norm", "eval_loss")] for entry in read_log(tmp_path / method)
+        ]
+    assert logs["spawn"] == logs["forkserver"] == logs["fork"]
+    assert any(eval_loss for _, _, eval_loss in logs["fork"])
