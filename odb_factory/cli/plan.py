@@ -109,14 +109,14 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
 
         training = read(Path("my.yaml"), ["odb.token_budget=8192"], ranks=8)
     """
-    from odb_factory.llamafactory import launch
     from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten
+    from odb_factory.llamafactory.hooks import arguments_of
 
     # What is wrong with the YAML is reported before anything heavy is imported.
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         why = "not a YAML file" if path.exists() else "there is no such file"
         raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
-    keys = launch.arguments_of(str(path), overrides)
+    keys = arguments_of(str(path), overrides)
     if is_given(keys):
         checked(keys, logs=False)
     if not keys.get("do_train"):

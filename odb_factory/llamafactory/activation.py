@@ -30,7 +30,7 @@ LAUNCHED = "ODB_FACTORY_LAUNCHED"
 class Hook(NamedTuple):
     """A function of LLaMA-Factory that is wrapped once its module has been executed.
 
-    wrapper: of `hooks.py`, or of the module named with it. without: what a release loses that lacks the
+    wrapper: of `hooks.py`. without: what a release loses that lacks the
     function; "": a training with a block is refused. These have the same names and meanings in LLaMA-Factory 0.9.5
     and the main branch (0.9.6.dev0).
     """
@@ -55,8 +55,8 @@ HOOKS = (
     Hook("llamafactory.train.rm.trainer", "PairwiseTrainer.train", "attach_first"),
     Hook("llamafactory.train.dpo.trainer", "CustomDPOTrainer.train", "attach_first"),
     Hook("llamafactory.train.kto.trainer", "CustomKTOTrainer.train", "attach_first"),
-    Hook("llamafactory.launcher", "launch", "launch.launch", "mistakes are found after processes have started"),
-    Hook("llamafactory.v1.launcher", "launch", "launch.launch", _V1),
+    Hook("llamafactory.launcher", "launch", "launch", "mistakes are found after processes have started"),
+    Hook("llamafactory.v1.launcher", "launch", "launch", _V1),
     Hook("llamafactory.v1.config.arg_parser", "get_args", "read_block", _V1),
     Hook("llamafactory.v1.core.base_trainer", "BaseTrainer._create_batch_generator", "make_v1_batches", _V1),
     Hook("llamafactory.hparams.parser", "get_ray_args", "read_ray", _RAY),

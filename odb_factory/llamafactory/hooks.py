@@ -12,15 +12,17 @@ import importlib
 import importlib.util
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
-from odb_factory.llamafactory.activation import HOOKS, Hook
+from odb_factory.llamafactory.activation import HOOKS, LAUNCHED, Hook
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -33,6 +35,8 @@ _missing: list[Hook] = []
 """Seams that a hooked module turned out not to have."""
 _num_ray_workers = 0
 """Of the training with a block whose Ray workers this process starts; 0: none."""
+MEANT = re.compile(r"odb|token_budget", re.IGNORECASE)
+"""What a YAML, or an override, has in it that has a block, or a typo for ours."""
 
 
 def hook(module: ModuleType) -> None:
@@ -45,8 +49,7 @@ def hook(module: ModuleType) -> None:
 
 
 def _wrap(module: ModuleType, path: str, wrapper: str) -> bool:
-    """Put `wrapper` around the function at `path`, once; its module is imported when it is called. Returns whether
-    there is one."""
+    """Put `wrapper` around the function at `path`, once. Returns whether there is one."""
     owner: Any = module
     *owners, name = path.split(".")
     for part in owners:
@@ -59,9 +62,7 @@ def _wrap(module: ModuleType, path: str, wrapper: str) -> bool:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            home, _, function = wrapper.rpartition(".")
-            there = importlib.import_module(f"odb_factory.llamafactory.{home or 'hooks'}")
-            return getattr(there, function)(original, *args, **kwargs)
+            return globals()[wrapper](original, *args, **kwargs)
 
         setattr(owner, name, call)
     return True
@@ -81,14 +82,71 @@ def unhook() -> None:
     uncaught.uninstall()
 
 
+# `llamafactory-cli train` with an `odb:` block: what can be checked of a YAML is checked before processes start.
+
+
+def launch(original: Callable[[], Any]) -> Any:
+    """Around the functions `launch` of LLaMA-Factory's launcher and of that of its next trainer (`USE_V1=1`)."""
+    from odb_factory.llamafactory import block
+
+    command, *arguments = sys.argv[1:] or [""]
+    args = read(*arguments[:1], overrides=arguments[1:])
+    if not block.is_given(args):
+        return original()
+    is_v1 = ".v1." in original.__module__
+    if command not in ("train", *(block.V1_COMMANDS if is_v1 else ())):
+        uncaught.install()
+        raise ConfigError(
+            f"odb: `llamafactory-cli {command}` does not train; remove the odb: block from {arguments[0]}."
+        )
+    block.check_v1(args) if is_v1 else block.checked(args, logs=False)
+    launcher: Any = sys.modules[original.__module__]
+    if os.name == "posix":
+        launcher.subprocess = SimpleNamespace(**{**vars(subprocess), "run": become_torchrun})
+    try:
+        return original()
+    finally:
+        launcher.subprocess = subprocess
+
+
+def become_torchrun(command: list[str], env: Mapping[str, str], **_: Any) -> None:
+    """In place of `subprocess.run`. A signal of a job scheduler, a container or the keyboard then reaches torchrun, and
+    with it the ranks, which save first what `enable_jit_checkpoint` promises."""
+    sys.stdout.flush()
+    os.execvpe(command[0], command, {**env, LAUNCHED: "1"})
+
+
+def read(path: str = "", *, overrides: Sequence[str]) -> dict[str, Any]:
+    """As `arguments_of`; none for what is not a YAML, or has no word in it that is meant for odb_factory."""
+    if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
+        return {}
+    if not any(map(MEANT.search, [Path(path).read_text(encoding="utf-8", errors="replace"), *overrides])):
+        return {}
+    return arguments_of(path, overrides)
+
+
+def arguments_of(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The arguments that a YAML and its overrides give; none if it holds no mapping. Raises `ConfigError` for a YAML
+    that cannot be read."""
+    from omegaconf import OmegaConf
+
+    try:
+        args: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
+    except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is not text
+        uncaught.install()
+        overridden = f" with {' '.join(overrides)}" if overrides else ""
+        raise ConfigError(f"{path}{overridden}: this YAML cannot be read ({one_line(error)}).") from None
+    return {str(key): value for key, value in args.items()} if isinstance(args, dict) else {}
+
+
 def read_block(original: Callable, args: Any = None) -> Any:
     """hparams.parser.get_train_args, v1.config.arg_parser.get_args: the block is taken out of the arguments, checked
     and kept."""
     global _active
     _active = None
-    from odb_factory.llamafactory import block, launch
+    from odb_factory.llamafactory import block
 
-    args = launch.read(*sys.argv[1:2], overrides=sys.argv[2:]) or None if args is None else args
+    args = read(*sys.argv[1:2], overrides=sys.argv[2:]) or None if args is None else args
     if not isinstance(args, dict) or not block.is_given(args):
         return original(args)
     if is_v1 := ".v1." in original.__module__:

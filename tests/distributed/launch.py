@@ -39,10 +39,9 @@ class Ended:
     returncodes: list[int]
     ranks: list[str]
     launchers: list[str]
-    seconds: float
 
     def __str__(self) -> str:
-        parts = [f"return codes {self.returncodes} after {self.seconds:.1f} s"]
+        parts = [f"return codes {self.returncodes}"]
         parts += [f"--- rank {rank} ---\n{text[-3000:]}" for rank, text in enumerate(self.ranks)]
         parts += [f"--- launcher {node} ---\n{text[-2000:]}" for node, text in enumerate(self.launchers)]
         return "\n".join(parts)
@@ -146,7 +145,6 @@ class Run(Marked):
             # torchrun writes what each rank says to files of its own.
             "PET_REDIRECTS": "3",
         }
-        self.started = time.monotonic()
         try:
             for number, node in enumerate(nodes):
                 mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
@@ -164,7 +162,7 @@ class Run(Marked):
         launchers = [(self.folder / f"launcher{n}.log").read_text() for n in range(len(self.launchers))]
         codes = [launcher.poll() for launcher in self.launchers]
         ranks = [self.said(rank) for rank in range(self.num_ranks)]
-        return Ended(codes, ranks, launchers, time.monotonic() - self.started)
+        return Ended(codes, ranks, launchers)
 
     def said(self, rank: int) -> str:
         """What a rank has written until now, stdout and then stderr."""

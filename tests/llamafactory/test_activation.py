@@ -79,7 +79,7 @@ RANKS = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); pr
 def test_sigterm_reaches_torchrun() -> None:
     """A container or a job ends with its first process, which must end after the ranks, when they have saved."""
     command = [sys.executable, "-c", RANKS]
-    code = f"import os; from odb_factory.llamafactory.launch import become_torchrun as run; run({command}, os.environ)"
+    code = f"import os; from odb_factory.llamafactory.hooks import become_torchrun as run; run({command}, os.environ)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,6 @@ class Setting:
 @pytest.fixture(scope="module")
 def vl(tiny_vl, data_dir, tmp_path_factory) -> Setting:
     return Setting(training_config(tiny_vl, data_dir, tmp_path_factory.mktemp("out"), dataset="texts,pictures"))
-
-
-@pytest.fixture(scope="module")
-def text(tiny_text, data_dir, tmp_path_factory) -> Setting:
-    return Setting(training_config(tiny_text, data_dir, tmp_path_factory.mktemp("out")))
 
 
 def conversation(question: str, images: tuple[str, ...] = (), system: str = "") -> dict[str, Any]:
@@ -154,23 +148,11 @@ def test_tokenized_rows_that_are_packed_are_refused() -> None:
         training_rows(packed, STAGES["sft"], None, None, None)
 
 
-@pytest.mark.parametrize("name", ["vl", "text"])
-def test_tokenized_rows_without_media_columns(name: str, request: pytest.FixtureRequest) -> None:
+def test_tokenized_rows_without_media_columns(vl: Setting) -> None:
     """As stock does: data that were tokenized elsewhere, or of text alone."""
-    setting = request.getfixturevalue(name)
     columns = ("input_ids", "attention_mask", "labels")
-    rows = [{key: setting.stock_row(index)[key] for key in columns} for index in range(3)]
-    collator = setting.stock.collator
-    ours = OpenMedia(collator)([unpack(setting.observe(index, rows).features) for index in range(3)])
+    rows = [{key: vl.stock_row(index)[key] for key in columns} for index in range(3)]
+    collator = vl.stock.collator
+    ours = OpenMedia(collator)([unpack(vl.observe(index, rows).features) for index in range(3)])
     stock = collator([dict(row) for row in rows])
     assert ours.keys() == stock.keys() and all(torch.equal(ours[key], stock[key]) for key in columns)
-
-
-def test_the_collator_answers_as_the_one_it_stands_for(text: Setting) -> None:
-    """Callbacks and trainers ask it for its tokenizer; workers get it pickled."""
-    collator = text.stock.collator
-    ours = OpenMedia(collator)
-    assert ours.tokenizer is collator.tokenizer and ours.pad_to_multiple_of == 8
-    assert pickle.loads(pickle.dumps(OpenMedia("any"))).collator == "any"
-    with pytest.raises(AttributeError):
-        ours.nothing_of_that_name  # noqa: B018

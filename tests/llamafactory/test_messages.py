@@ -20,8 +20,8 @@ from support import run_llamafactory, training_config
 from odb_factory.cli.plan import read
 from odb_factory.errors import ConfigError, ODBError
 from odb_factory.llamafactory import block, hooks, uncaught
-from odb_factory.llamafactory.launch import launch
-from odb_factory.llamafactory.launch import read as read_yaml
+from odb_factory.llamafactory.hooks import launch
+from odb_factory.llamafactory.hooks import read as read_yaml
 
 BLOCK = {"token_budget": 1024}
 

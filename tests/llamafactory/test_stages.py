@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
-from same_training import check_same_training, configurations, report, train, write_rows
+from same_training import configurations, write_rows
 from stock import load_data
 from tiny_models import TinyModels
 
@@ -95,15 +95,6 @@ def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, A
             continue
     assert kept == [dict(row) for row in stock]
     assert len(online) - len(kept) == ("dropped" in config["dataset"])
-
-
-def test_two_ranks_train_as_stock_does_on_one(kto, tmp_path: Path) -> None:
-    """Stock's micro-step is 2 x 2 rows on two ranks and 4 rows on one: the same estimates, losses, weights. The figures
-    are those of both ranks."""
-    config = {"max_samples": 24, "learning_rate": 2e-4}
-    ours = train(kto(tmp_path / "odb", per_device_train_batch_size=2, odb=BLOCK | {"token_budget": 256}, **config), 2)
-    stock = train(kto(tmp_path / "stock", per_device_train_batch_size=4, **config))
-    report("kto, 2 ranks", check_same_training(ours, stock, counts_other_tokens=True))
 
 
 def test_another_loss_of_kto_is_refused(kto, tmp_path: Path, monkeypatch) -> None:
