@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 import llamafactory
 import pytest
 from llamafactory.train.tuner import run_exp
-from support import read_audit, read_log, run_llamafactory, training_config
+from support import RUN_TIMEOUT_S, read_audit, read_log, run_llamafactory, training_config
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 PATCH = Path(__file__).parents[2] / "patches" / f"llamafactory-{metadata.version('llamafactory')}.diff"
 
@@ -58,7 +59,7 @@ def test_odb_attaches_once_and_trains_the_same_whichever_way(patched, tiny_text,
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert ended.stdout.count("online dynamic batching is on") == 1
     assert ("called by the patched workflow" in ended.stdout) == (way == "patch")
-    assert ended.stdout.count("Running tokenizer on dataset: 100%") <= 1, "of the rows for evaluation only"
+    assert not re.search("Running tokenizer .*36/36", ended.stdout), "of the rows for evaluation only"
     audit = read_audit(tmp_path / way)
     assert {line["optimizer_step"] for line in audit} == {1, 2}
     assert all(line["rows"] * line["length"] <= 768 for line in audit if line["rows"] > 1)
@@ -84,7 +85,9 @@ def test_without_a_block_a_patched_fork_trains_where_odb_factory_is_not_installe
     config = training_config(tiny_text, data_dir, tmp_path / "out", max_steps=2)
     command = [sys.executable, "-P", "-c", WITHOUT_ODB_FACTORY]
     env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(patched)}
-    done = subprocess.run(command, input=json.dumps(config), env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, input=json.dumps(config), env=env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
     assert done.returncode == 0 and "Running tokenizer on dataset" in done.stderr, done.stderr[-3000:]
     assert len([entry for entry in read_log(tmp_path / "out") if "loss" in entry]) == 2
     said = done.stdout.splitlines()[-1]
