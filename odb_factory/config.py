@@ -153,17 +153,11 @@ class ODBConfig:
         return dataclasses.asdict(self)
 
 
-def _multiple_above(budget: str) -> Refusal:
-    def applies(s: Settings) -> bool:
-        limit, multiple = getattr(s.odb, budget), s.odb.pad_to_multiple_of
-        return multiple is not None and isinstance(limit, int) and multiple > limit
-
-    return Refusal(
-        "odb.pad_to_multiple_of",
-        applies,
-        f"is more than {budget} ({{s.odb.{budget}}}), which every flat micro-batch would break",
-        f"choose a smaller multiple, or raise {budget}",
-    )
+def _budgets_below_multiple(s: Settings) -> str:
+    """The flat budgets that `pad_to_multiple_of` exceeds, with their values."""
+    multiple = s.odb.pad_to_multiple_of or 0
+    limits = {key: getattr(s.odb, key) for key in ("token_budget", "eval_token_budget")}
+    return " and ".join(f"{key} ({n})" for key, n in limits.items() if isinstance(n, int) and n < multiple)
 
 
 KEPT = "leave it out, or set `global_batch_size: fill`"
@@ -171,8 +165,9 @@ CONTRADICTIONS = (
     Refusal("odb.pad_to_multiple_of", lambda s: s.odb.pad_to_multiple_of is not None and s.odb.layout == "padded",
         "has no effect with `layout: padded`, whose rows are padded as the data collator says",
         "leave it out, or set `layout: flat`"),
-    _multiple_above("token_budget"),
-    _multiple_above("eval_token_budget"),
+    Refusal("odb.pad_to_multiple_of", _budgets_below_multiple,
+        "is more than {found}, which every flat micro-batch would break",
+        "choose a smaller multiple, or raise {found}"),
     Refusal("odb.row_multiple", lambda s: s.odb.row_multiple > 1 and s.odb.layout == "flat",
         "has no effect with `layout: flat`, whose micro-batches are one row", "leave it out"),
     Refusal("odb.oom", lambda s: s.odb.oom != "raise" and s.odb.balance_encoder,

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,20 +41,21 @@ def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseEx
     if (lost := lost_rank(error)) is not None:
         return lost
     for one in _chain(error):
-        why = why_no_space(one, output_dir)
         if isinstance(one, MemoryError):
-            why = f"this process ran out of memory: {LESS_MEMORY}"
-        if why is not None:
+            return DataError(f"this process ran out of memory: {LESS_MEMORY}")
+        if (why := why_no_space(one, output_dir)) is not None:
             return DataError(why)
     return error
 
 
 def lost_rank(error: BaseException) -> CollectiveError | None:
     """Why a collective of the training, or of the framework before it, has failed; None if not known."""
-    if not any(_is_of_a_collective(one) for one in _chain(error)):
-        return None
-    failure = known_failure()
-    return None if failure is None else CollectiveError(failure)
+    for one in _chain(error):
+        has_sign = isinstance(one, RuntimeError) and any(sign in str(one) for sign in SIGNS_OF_A_COLLECTIVE)
+        if has_sign or type(one).__name__.startswith("Dist"):
+            failure = known_failure()
+            return None if failure is None else CollectiveError(failure)
+    return None
 
 
 def why_worker_died(pid: int, code: int | None, place: str) -> str:
@@ -77,7 +79,9 @@ def why_no_space(error: BaseException, output_dir: str | Path | None = None) -> 
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not is_full and not any(sign in str(error) for sign in SIGNS_OF_A_FULL_DISK):
         return None
-    if "shared memory" in str(error) or "/torch_" in str(error) or _is_from(error, "multiprocessing"):
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_in = Path(frames[-1].f_code.co_filename).parts if frames else ()
+    if "shared memory" in str(error) or "/torch_" in str(error) or "multiprocessing" in raised_in:
         return f"{_full_shared_memory()} ({one_line(error)})"
     named = Path(os.fsdecode(error.filename)).parent if isinstance(error, OSError) and error.filename else None
     folders = [folder for folder in (named, output_dir, tempfile.gettempdir()) if folder and Path(folder).is_dir()]
@@ -103,17 +107,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _is_of_a_collective(error: BaseException) -> bool:
-    return type(error).__name__.startswith("Dist") or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_COLLECTIVE)
-    )
-
-
-def _is_from(error: BaseException, package: str) -> bool:
-    """Whether code of a package raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parts

@@ -35,33 +35,26 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
-        if sys.stderr is not None and not any(stream in (sys.stderr, sys.stdout) for stream in streams if stream):
-            try:
-                _print(self.format(record))
-            except Exception:
-                self.handleError(record)
-
-
-def _print(line: str) -> None:
-    """Above the progress bars, if tqdm draws any. In a worker process its locks may be held by a thread that is not
-    there."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if tqdm is not None and multiprocessing.parent_process() is None:
-        tqdm.write(line, file=sys.stderr)
-    else:
-        sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+        if sys.stderr is None or any(stream in (sys.stderr, sys.stdout) for stream in streams if stream):
+            return
+        try:
+            # Above the progress bars, if tqdm draws any. In a worker process its locks may be held by a thread that is
+            # not there.
+            tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            if tqdm is not None and multiprocessing.parent_process() is None:
+                tqdm.write(self.format(record), file=sys.stderr)
+            else:
+                sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
 
 
 def _is_for_this_rank(record: logging.LogRecord) -> bool:
     """Also shows control characters of the message, of a file name for instance, as escapes."""
     record.msg, record.args = printable(record.getMessage()), ()
-    return record.levelno >= logging.WARNING or _rank() == 0
-
-
-def _rank() -> int:
-    """Asked for each record: processes that `torch.multiprocessing.spawn` starts learn their rank after the import."""
-    distributed = sys.modules.get("torch.distributed")
+    # Asked for each record: processes that `torch.multiprocessing.spawn` starts learn their rank after the import.
+    rank, distributed = int(os.environ.get("RANK") or 0), sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK") or 0)
+        rank = distributed.get_rank()
+    return record.levelno >= logging.WARNING or rank == 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import transformers
+import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SIDE = 56
@@ -49,16 +49,19 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A plugin: a template that has it, how its processor is made, what its tokenizer calls its placeholders.
+    """A plugin: a template that has it, what its tokenizer calls its placeholders.
 
     templates: others of the same plugin, for the table.
     """
 
     plugin: str
     template: str
-    make: Callable[[Any], Any]
     names: dict[str, str] = field(default_factory=dict)
     templates: tuple[str, ...] = ()
+
+    def make(self, tokenizer: Any) -> Any:
+        """Its processor."""
+        return PROCESSORS[self.template](tokenizer)
 
 
 def make_tokenizer(family: Family) -> Any:
@@ -68,7 +71,7 @@ def make_tokenizer(family: Family) -> Any:
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer = hf.PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -83,30 +86,7 @@ def make_tokenizer(family: Family) -> Any:
     return tokenizer
 
 
-def _square() -> dict[str, int]:
-    return {"height": SIDE, "width": SIDE}
-
-
-def _pixels(factor: int) -> dict[str, int]:
-    return {"shortest_edge": factor**2 * 4, "longest_edge": factor**2 * 64}
-
-
-def _qwen_images(patch_size: int = 14) -> Any:
-    return transformers.Qwen2VLImageProcessor(patch_size=patch_size, merge_size=2, size=_pixels(2 * patch_size))
-
-
-def _clip_like(name: str, **options: Any) -> Any:
-    return getattr(transformers, name)(size={"shortest_edge": SIDE}, crop_size=_square(), **options)
-
-
-def _tiles() -> Any:
-    return _clip_like("LlavaNextImageProcessor", image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]])
-
-
-def _whisper() -> Any:
-    return transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
-
-
+SQUARE = {"height": SIDE, "width": SIDE}
 _PLACES: dict[str, Any] = {
     "patch_size": 14,
     "vision_feature_select_strategy": "default",
@@ -114,118 +94,85 @@ _PLACES: dict[str, Any] = {
 }
 
 
-def qwen2_vl(tokenizer: Any) -> Any:
-    return transformers.Qwen2VLProcessor(_qwen_images(), tokenizer, transformers.Qwen2VLVideoProcessor())
+def _pixels(factor: int) -> dict[str, int]:
+    return {"shortest_edge": factor**2 * 4, "longest_edge": factor**2 * 64}
 
 
-def qwen3_vl(tokenizer: Any) -> Any:
-    return transformers.Qwen3VLProcessor(_qwen_images(16), tokenizer, transformers.Qwen3VLVideoProcessor())
+def _qwen_images(patch_size: int = 14) -> Any:
+    return hf.Qwen2VLImageProcessor(patch_size=patch_size, merge_size=2, size=_pixels(2 * patch_size))
 
 
-def glm4v(tokenizer: Any) -> Any:
-    images = transformers.Glm4vImageProcessor(size={"shortest_edge": 3136, "longest_edge": 100352})
-    return transformers.Glm4vProcessor(images, tokenizer, transformers.Glm4vVideoProcessor())
+def _clip_like(name: str, **options: Any) -> Any:
+    return getattr(hf, name)(size={"shortest_edge": SIDE}, crop_size=SQUARE, **options)
 
 
-def ernie_vl(tokenizer: Any) -> Any:
-    images = transformers.Ernie4_5_VLMoeImageProcessor(size=_pixels(28))
-    return transformers.Ernie4_5_VLMoeProcessor(images, tokenizer, transformers.Ernie4_5_VLMoeVideoProcessor())
+def _tiles() -> Any:
+    return _clip_like("LlavaNextImageProcessor", image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]])
 
 
-def qwen2_omni(tokenizer: Any) -> Any:
-    video = transformers.Qwen2VLVideoProcessor()
-    return transformers.Qwen2_5OmniProcessor(_qwen_images(), video, _whisper(), tokenizer)
+def _whisper() -> Any:
+    return hf.WhisperFeatureExtractor(feature_size=16, chunk_length=2)
 
 
-def qwen3_omni(tokenizer: Any) -> Any:
-    video = transformers.Qwen2VLVideoProcessor()
-    return transformers.Qwen3OmniMoeProcessor(_qwen_images(16), video, _whisper(), tokenizer)
-
-
-def qwen2_audio(tokenizer: Any) -> Any:
-    return transformers.Qwen2AudioProcessor(_whisper(), tokenizer)
-
-
-def llava(tokenizer: Any) -> Any:
-    return transformers.LlavaProcessor(_clip_like("CLIPImageProcessor"), tokenizer, **_PLACES)
-
-
-def llava_next(tokenizer: Any) -> Any:
-    return transformers.LlavaNextProcessor(_tiles(), tokenizer, **_PLACES)
-
-
-def llava_next_video(tokenizer: Any) -> Any:
-    return transformers.LlavaNextVideoProcessor(
-        video_processor=_clip_like("LlavaNextVideoVideoProcessor"),
-        image_processor=_tiles(),
-        tokenizer=tokenizer,
-        **_PLACES,
-    )
-
-
-def video_llava(tokenizer: Any) -> Any:
-    return transformers.VideoLlavaProcessor(
-        image_processor=_clip_like("VideoLlavaImageProcessor"),
-        video_processor=_clip_like("VideoLlavaVideoProcessor"),
-        tokenizer=tokenizer,
-        **_PLACES,
-    )
-
-
-def intern_vl(tokenizer: Any) -> Any:
-    images = transformers.GotOcr2ImageProcessor(size=_square(), crop_to_patches=True, max_patches=4)
-    video = transformers.InternVLVideoProcessor(size=_square())
-    return transformers.InternVLProcessor(images, tokenizer, video, image_seq_length=4)
-
-
-def gemma3(tokenizer: Any) -> Any:
-    images = transformers.Gemma3ImageProcessor(size=_square())
-    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
-
-
-def gemma3n(tokenizer: Any) -> Any:
-    audio = transformers.Gemma3nAudioFeatureExtractor()
-    images = transformers.SiglipImageProcessor(size=_square())
-    return transformers.Gemma3nProcessor(audio, images, tokenizer, image_seq_length=4, audio_seq_length=4)
-
-
-def gemma4(tokenizer: Any) -> Any:
-    return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(),
-        transformers.Gemma4ImageProcessor(),
-        tokenizer,
-        transformers.Gemma4VideoProcessor(),
-    )
-
-
-def paligemma(tokenizer: Any) -> Any:
-    images = transformers.SiglipImageProcessor(size=_square())
+def _paligemma(tokenizer: Any) -> Any:
+    images = hf.SiglipImageProcessor(size=SQUARE)
     images.image_seq_length = 16
-    return transformers.PaliGemmaProcessor(images, tokenizer)
+    return hf.PaliGemmaProcessor(images, tokenizer)
 
 
-def pixtral(tokenizer: Any) -> Any:
-    return transformers.PixtralProcessor(
-        transformers.PixtralImageProcessor(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16}),
-        tokenizer,
+PROCESSORS: dict[str, Callable[[Any], Any]] = {
+    "qwen2_vl": lambda t: hf.Qwen2VLProcessor(_qwen_images(), t, hf.Qwen2VLVideoProcessor()),
+    "qwen3_vl": lambda t: hf.Qwen3VLProcessor(_qwen_images(16), t, hf.Qwen3VLVideoProcessor()),
+    "glm4v": lambda t: hf.Glm4vProcessor(
+        hf.Glm4vImageProcessor(size={"shortest_edge": 3136, "longest_edge": 100352}), t, hf.Glm4vVideoProcessor()
+    ),
+    "ernie_vl": lambda t: hf.Ernie4_5_VLMoeProcessor(
+        hf.Ernie4_5_VLMoeImageProcessor(size=_pixels(28)), t, hf.Ernie4_5_VLMoeVideoProcessor()
+    ),
+    "qwen2_omni": lambda t: hf.Qwen2_5OmniProcessor(_qwen_images(), hf.Qwen2VLVideoProcessor(), _whisper(), t),
+    "qwen3_omni": lambda t: hf.Qwen3OmniMoeProcessor(_qwen_images(16), hf.Qwen2VLVideoProcessor(), _whisper(), t),
+    "qwen2_audio": lambda t: hf.Qwen2AudioProcessor(_whisper(), t),
+    "llava": lambda t: hf.LlavaProcessor(_clip_like("CLIPImageProcessor"), t, **_PLACES),
+    "llava_next": lambda t: hf.LlavaNextProcessor(_tiles(), t, **_PLACES),
+    "llava_next_video": lambda t: hf.LlavaNextVideoProcessor(
+        _clip_like("LlavaNextVideoVideoProcessor"), _tiles(), t, **_PLACES
+    ),
+    "video_llava": lambda t: hf.VideoLlavaProcessor(
+        _clip_like("VideoLlavaImageProcessor"), _clip_like("VideoLlavaVideoProcessor"), t, **_PLACES
+    ),
+    "intern_vl": lambda t: hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=4),
+        t,
+        hf.InternVLVideoProcessor(size=SQUARE),
+        image_seq_length=4,
+    ),
+    "gemma3": lambda t: hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SQUARE), t, image_seq_length=4),
+    "gemma3n": lambda t: hf.Gemma3nProcessor(
+        hf.Gemma3nAudioFeatureExtractor(),
+        hf.SiglipImageProcessor(size=SQUARE),
+        t,
+        image_seq_length=4,
+        audio_seq_length=4,
+    ),
+    "gemma4": lambda t: hf.Gemma4Processor(
+        hf.Gemma4AudioFeatureExtractor(), hf.Gemma4ImageProcessor(), t, hf.Gemma4VideoProcessor()
+    ),
+    "paligemma": _paligemma,
+    "pixtral": lambda t: hf.PixtralProcessor(
+        hf.PixtralImageProcessor(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16}),
+        t,
         patch_size=16,
         image_token="[IMG]",
         image_break_token="[IMG_BREAK]",
         image_end_token="[IMG_END]",
-    )
-
-
-def mllama(tokenizer: Any) -> Any:
-    return transformers.MllamaProcessor(transformers.MllamaImageProcessor(size=_square(), max_image_tiles=4), tokenizer)
-
-
-def llama4(tokenizer: Any) -> Any:
-    images = transformers.Llama4ImageProcessor(size=_square(), max_patches=4)
-    return transformers.Llama4Processor(images, tokenizer, patch_size=14, pixel_shuffle_ratio=0.5)
-
-
-def lfm2_vl(tokenizer: Any) -> Any:
-    return transformers.Lfm2VlProcessor(transformers.Lfm2VlImageProcessor(), tokenizer)
+    ),
+    "mllama": lambda t: hf.MllamaProcessor(hf.MllamaImageProcessor(size=SQUARE, max_image_tiles=4), t),
+    "llama4": lambda t: hf.Llama4Processor(
+        hf.Llama4ImageProcessor(size=SQUARE, max_patches=4), t, patch_size=14, pixel_shuffle_ratio=0.5
+    ),
+    "lfm2_vl": lambda t: hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(), t),
+}
+PROCESSORS["gemma4n"] = PROCESSORS["gemma4"]
 
 
 _PADS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>"}
@@ -244,27 +191,27 @@ _LLAVA_NEXT = ("granite3_vision", "llava_next_llama3", "llava_next_mistral", "ll
 _LLAVA_NEXT_VIDEO = ("llava_next_video_mistral", "llava_next_video_yi")
 
 FAMILIES = (
-    Family("qwen2_vl", "qwen2_vl", qwen2_vl, _PADS, ("mimo_vl", "keye_vl", "dots_ocr")),
-    Family("qwen3_vl", "qwen3_vl", qwen3_vl, _PADS, ("qwen3_vl_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_6")),
-    Family("qwen2_omni", "qwen2_omni", qwen2_omni, _OMNI),
-    Family("qwen2_omni", "qwen3_omni", qwen3_omni, _PADS, ("qwen3_omni_nothink",)),
-    Family("qwen2_audio", "qwen2_audio", qwen2_audio, _OMNI),
-    Family("glm4v", "glm4v", glm4v, _BARS, ("glm4_5v", "glm_ocr")),
-    Family("ernie_vl", "ernie_vl", ernie_vl, _ERNIE),
-    Family("intern_vl", "intern_vl", intern_vl, {}, ("intern_s1",)),
-    Family("llava", "llava", llava, {}, ("yi_vl",)),
-    Family("llava_next", "llava_next", llava_next, {}, _LLAVA_NEXT),
-    Family("llava_next_video", "llava_next_video", llava_next_video, {}, _LLAVA_NEXT_VIDEO),
-    Family("video_llava", "video_llava", video_llava),
-    Family("gemma3", "gemma3", gemma3, _GEMMA),
-    Family("gemma3n", "gemma3n", gemma3n, _GEMMA),
-    Family("gemma4", "gemma4", gemma4, _GEMMA4),
-    Family("gemma4", "gemma4n", gemma4, _GEMMA4),
-    Family("paligemma", "paligemma", paligemma, {}, ("paligemma_chat",)),
-    Family("pixtral", "pixtral", pixtral, {"image_token": "[IMG]"}, ("mistral_small", "ministral3")),
-    Family("mllama", "mllama", mllama, _BARS),
-    Family("llama4", "llama4", llama4, _BARS),
-    Family("lfm2_vl", "lfm2_vl", lfm2_vl),
+    Family("qwen2_vl", "qwen2_vl", _PADS, ("mimo_vl", "keye_vl", "dots_ocr")),
+    Family("qwen3_vl", "qwen3_vl", _PADS, ("qwen3_vl_nothink", "qwen3_5", "qwen3_5_nothink", "qwen3_6")),
+    Family("qwen2_omni", "qwen2_omni", _OMNI),
+    Family("qwen2_omni", "qwen3_omni", _PADS, ("qwen3_omni_nothink",)),
+    Family("qwen2_audio", "qwen2_audio", _OMNI),
+    Family("glm4v", "glm4v", _BARS, ("glm4_5v", "glm_ocr")),
+    Family("ernie_vl", "ernie_vl", _ERNIE),
+    Family("intern_vl", "intern_vl", {}, ("intern_s1",)),
+    Family("llava", "llava", {}, ("yi_vl",)),
+    Family("llava_next", "llava_next", {}, _LLAVA_NEXT),
+    Family("llava_next_video", "llava_next_video", {}, _LLAVA_NEXT_VIDEO),
+    Family("video_llava", "video_llava"),
+    Family("gemma3", "gemma3", _GEMMA),
+    Family("gemma3n", "gemma3n", _GEMMA),
+    Family("gemma4", "gemma4", _GEMMA4),
+    Family("gemma4", "gemma4n", _GEMMA4),
+    Family("paligemma", "paligemma", {}, ("paligemma_chat",)),
+    Family("pixtral", "pixtral", {"image_token": "[IMG]"}, ("mistral_small", "ministral3")),
+    Family("mllama", "mllama", _BARS),
+    Family("llama4", "llama4", _BARS),
+    Family("lfm2_vl", "lfm2_vl"),
 )
 NOT_OFFLINE = {
     "kimi_vl": "its processor is remote code",

@@ -5,13 +5,20 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from planner_strategies import shape_of, within
 
-from odb_factory import planner
-from odb_factory.planner import Budget, Cost, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+from odb_factory.planner import (
+    Budget,
+    Cost,
+    MicroStepTotals,
+    Plan,
+    make_metadata,
+    plan_buffers,
+    plan_optimizer_step,
+)
 from odb_factory.planner.cost import STEP_COST
 
 World = Sequence[Sequence[Cost]]
@@ -75,8 +82,10 @@ def totals_of(groups: Sequence[Sequence[Cost]], budget: Budget) -> MicroStepTota
     )
 
 
-def check_totals(plan: Plan, world: World, budget: Budget) -> None:
+def check_plan(plan: Plan, world: World, budget: Budget, shares: bool, complete: bool = True) -> None:
+    """What the plans of an optimizer step and of a round promise, and their totals. shares: ranks share samples."""
     costs, owner = numbered(world)
+    check_micro_batches(plan.groups, costs, None if shares else owner, budget, complete)
     for step, totals in zip(zip(*plan.groups), plan.totals, strict=True):
         moved = sum(owner[i] != rank for rank, group in enumerate(step) for i in group)
         assert totals == replace(totals_of([[costs[i] for i in group] for group in step], budget), moved=moved)
@@ -99,9 +108,7 @@ def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True) 
     """Plan it, and check all that the plan of an optimizer step promises."""
     plan = planned(world, budget, balance=balance)
     shares = balance and len(world) > 1
-    costs, owner = numbered(world)
-    check_micro_batches(plan.groups, costs, None if shares else owner, budget)
-    check_totals(plan, world, budget)
+    check_plan(plan, world, budget, shares)
     busy = [step.active_ranks for step in plan.totals]
     order = [(-ranks, -cost) for ranks, cost in zip(busy, step_costs(plan))]
     assert order == sorted(order), "the costliest micro-step comes first"
@@ -113,8 +120,7 @@ def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True) 
 # Rounds
 
 
-@dataclass(frozen=True)
-class BufferMetadata:
+class Window(NamedTuple):
     """The samples a rank holds: costs, ages in rounds, and whether its sampler is exhausted."""
 
     costs: Sequence[Cost]
@@ -122,19 +128,10 @@ class BufferMetadata:
     exhausted: bool
 
 
-def plan_buffers(world: Sequence[BufferMetadata], budget: Budget, **options: Any) -> Plan:
-    windows = [make_metadata(window.costs, window.ages, window.exhausted) for window in world]
-    return planner.plan_buffers(windows, budget, **options)
-
-
-def costs_of(world: Sequence[BufferMetadata]) -> list[Cost]:
-    """By the number that a sample has in a plan."""
-    return [cost for window in world for cost in window.costs]
-
-
-def emitted(plan: Plan, rank: int) -> list[int]:
-    """The samples that go out on a rank, by their number in the plan."""
-    return [i for group in plan.groups[rank] for i in group]
+def plan_round(world: Sequence[Window], budget: Budget, **options: Any) -> Plan:
+    """options: of `plan_buffers`."""
+    options = {"seed": 0, "epoch": 0, "round_index": 0} | options
+    return plan_buffers([make_metadata(*window) for window in world], budget, **options)
 
 
 def emitted_of(plan: Plan, rank: int) -> list[int]:
@@ -143,13 +140,12 @@ def emitted_of(plan: Plan, rank: int) -> list[int]:
     return [i - start for steps in plan.groups for group in steps for i in group if start <= i < end]
 
 
-def check_round(world: Sequence[BufferMetadata], budget: Budget, plan: Plan, balance: bool = False) -> None:
-    """All that a round with join promises."""
+def check_round(world: Sequence[Window], budget: Budget, *, balance: bool = False, **options: Any) -> Plan:
+    """Plan a round with join, and check all that it promises."""
+    plan = plan_round(world, budget, balance=balance, **options)
+    balance = balance and len(world) > 1
     assert plan.final is all(window.exhausted for window in world)
-    held = [window.costs for window in world]
-    costs, owner = numbered(held)
-    check_micro_batches(plan.groups, costs, None if balance else owner, budget, complete=plan.final)
-    check_totals(plan, held, budget)
+    check_plan(plan, [window.costs for window in world], budget, balance, complete=plan.final)
     for rank, window in enumerate(world):
         gone = emitted_of(plan, rank)
         assert gone or not window.costs or balance, "I5: progress on every rank that holds a sample"
@@ -159,3 +155,4 @@ def check_round(world: Sequence[BufferMetadata], budget: Budget, plan: Plan, bal
             assert left.isdisjoint({window.costs[i].modality for i in gone}), "I7"
     if plan.final and plan.totals and not balance:
         assert any(map(all, plan.groups)), "I7: the rank with most groups sets the length"
+    return plan

@@ -1,12 +1,13 @@
 """Costs, budgets and the yardstick of the batching tests.
 
-`collated` builds the padded rows of a group one token at a time, as a collator would, and knows
-nothing of `Collation`.
+`shape_of` builds the rows of a group as a collator would, and knows nothing of `Budget.collated`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -20,21 +21,13 @@ collations = st.builds(
     dummy_audio_tokens=st.sampled_from([0, 0, 2, 7]),
     dummy_audio_patches=st.sampled_from([0, 0, 3]),
 )
-budgets = st.builds(
-    Budget,
-    token_budget=st.integers(1, 100),
-    max_patches=st.none() | st.integers(1, 12),
-    collation=collations,
-    row_multiple=st.sampled_from([1, 1, 1, 2, 4]),
-)
-flat_budgets = st.builds(
-    Budget,
-    token_budget=st.integers(1, 100),
-    max_patches=st.none() | st.integers(1, 12),
-    collation=collations,
-    layout=st.just("flat"),
-    pad_to_multiple_of=st.sampled_from([1, 1, 4, 16]),
-)
+limits: Any = {
+    "token_budget": st.integers(1, 100),
+    "max_patches": st.none() | st.integers(1, 12),
+    "collation": collations,
+}
+budgets = st.builds(Budget, row_multiple=st.sampled_from([1, 1, 1, 2, 4]), **limits)
+flat_budgets = st.builds(Budget, layout=st.just("flat"), pad_to_multiple_of=st.sampled_from([1, 1, 4, 16]), **limits)
 
 
 @st.composite
@@ -53,47 +46,24 @@ def costs(draw: st.DrawFn, num_modalities: int = 1) -> Cost:
     return Cost(tokens, patches, units, has_media, modality, has_audio=has_audio, media=media)
 
 
-def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int]:
-    """(rows, padded row length, patches) of a group, built row by row."""
-    rows = [["token"] * cost.tokens for cost in group]
+def shape_of(group: Sequence[Cost], budget: Budget) -> tuple[int, int, int]:
+    """(rows, row length, patches) of a group in the layout of the budget, built one token at a time."""
+    rows, multiple = [["token"] * cost.tokens for cost in group], budget.collation.pad_to_multiple_of
     patches = ["patch"] * sum(cost.patches for cost in group)
     if not any(cost.has_media for cost in group):
-        rows[0] += ["filler"] * collation.dummy_media_tokens
-        patches += ["filler"] * collation.dummy_media_patches
+        rows[0] += ["filler"] * budget.collation.dummy_media_tokens
+        patches += ["filler"] * budget.collation.dummy_media_patches
     if not any(cost.has_audio for cost in group):
-        rows[0] += ["silence"] * collation.dummy_audio_tokens
-        patches += ["silence"] * collation.dummy_audio_patches
-    while len({len(row) for row in rows}) > 1 or len(rows[0]) % collation.pad_to_multiple_of:
+        rows[0] += ["silence"] * budget.collation.dummy_audio_tokens
+        patches += ["silence"] * budget.collation.dummy_audio_patches
+    if budget.layout == "flat":
+        rows, multiple = [list(itertools.chain(*rows))], budget.pad_to_multiple_of
+    while len({len(row) for row in rows}) > 1 or len(rows[0]) % multiple:
         longest = max(len(row) for row in rows)
         whole = all(len(row) == longest for row in rows)
         for row in rows:
             row += ["pad"] * (longest - len(row) + whole)
     return len(rows), len(rows[0]), len(patches)
-
-
-def segments(group: Sequence[Cost], budget: Budget) -> list[list[str]]:
-    """The segments of a flat micro-batch, built one token at a time: samples, dummy media, what fills up."""
-    parts = [["token"] * cost.tokens for cost in group]
-    fillers: list[str] = []
-    if not any(cost.has_media for cost in group):
-        fillers += ["filler"] * budget.collation.dummy_media_tokens
-    if not any(cost.has_audio for cost in group):
-        fillers += ["silence"] * budget.collation.dummy_audio_tokens
-    if fillers:
-        parts.append(fillers)
-    tail: list[str] = []
-    total = sum(map(len, parts))
-    while (total + len(tail)) % budget.pad_to_multiple_of:
-        tail.append("pad")
-    return [*parts, tail] if tail else parts
-
-
-def shape_of(group: Sequence[Cost], budget: Budget) -> tuple[int, int, int]:
-    """(rows, row length, patches) of a group in the layout of the budget."""
-    rows, length, patches = collated(group, budget.collation)
-    if budget.layout == "padded":
-        return rows, length, patches
-    return 1, sum(map(len, segments(group, budget))), patches
 
 
 def within(group: Sequence[Cost], budget: Budget) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from plan_checks import check_groups, totals_of
-from planner_strategies import collated
+from planner_strategies import shape_of
 from thread_ranks import LOST, Seat, run_ranks
 from torch.utils.data import BatchSampler, IterableDataset
 from toy import core_loader, cost_of
@@ -364,7 +364,9 @@ def _check_stock(steps: list[Any], costs: Mapping[int, Cost], num_rows: int, opt
             if not options.get("stream"):
                 assert abs(step.progress - done) < 1e-12
             shapes = [
-                collated([costs[id] for id in batches[rank]], options.get("collation", Collation()))
+                shape_of(
+                    [costs[id] for id in batches[rank]], Budget(1, collation=options.get("collation", Collation()))
+                )
                 for batches in micro_steps
                 if batches[rank]
             ]

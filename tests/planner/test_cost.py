@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planner_strategies import budgets, collated, costs, within
+from planner_strategies import budgets, costs, shape_of, within
 
 from odb_factory.planner import Budget, Cost
 
@@ -17,6 +17,6 @@ USED_UP = [Cost(7, 2, has_media=True), Cost(8, 4, has_media=True), Cost(3)]
 @example(USED_UP, Budget(24, max_patches=5))
 def test_fits_means_that_the_collated_rows_are_within_both_budgets(group: list[Cost], budget: Budget) -> None:
     """Also the shape itself, and `overlong`: a sample breaks a budget alone."""
-    assert budget.shape(group) == collated(group, budget.collation)
+    assert budget.shape(group) == shape_of(group, budget)
     assert budget.fits(group) is within(group, budget)
     assert budget.overlong(group[0]) is not within(group[:1], budget)

@@ -52,7 +52,6 @@ def test_an_optimizer_step_keeps_its_promises(world: World, budget: Budget, bala
     assert planned(copy.deepcopy(world), copy.deepcopy(budget), balance=balance) == plan
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Every tiny world, against every cut there is.
 
 
@@ -118,18 +117,6 @@ def test_every_tiny_world_of_ranks_that_keep_their_samples(layout: str) -> None:
     assert worst < 1.2 and num_worse <= {"padded": 16, "flat": 2}[layout], (worst, num_worse)
 
 
-@pytest.mark.parametrize("layout", ["padded", "flat"])
-def test_every_tiny_world_of_two_modalities(layout: str) -> None:
-    """I1 to I7, exhaustively: up to four samples of each on one to three ranks."""
-    lengths = [share for n in range(5) for share in itertools.combinations_with_replacement((1, 3), n)]
-    for num_ranks, texts, videos in itertools.product((1, 2, 3), lengths, lengths):
-        samples = [*map(Cost, texts), *(Cost(length, 1, has_media=True, modality=VIDEO) for length in videos)]
-        for balance in (False, True):
-            world = [samples[rank::num_ranks] for rank in range(num_ranks)]
-            check_optimizer_step(world, Budget(4, layout=layout), balance=balance)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # By hand.
 
 

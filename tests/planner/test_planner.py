@@ -9,26 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_checks import (
-    BufferMetadata,
-    check_micro_batches,
-    check_round,
-    costs_of,
-    emitted,
-    emitted_of,
-    numbered,
-    plan_buffers,
-)
+from plan_checks import Window, check_plan, check_round, emitted_of, plan_round
 from planner_strategies import budgets, costs, flat_budgets
 
 from odb_factory.planner import Budget, Collation, Cost
 
 
 @st.composite
-def a_window(draw: st.DrawFn) -> BufferMetadata:
+def a_window(draw: st.DrawFn) -> Window:
     held = draw(st.lists(costs(num_modalities=2), max_size=12))
     ages = draw(st.lists(st.integers(0, 34), min_size=len(held), max_size=len(held)))
-    return BufferMetadata(held, ages, exhausted=not held or draw(st.booleans()))
+    return Window(held, ages, exhausted=not held or draw(st.booleans()))
 
 
 worlds = st.lists(a_window(), min_size=1, max_size=4)
@@ -65,11 +56,10 @@ def test_the_oldest_sample_goes_out_in_every_round(
             del coming[: len(fresh)]
             own += [(cost, 0) for cost in fresh]
         world = [
-            BufferMetadata([cost for cost, _ in own], [age for _, age in own], exhausted=not coming)
+            Window([cost for cost, _ in own], [age for _, age in own], exhausted=not coming)
             for own, coming in zip(held, to_come)
         ]
-        plan = plan_buffers(world, budget, seed=0, epoch=0, round_index=num_rounds)
-        check_round(world, budget, plan)
+        plan = check_round(world, budget, round_index=num_rounds)
         final, num_rounds = plan.final, num_rounds + 1
         for rank, own in enumerate(held):
             gone = set(emitted_of(plan, rank))
@@ -81,17 +71,17 @@ def test_the_oldest_sample_goes_out_in_every_round(
 @pytest.mark.parametrize("is_oldest", [False, True])
 def test_a_padded_sample_waits_for_its_like_unless_it_is_the_oldest(is_oldest: bool) -> None:
     lengths, ages = [48, 30] + [25] * 16, [3 if is_oldest else 1, 1, 2] + [0] * 15
-    window = BufferMetadata([Cost(length) for length in lengths], ages, exhausted=False)
-    plan = plan_buffers([window], Budget(100), seed=0, epoch=0, round_index=0)
+    window = Window([Cost(length) for length in lengths], ages, exhausted=False)
+    plan = plan_round([window], Budget(100))
     gone = sorted(sorted(lengths[i] for i in group) for group in plan.groups[0])
     assert gone == [[25] * 4] * 3 + [[30, 48]] * is_oldest
 
 
 def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
     """I7: no idle step while a rank still draws samples, and no smaller groups for the sake of the count."""
-    many = BufferMetadata([Cost(8)] * 10, [0] * 10, exhausted=False)
-    few = BufferMetadata([Cost(8)] * 3, [0] * 3, exhausted=False)
-    plan = plan_buffers([many, few], Budget(16), seed=0, epoch=0, round_index=0)
+    many = Window([Cost(8)] * 10, [0] * 10, exhausted=False)
+    few = Window([Cost(8)] * 3, [0] * 3, exhausted=False)
+    plan = plan_round([many, few], Budget(16))
     assert [[len(group) for group in steps] for steps in plan.groups] == [[2], [2]]
 
 
@@ -110,20 +100,19 @@ def drawn(images: float) -> list[list[Cost]]:
 @pytest.mark.parametrize("images", [0.0, 0.5])
 def test_bins_are_filled_to_the_budget(balance: bool, images: float) -> None:
     """All samples differ in length, and yet every micro-batch is full but for less than one percent."""
-    buffers = [BufferMetadata(own, [0] * len(own), exhausted=False) for own in drawn(images)]
+    buffers = [Window(own, [0] * len(own), exhausted=False) for own in drawn(images)]
     budget = Budget(16384, 4 * 16384, layout="flat")
-    plan = plan_buffers(buffers, budget, seed=0, epoch=0, round_index=0, balance=balance)
-    check_round(buffers, budget, plan, balance)
+    plan = check_round(buffers, budget, balance=balance)
     real = sum(totals.tokens for totals in plan.totals)
     assert real >= 0.993 * len(plan.totals) * 4 * 16384
-    held = sum(cost.tokens for cost in costs_of(buffers))
+    held = sum(cost.tokens for window in buffers for cost in window.costs)
     assert held - real < 16384 * (4 if balance else 8), "what waits is less than a micro-step, and what a rank has more"
 
 
 def test_the_end_is_spread_evenly() -> None:
     """Ten samples for three micro-batches of four: all ranks wait for 4, 3 and 3."""
-    buffers = [BufferMetadata([Cost(10)] * 10, [0] * 10, exhausted=True)] * 2
-    plan = plan_buffers(buffers, Budget(40, layout="flat"), seed=0, epoch=0, round_index=0)
+    buffers = [Window([Cost(10)] * 10, [0] * 10, exhausted=True)] * 2
+    plan = plan_round(buffers, Budget(40, layout="flat"))
     assert sorted(totals.max_rank_tokens for totals in plan.totals) == [30, 30, 40]
 
 
@@ -131,19 +120,16 @@ def test_the_end_is_spread_evenly() -> None:
 
 
 @given(worlds, budgets | flat_budgets, positions())
-def test_a_round_without_join_has_no_idle_step(
-    world: list[BufferMetadata], budget: Budget, position: dict[str, int]
-) -> None:
+def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
     """I1, I3, I4: whole optimizer steps, every rank busy in every one, no sample twice. The epoch ends when an
     exhausted rank runs short, and not before (I5)."""
     accumulation = position["accumulation"]
-    world = [BufferMetadata(one.costs, one.ages, one.exhausted or len(one.costs) < accumulation) for one in world]
-    plan = plan_buffers(world, budget, join=False, **position)
-    costs, owner = numbered([window.costs for window in world])
-    check_micro_batches(plan.groups, costs, owner, budget, complete=False)
+    world = [Window(one.costs, one.ages, one.exhausted or len(one.costs) < accumulation) for one in world]
+    plan = plan_round(world, budget, join=False, **position)
+    check_plan(plan, [window.costs for window in world], budget, shares=False, complete=False)
     assert len(plan.totals) % accumulation == 0
     assert all(group for groups in plan.groups for group in groups)
-    left = [len(window.costs) - len(emitted(plan, rank)) for rank, window in enumerate(world)]
+    left = [len(window.costs) - len(emitted_of(plan, rank)) for rank, window in enumerate(world)]
     assert plan.final is any(one.exhausted and count < accumulation for one, count in zip(world, left))
     assert plan.totals or plan.final
     assert not plan.final or min(left) < accumulation, "no optimizer step that all could have taken is left out"
@@ -152,9 +138,9 @@ def test_a_round_without_join_has_no_idle_step(
 @pytest.mark.parametrize("key", ["seed", "epoch", "round_index"])
 def test_seed_epoch_and_round_change_the_order_only(key: str) -> None:
     """Long groups do not always come first, nor in the same order every epoch."""
-    window = BufferMetadata([Cost(tokens) for tokens in range(50, 100)], [0] * 50, exhausted=True)
+    window = Window([Cost(tokens) for tokens in range(50, 100)], [0] * 50, exhausted=True)
     position = {"seed": 1, "epoch": 1, "round_index": 1}
-    orders = [plan_buffers([window], Budget(100), **position | {key: value}).groups[0] for value in range(5)]
+    orders = [plan_round([window], Budget(100), **position | {key: value}).groups[0] for value in range(5)]
     assert len({str(order) for order in orders}) == 5
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
 
@@ -162,11 +148,10 @@ def test_seed_epoch_and_round_change_the_order_only(key: str) -> None:
 def test_groups_that_take_as_long_meet() -> None:
     """Ranks wait for the slowest one in every step, so their k-th largest groups go out together, old or new."""
     shares = range(51, 100, 5), range(53, 102, 5)
-    world = [BufferMetadata([Cost(n) for n in own], list(range(len(own))), True) for own in shares]
-    plan = plan_buffers(world, Budget(100), seed=0, epoch=0, round_index=0, balance=False)
-    costs = costs_of(world)
-    for mine, theirs in zip(*plan.groups):
-        assert abs(costs[mine[0]].tokens - costs[theirs[0]].tokens) == 2
+    world = [Window([Cost(n) for n in own], list(range(len(own))), True) for own in shares]
+    lengths = [cost.tokens for window in world for cost in window.costs]
+    for mine, theirs in zip(*plan_round(world, Budget(100)).groups):
+        assert abs(lengths[mine[0]] - lengths[theirs[0]]) == 2
 
 
 # Of (6, 6, 6), one with media, the half without gets 20 tokens more than the budget has room for: another is split.
@@ -175,14 +160,14 @@ NOT_HALVED = [Cost(6), Cost(6, has_media=True), Cost(3), Cost(3, has_media=True)
 
 @given(worlds, budgets | flat_budgets, positions(), st.booleans(), st.integers(0, 100))
 @example(
-    [BufferMetadata(NOT_HALVED, [0] * 6, exhausted=True), *[BufferMetadata([], [], exhausted=True)] * 2],
+    [Window(NOT_HALVED, [0] * 6, exhausted=True), *[Window([], [], exhausted=True)] * 2],
     Budget(20, collation=Collation(dummy_media_tokens=20)),
     {"seed": 0, "epoch": 0, "round_index": 0, "accumulation": 1},
     True,
     0,
 )
 def test_a_round_keeps_its_promises(
-    world: list[BufferMetadata],
+    world: list[Window],
     budget: Budget,
     position: dict[str, int],
     balance: bool,
@@ -195,17 +180,13 @@ def test_a_round_keeps_its_promises(
     changes the order of the groups only.
     """
     position["balance"] = balance
-    plan = plan_buffers(world, budget, **position)
-    check_round(world, budget, plan, balance and len(world) > 1)
+    plan = check_round(world, budget, **position)
     held = sum(len(window.costs) for window in world)
     if balance and held:
         assert plan.totals[0].samples
         assert plan.totals[0].active_ranks == len(world) or held < len(world), "I5, I7"
     np.random.seed(noise)
     random.seed(noise)
-    again = [
-        BufferMetadata(tuple(window.costs), tuple(window.ages), window.exhausted) for window in copy.deepcopy(world)
-    ]
-    assert plan_buffers(again, copy.deepcopy(budget), **position) == plan
-    other = plan_buffers(world, budget, **position | {"seed": position["seed"] + 1})
+    assert plan_round(copy.deepcopy(world), copy.deepcopy(budget), **position) == plan
+    other = plan_round(world, budget, **position | {"seed": position["seed"] + 1})
     assert [sorted(groups) for groups in other.groups] == [sorted(groups) for groups in plan.groups]

@@ -20,30 +20,9 @@ def log_normal(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.lognormal(rng.uniform(5.5, 8), rng.uniform(0.5, 1.5), count)
 
 
-def full_length(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Many samples are truncated to the budget."""
-    return np.where(rng.random(count) < rng.uniform(0, 0.5), BUDGET, log_normal(rng, count))
-
-
 def one_giant(rng: np.random.Generator, count: int) -> np.ndarray:
     others = np.minimum(log_normal(rng, max(count - 1, 0)), BUDGET)
     return np.append(others, rng.choice([1, 2, 20]) * BUDGET)[:count]
-
-
-def all_alike(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.full(count, rng.integers(BUDGET // 40, BUDGET + 1))
-
-
-def heavy_tail(rng: np.random.Generator, count: int) -> np.ndarray:
-    return 50 * rng.uniform(1, 10) * (1 + rng.pareto(1.1, count))
-
-
-def uniform(rng: np.random.Generator, count: int) -> np.ndarray:
-    return rng.integers(1, BUDGET // rng.choice([1, 2, 4]) + 1, count)
-
-
-def short_and_long(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.where(rng.random(count) < 0.7, rng.lognormal(6, 0.8, count), rng.lognormal(8.6, 0.6, count))
 
 
 def parts_of_a_bin(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -52,23 +31,23 @@ def parts_of_a_bin(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(part - BUDGET // 50, part + BUDGET // 50, count)
 
 
-def two_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.where(rng.random(count) < rng.random(), *rng.integers(1, BUDGET + 1, 2))
-
-
 KINDS: list[Lengths] = [
     log_normal,
-    full_length,
+    # Many samples are truncated to the budget.
+    lambda rng, n: np.where(rng.random(n) < rng.uniform(0, 0.5), BUDGET, log_normal(rng, n)),
     one_giant,
-    all_alike,
-    heavy_tail,
-    uniform,
-    short_and_long,
+    # All alike.
+    lambda rng, n: np.full(n, rng.integers(BUDGET // 40, BUDGET + 1)),
+    # A heavy tail.
+    lambda rng, n: 50 * rng.uniform(1, 10) * (1 + rng.pareto(1.1, n)),
+    # Uniform.
+    lambda rng, n: rng.integers(1, BUDGET // rng.choice([1, 2, 4]) + 1, n),
+    # Short ones and long ones.
+    lambda rng, n: np.where(rng.random(n) < 0.7, rng.lognormal(6, 0.8, n), rng.lognormal(8.6, 0.6, n)),
     parts_of_a_bin,
-    two_lengths,
+    # Two lengths.
+    lambda rng, n: np.where(rng.random(n) < rng.random(), *rng.integers(1, BUDGET + 1, 2)),
 ]
-
-
 SHAPES = [(1, 32), (2, 61), (4, 16), (8, 8), (8, 32)]
 MORE_SHAPES = [(16, 16), (16, 61), (32, 32), (64, 16), (64, 24), (256, 24)]
 """(ranks, samples a rank)."""
