@@ -33,13 +33,6 @@ _SPECIAL = [
 ]  # fmt: skip
 _ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
-# Transformers 5 rebuilds a Qwen2 tokenizer around this very rule when it loads one, so it must be
-# trained with it: contractions, words with one leading mark, single digits, runs of marks, line ends.
-SPLIT_RULE = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 _CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
@@ -66,18 +59,14 @@ _CHAT_TEMPLATE = """\
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer like Qwen's; it loses no byte of NFC-normalised text."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]  # a lazy name
 
+    # Transformers 5 rebuilds a Qwen2 tokenizer around these rules when it loads one, so it must be trained with them.
+    rules = Qwen2TokenizerFast().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_RULE), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.normalizer, tokenizer.decoder = rules.normalizer, rules.decoder
+    tokenizer.pre_tokenizer = rules.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(_SPECIAL) - len(_ADDED),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

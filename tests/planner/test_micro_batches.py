@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lower_bounds import fewest_bins
 from plan_checks import check_micro_batches
 
 from odb_factory import Cost, plan_micro_batches
@@ -56,15 +55,6 @@ def test_any_plan_keeps_its_promises(world: tuple[list[int], dict[str, Any]]) ->
     budget = Budget(BUDGET, arguments.get("max_patches"), layout=arguments["layout"])
     check_micro_batches(micro_batches, costs, owner if arguments["ranks"] > 1 else None, budget)
     assert plan_micro_batches(np.array(lengths), **arguments) == micro_batches, "I6"
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, BUDGET), min_size=1, max_size=60), st.integers(1, 6))
-def test_k_is_close_to_the_least(lengths: list[int], ranks: int) -> None:
-    """Beside a bound on bins that no packing undercuts; largest first by itself needs at most 11/9 of it and one."""
-    num_steps = len(plan_micro_batches(lengths, token_budget=BUDGET, ranks=ranks)[0])
-    least = -(-fewest_bins(np.array(lengths), BUDGET) // ranks)
-    assert least <= num_steps <= -(-11 * least // 9) + 1
 
 
 def test_many_samples_are_balanced_whether_groups_are_kept_or_not() -> None:
