@@ -113,9 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for extra in command.extras:
             if missing := [package for package in EXTRAS[extra] if find_spec(package) is None]:
                 raise ODBError(f'not installed: {", ".join(missing)}; pip install "odb_factory[{extra}]"')
-        if name in ("plan", "train") and not _activated():
-            print(f"odb-factory {name}: ODB_FACTORY_DISABLE switches odb_factory off; unset it.", file=sys.stderr)
-            return 2
+        if name in ("plan", "train"):
+            from odb_factory.llamafactory import activation
+
+            activation.activate()
+            if not activation.is_active():
+                print(f"odb-factory {name}: ODB_FACTORY_DISABLE switches odb_factory off; unset it.", file=sys.stderr)
+                return 2
         result: int = (
             train(arguments) if name == "train" else importlib.import_module(f"{__package__}.{name}").run(arguments)
         )
@@ -127,13 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"odb-factory {name}: {error}", file=sys.stderr)
         return 1
     return result
-
-
-def _activated() -> bool:
-    from odb_factory.llamafactory import activation
-
-    activation.activate()
-    return activation.is_active()
 
 
 def train(arguments: argparse.Namespace) -> int:

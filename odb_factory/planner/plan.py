@@ -16,7 +16,7 @@ import numpy as np
 
 from odb_factory.planner.cost import MEASURES, STEP_COST, Budget, Cost
 
-OF_COST = ("tokens", "patches", "units", "modality", "has_media", "leading_label", "has_audio")
+FIELDS_OF_COST = ("tokens", "patches", "units", "modality", "has_media", "leading_label", "has_audio")
 ROW = np.dtype(
     [(name, "<i4") for name in ("tokens", "row_tokens", "patches", "units", "bytes", "position")]
     + [("age", "u1"), ("modality", "u1"), ("has_media", "?"), ("leading_label", "?"), ("has_audio", "?")]
@@ -42,7 +42,7 @@ def make_metadata(
 ) -> BufferMetadata:
     """costs, ages, sizes (bytes; default 0), positions (default 0): one entry a sample."""
     rows = np.zeros(len(costs), ROW)
-    for name in OF_COST:
+    for name in FIELDS_OF_COST:
         rows[name] = [getattr(cost, name) for cost in costs]
     rows["row_tokens"] = [cost.padded for cost in costs]
     rows["age"] = np.minimum(ages, 255)
@@ -79,7 +79,8 @@ class Samples:
 
     table: of all ranks, an array of `ROW`. starts: as in `Plan`. owner: the rank that holds each sample of the table.
     index: the samples to cut, as positions in the table [n]. pool: of each of them the ranks it may go to: one pool for
-    all ranks that share their samples, or one for each rank [n]. slots: ranks that share a pool.
+    all ranks that share their samples, or one for each rank [n]. num_pools: some may be empty. slots: ranks that share
+    a pool, so groups that it gives to each micro-step.
     """
 
     table: np.ndarray
@@ -121,7 +122,6 @@ class Samples:
 
     @cached_property
     def measures(self) -> np.ndarray:
-        """int64[n, 4]"""
         return measures_of(self.rows)
 
     # A flat micro-batch is a bin: what it costs, and whether it is within the budgets, follows from the sums of the
@@ -234,23 +234,24 @@ def to_plan(steps: Sequence[Step], samples: Samples, final: bool) -> Plan:
 
     A rank takes the group of its own pool. If ranks share a pool, any rank takes any group, one at most.
     """
-    num_ranks = len(samples.starts) - 1
-    plan = Plan([[[] for _ in steps] for _ in range(num_ranks)], samples.starts, [], final)
+    groups: list[list[list[int]]] = [[[] for _ in steps] for _ in samples.starts[1:]]
+    totals = []
     for k, step in enumerate(steps):
         sizes = np.array([len(group) for _, group in step])
         chosen = np.concatenate([group for _, group in step])
         owner = samples.owner[chosen]
         ranks = [number for number, _ in step]
         if samples.slots > 1:
-            ranks = _ranks_of(np.repeat(np.arange(len(step)), sizes), owner, num_ranks)
+            ranks = _ranks_of(np.repeat(np.arange(len(step)), sizes), owner, len(groups))
         for rank, (_, group) in zip(ranks, step):
-            plan.groups[rank][k] = group.tolist()
+            groups[rank][k] = group.tolist()
+        # The groups as collated.
         rows, starts = samples.table[chosen], np.cumsum(sizes) - sizes
         sums, row_tokens = np.add.reduceat(measures_of(rows), starts), rows["row_tokens"].astype(np.int64)
         longest, first = np.maximum.reduceat(row_tokens, starts), row_tokens[starts]
         collated_rows, lengths, patches = samples.budget.collated(sums, sizes, longest, first)
         padded = collated_rows * lengths
-        totals = MicroStepTotals(
+        of_step = MicroStepTotals(
             samples=len(rows),
             tokens=int(sums[:, 0].sum()),
             padded_tokens=int(padded.sum()),
@@ -261,8 +262,8 @@ def to_plan(steps: Sequence[Step], samples: Samples, final: bool) -> Plan:
             max_rank_patches=int(patches.max()),
             moved=int((owner != np.repeat(ranks, sizes)).sum()),
         )
-        plan.totals.append(totals)
-    return plan
+        totals.append(of_step)
+    return Plan(groups, samples.starts, totals, final)
 
 
 def _ranks_of(group: np.ndarray, owner: np.ndarray, num_ranks: int) -> list[int]:
