@@ -25,15 +25,10 @@ def a_window(draw: st.DrawFn) -> Window:
 worlds = st.lists(a_window(), min_size=1, max_size=4)
 
 
-@st.composite
-def positions(draw: st.DrawFn) -> dict[str, int]:
-    """Where in the run a round stands."""
-    return {
-        "seed": draw(st.integers(0, 3)),
-        "epoch": draw(st.integers(0, 3)),
-        "round_index": draw(st.integers(0, 3)),
-        "accumulation": draw(st.integers(1, 4)),
-    }
+# Where in the run a round stands.
+positions = st.fixed_dictionaries(
+    {name: st.integers(0, 3) for name in ("seed", "epoch", "round_index")} | {"accumulation": st.integers(1, 4)}
+)
 
 
 @settings(deadline=None, max_examples=50)
@@ -119,7 +114,7 @@ def test_the_end_is_spread_evenly() -> None:
 # Quota closure
 
 
-@given(worlds, budgets | flat_budgets, positions())
+@given(worlds, budgets | flat_budgets, positions)
 def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
     """I1, I3, I4: whole optimizer steps, every rank busy in every one, no sample twice. The epoch ends when an
     exhausted rank runs short, and not before (I5)."""
@@ -158,7 +153,7 @@ def test_groups_that_take_as_long_meet() -> None:
 NOT_HALVED = [Cost(6), Cost(6, has_media=True), Cost(3), Cost(3, has_media=True), Cost(6), Cost(2)]
 
 
-@given(worlds, budgets | flat_budgets, positions(), st.booleans(), st.integers(0, 100))
+@given(worlds, budgets | flat_budgets, positions, st.booleans(), st.integers(0, 100))
 @example(
     [Window(NOT_HALVED, [0] * 6, exhausted=True), *[Window([], [], exhausted=True)] * 2],
     Budget(20, collation=Collation(dummy_media_tokens=20)),
