@@ -378,7 +378,9 @@ class StandIn(nn.Module):
 
     def __init__(self, part: Any, forward: Callable[..., Any]):
         super().__init__()
-        vars(self).update(_part=part, forward=forward)
+        own = vars(part)
+        # Its weights too, which a loss may read.
+        vars(self).update(_part=part, forward=forward, _parameters=own["_parameters"], _modules=own["_modules"])
 
     def _get_name(self) -> str:
         return type(self._part).__name__

@@ -10,56 +10,40 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import copy
 import inspect
 import itertools
 import math
 import operator
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from odb_factory.config import AUTO, ODBConfig
-from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
-from odb_factory.errors import ConfigError, LayoutError, OutOfMemoryError, one_line
+from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
-from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
 from odb_factory.model.flat_row import flat_row
 from odb_factory.planner import Budget, Limits
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import why_not_split
+from odb_factory.training.stock import Unmeasured, apart, together
 
 logger = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A trial leaves the training as it was.
 
-ACCUMULATION = "current_gradient_accumulation_steps"
-"""The divisor of a loss; the Trainer's loop sets it with the first batch."""
-
-
-def _is_plain(value: Any) -> bool:
-    """Numbers and text, and collections of them: figures that a trainer collects for its logs, as trl's do."""
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set | deque):
-        return all(map(_is_plain, value))
-    is_figure = isinstance(value, Tensor) and value.numel() == 1 and value.is_leaf
-    return is_figure or value is None or isinstance(value, int | float | str)
-
 
 @contextlib.contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
-    """Afterwards gradients, buffers, modes of modules, figures of the trainer and random numbers are as they were.
+    """Afterwards gradients, buffers, modes of modules and random numbers are as they were.
 
     Weights and the optimizer are not changed within. A trial must have gradients of zero: an engine that keeps them to
     itself (DeepSpeed) keeps zeros.
@@ -70,11 +54,9 @@ def untouched(trainer: Any) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     # DDP: whether the next forward brings the buffers of rank 0 to all.
     synced = {name: value for name, value in vars(model).items() if name == "require_forward_param_sync"}
-    figures = copy.deepcopy({name: value for name, value in vars(trainer).items() if _is_plain(value)})
-    syncs_gradients, attributes = trainer.accelerator.sync_gradients, set(vars(trainer))
-    changed = replaced(trainer, **{ACCUMULATION: 1} | figures)
+    syncs_gradients = trainer.accelerator.sync_gradients
     try:
-        with kept_random_numbers(trainer.args.device), changed, replaced(model, **synced):
+        with kept_random_numbers(trainer.args.device), replaced(model, **synced):
             yield
     finally:
         for parameter in without:
@@ -84,8 +66,6 @@ def untouched(trainer: Any) -> Iterator[None]:
                 buffer.copy_(before)
         for module, training in modes:
             module.training = training
-        for name in set(vars(trainer)) - attributes:
-            delattr(trainer, name)
         trainer.accelerator.sync_gradients = syncs_gradients
 
 
@@ -102,30 +82,23 @@ def state_bytes(trainer: Any) -> int:
         return 0  # DeepSpeed's, which has made its state already
     if getattr(optimizer, "is_paged", False):
         return 0  # of bitsandbytes: state leaves the device if memory is short
-    total, sizes = 0, dict[Any, int]()
-    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-        # FSDP may keep weights and state on the CPU.
-        if not weight.requires_grad or weight.device.type != device or optimizer.state.get(weight):
-            continue
-        to_local = getattr(weight, "to_local", None)  # the part of a sharded weight that is on this rank
-        local = (weight if to_local is None else to_local()).detach()
-        kind = local.shape, local.dtype
-        if kind not in sizes and local.numel():
-            sizes[kind] = _state_of(optimizer, local)
-        total += sizes.get(kind, 0)
-    return total
+    # FSDP may keep weights and state on the CPU, and has a part of each sharded weight on this rank.
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+    weights = [weight for weight in weights if weight.device.type == device and not optimizer.state.get(weight)]
+    local = [(weight.to_local() if hasattr(weight, "to_local") else weight).detach() for weight in weights]
+    if not (total := sum(weight.numel() for weight in local)):
+        return 0
 
-
-def _state_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> int:
-    """Bytes on its device that an optimizer of the same class keeps after one update of such a weight."""
-    parameter = torch.nn.Parameter(torch.ones_like(weight))
+    # The state of the largest weight after one update, by an optimizer of the same class.
+    largest = torch.nn.Parameter(torch.ones_like(max(local, key=torch.numel)))
     known = inspect.signature(type(optimizer).__init__).parameters
     arguments = optimizer.defaults | {"args": getattr(optimizer, "args", None)}  # bitsandbytes keeps its bits in `args`
-    optimizer_copy = type(optimizer)([parameter], **{key: value for key, value in arguments.items() if key in known})
-    parameter.grad = torch.ones_like(parameter)
+    optimizer_copy = type(optimizer)([largest], **{key: value for key, value in arguments.items() if key in known})
+    largest.grad = torch.ones_like(largest)
     optimizer_copy.step()
-    state = [value for value in optimizer_copy.state[parameter].values() if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in state if value.device == weight.device)
+    state = [value for value in optimizer_copy.state[largest].values() if isinstance(value, Tensor)]
+    size = sum(value.numel() * value.element_size() for value in state if value.device == largest.device)
+    return math.ceil(size * total / largest.numel())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,10 +186,6 @@ class Trial(NamedTuple):
         return self.measured.rows * self.measured.length + self.measured.patches
 
 
-class NotTried(Exception):
-    """Why nothing can be tried."""
-
-
 class Trials:
     """Trials of micro-batches of a training. Collective: all ranks run the same and learn the same.
 
@@ -225,26 +194,25 @@ class Trials:
     """
 
     def __init__(self, trainer: Any, rows: FirstRows, key: str):
-        odb, problem = trainer.odb, ""
-        self.rows, self.key, self._trainer, self._meter = rows, key, trainer, odb.memory_meter
+        odb, device = trainer.odb, trainer.args.device
+        self.rows, self.key, self._trainer, self._meter = rows, key, apart(trainer), odb.memory_meter
+        self._trainer.current_gradient_accumulation_steps = 1  # the Trainer's loop sets it with the first batch
         self.can_continue = engine_of(trainer.model_wrapped) in ("none", "ddp") or why_not_split(trainer.args) is None
         self.fitting: list[Trial] = []
         self.count, self.seconds, self._began = 0, 0.0, time.perf_counter()
-        try:  # a tensor in the place of the state that the optimizer will have
-            self._state = torch.empty(state_bytes(trainer), dtype=torch.uint8, device=trainer.args.device)
-        except Exception as error:  # any code may stand in the update of an optimizer
-            problem = "it does not fit" if is_out_of_memory(error) else one_line(error)
-        _agree(odb.gather(problem), "the memory of the optimizer's state cannot be taken")
+
+        def take_state() -> Tensor:  # a tensor in the place of the state that the optimizer will have
+            return torch.empty(state_bytes(trainer), dtype=torch.uint8, device=device)
+
+        failure = Unmeasured("the memory of the optimizer's state cannot be taken: ")
+        self._state = together(odb.gather, failure, take_state)
         self.limits: list[int] = odb.gather(self._meter.limit(odb.config.memory_fraction))
 
     def run(self, samples: Sequence[Sample]) -> Trial:
-        """Try a micro-batch. Raises `NotTried` if a rank cannot collate it."""
-        odb, problem = self._trainer.odb, ""
-        try:
-            measured, batch = odb.training.run.loader.groups.collate(list(samples))
-        except (LayoutError, NotCollated) as error:
-            problem = str(error)
-        _agree(odb.gather(problem), "a micro-batch cannot be collated")
+        """Try a micro-batch. Raises `Unmeasured` if a rank cannot collate it."""
+        odb, groups = self._trainer.odb, self._trainer.odb.training.run.loader.groups
+        failure = Unmeasured("a micro-batch cannot be collated: ")
+        measured, batch = together(odb.gather, failure, lambda: groups.collate(list(samples)))
         peak = self._meter.peak(lambda: self._compute(batch, measured), self._held_tensors())
         answers = odb.gather([peak, time.perf_counter() - self._began])
         self.count, self.seconds = self.count + 1, max(seconds for _, seconds in answers)
@@ -292,24 +260,19 @@ class Trials:
         return itertools.chain([self._state], model.parameters(), gradients, model.buffers())
 
 
-def _agree(problems: Sequence[str], failure: str) -> None:
-    """Raise `NotTried` if a rank has a problem. problems: of all ranks."""
-    if problem := next(filter(None, problems), None):
-        raise NotTried(f"{failure}: {problem}")
+@contextlib.contextmanager
+def trials_of(trainer: Any, key: str) -> Iterator[Trials]:
+    """Trials with the first rows of an epoch, which leave nothing behind. Collective. Raises `Unmeasured`.
 
-
-Found = TypeVar("Found")
-
-
-def by_trials(trainer: Any, key: str, search: Callable[[Trials], Found]) -> Found:
-    """What a search finds. Collective; leaves nothing behind. Raises `NotTried`."""
+    key: that asks for them.
+    """
     loader = trainer.odb.training.run.loader
     if trainer.odb.before_step is not None:
-        raise NotTried("this stage prepares its optimizer steps as a whole")
+        raise Unmeasured("this stage prepares its optimizer steps as a whole")
     if not (samples := list(loader.first_samples())):
-        raise NotTried("its rows are a stream, or none of the first can be used")
+        raise Unmeasured("its rows are a stream, or none of the first can be used")
     with untouched(trainer):
-        return search(Trials(trainer, FirstRows(samples, loader, trainer.odb.config), key))
+        yield Trials(trainer, FirstRows(samples, loader, trainer.odb.config), key)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -332,8 +295,9 @@ def choose_budgets(trainer: Any) -> Limits:
     """
     key = trainer.odb.config.auto_keys[0]
     try:
-        return by_trials(trainer, key, lambda trials: _search(trainer, trials))
-    except NotTried as error:
+        with trials_of(trainer, key) as trials:
+            return _search(trainer, trials)
+    except Unmeasured as error:
         raise ConfigError(f"odb.{key}: 'auto' cannot try micro-batches ({error}); set a number.") from None
 
 
@@ -401,23 +365,20 @@ def rehearse(trainer: Any) -> None:
     loader, watch = trainer.odb.training.run.loader, trainer.odb.training.memory
     budget = loader.budget.within(loader.lowered)
 
-    def try_heaviest(trials: Trials) -> tuple[Trial, int, float]:
-        """The trial nearest to its limit, with the number of its samples, and seconds."""
-        tried = []
-        for group in trials.rows.heaviest(budget):
-            tried.append((trials.run(group), len(group), trials.seconds))
-            if tried[-1][0].peak is None:
-                break
-        return max(tried, key=lambda result: result[0].share)
-
+    tried: list[tuple[Trial, int]] = []
     try:
-        trial, num_samples, seconds = by_trials(trainer, "token_budget", try_heaviest)
-    except NotTried as error:
+        with trials_of(trainer, "token_budget") as trials:
+            for group in trials.rows.heaviest(budget):
+                tried.append((trials.run(group), len(group)))
+                if tried[-1][0].peak is None:
+                    break
+    except Unmeasured as error:
         logger.warning("rehearsal: no micro-batch can be tried (%s); training begins without", error)
         return
+    trial, num_samples = max(tried, key=lambda result: result[0].share)
     micro_batch = f"the heaviest micro-batch that the budget of {budget} allows, {trial.measured}"
     if trial.peak is not None:
-        logger.info("rehearsal: memory held %s (peak %s, %.1f s)", micro_batch, _gib(trial.peak), seconds)
+        logger.info("rehearsal: memory held %s (peak %s, %.1f s)", micro_batch, _gib(trial.peak), trials.seconds)
         return
     message = f"rehearsal: out of memory in {micro_batch}, before the first optimizer step"
     if watch.config.oom == "raise":

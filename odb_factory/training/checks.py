@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import json
 import math
 import operator
 import os
@@ -445,7 +446,7 @@ def _add(settings: dict[str, object], key: str, value: Any) -> None:
     name = key.rpartition(".")[2]
     if name in NOT_COMPARED or name.startswith(PREFIXES_NOT_COMPARED):
         return
-    value = _plain(value)
+    value = json.loads(json.dumps(value, default=_plain, skipkeys=True))
     if isinstance(value, dict) and value:
         for inner in sorted(value):
             _add(settings, f"{key}.{inner}", value[inner])
@@ -454,20 +455,14 @@ def _add(settings: dict[str, object], key: str, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As numbers, texts, lists and dicts; other objects by their repr without addresses."""
+    """What JSON does not know, as numbers, texts, lists and dicts; other objects by their repr without addresses."""
     if isinstance(value, Enum):
         return value.value
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted(map(_plain, value), key=repr)
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return sorted(value, key=repr)
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
+        return value.to_dict()
     if dataclasses.is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text

@@ -47,7 +47,7 @@ from odb_factory.planner import Cost
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import overriding_compute_loss
 from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
-from odb_factory.training.stock import measure_evaluation, short_rows
+from odb_factory.training.stock import measure_evaluation
 
 logger = get_logger(__name__)
 
@@ -358,7 +358,7 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         problem = why_not_observed(parts, items) if odb.eval_rows is None else ""
         if problem:
             why = f"row 0: {problem}"  # what has no labels is predicted, in stock
-        elif (mean := _mean_of_round(trainer, parts, items)) is None:
+        elif (mean := _mean_of_round(trainer)) is None:
             why = "how prediction_step makes its loss fits no rule"
         else:
             loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
@@ -367,15 +367,13 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     return None
 
 
-def _mean_of_round(trainer: Any, parts: DataLoaderParts, items: Observer) -> StockMean | None:
+def _mean_of_round(trainer: Any) -> StockMean | None:
     """Measured once for a trainer. Collective."""
     odb, world_size = trainer.odb, trainer.args.world_size
     if odb.equal_weights or odb.cost_fn is not None:
         return StockMean("micro_batch", world_size)
     if odb.eval_mean is None:
-        dataset, observer = (parts.dataset, items) if odb.eval_rows is None else odb.eval_rows(parts.dataset)
-        rows = short_rows(dataset, observer, trainer.args.process_index)
-        odb.eval_mean = measure_evaluation(trainer, rows, parts.collate_fn, odb.gather)
+        odb.eval_mean = measure_evaluation(trainer, odb.gather)
     mean: StockMean | None = odb.eval_mean
     return mean
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_factory.accounting.losses import sum_of_losses
@@ -85,30 +84,29 @@ class MemoryWatch:
             shape += f", {measured.media} (max_patches {'none' if patches is None else patches})"
         if self.encoded:
             shape += f", {self.encoded} patches of all ranks encoded here"
-        peak = peak_memory(self.device)
+        peak = ""
+        if self.device.type == "cuda":
+            most, total = (
+                torch.cuda.max_memory_allocated(self.device),
+                torch.cuda.get_device_properties(self.device).total_memory,
+            )
+            peak = f"; peak {most / GIB:.2f} of {total / GIB:.2f} GiB on {self.device}"
         return (
             f"out of memory in micro-batch {micro_batch.index + 1} of {micro_batch.step.num_micro_batches} of "
-            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{suffix}"
-            f"{f'; peak {peak}' if peak else ''}"
+            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{suffix}{peak}"
         )
 
     def lower(self, measured: Measured) -> Limits:
         """To three quarters of what memory does not hold: of its patches if these are more than it held before, or
         further beyond that than its tokens are; else of its tokens."""
-        tokens = measured.rows * measured.length
-        least = self.budget.collation.dummies(0, 0)[1]
-        if self._is_for_patches(measured) and (patches := self._patches(measured) * 3 // 4) >= max(least, 1):
-            return Limits(self.budget.token_budget, patches)
-        return Limits(max(tokens * 3 // 4, self.budget.pad_to_multiple_of), self.budget.max_patches)
-
-    def _is_for_patches(self, measured: Measured) -> bool:
         tokens, patches = measured.rows * measured.length, self._patches(measured)
-        if tokens <= self._most_tokens and patches > self._most_patches:
-            return True
-        most = self._most_patches or self.budget.max_patches or 0
-        if not most:
-            return patches > measured.patches
-        return patches / most > tokens / (self._most_tokens or self.budget.token_budget)
+        is_for_patches, held = patches > measured.patches, self._most_patches or self.budget.max_patches
+        if held:
+            is_for_patches = patches / held > tokens / (self._most_tokens or self.budget.token_budget)
+        is_for_patches |= tokens <= self._most_tokens and patches > self._most_patches
+        if is_for_patches and patches * 3 // 4 >= max(self.budget.collation.dummies(0, 0)[1], 1):
+            return Limits(self.budget.token_budget, patches * 3 // 4)
+        return Limits(max(tokens * 3 // 4, self.budget.pad_to_multiple_of), self.budget.max_patches)
 
     def _patches(self, measured: Measured) -> int:
         return measured.patches if self.encoded is None else self.encoded
@@ -131,14 +129,6 @@ class MemoryWatch:
             shorten = f"lower cutoff_len to {limits.token_budget // measured.rows}"  # a pair has two rows
         drop = f"`{key}: {value}`" if self.config.overlong == "drop" else f"`overlong: drop` with `{key}: {value}`"
         return f"a sample alone cannot be cut: {shorten}, or set {drop} to leave out such samples"
-
-
-def peak_memory(device: torch.device) -> str | None:
-    """Peak of torch's memory on a CUDA device, and the memory of the device; None of another one."""
-    if device.type != "cuda":
-        return None
-    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    return f"{peak / GIB:.2f} of {total / GIB:.2f} GiB on {device}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -170,7 +160,6 @@ def cut(micro_batch: MicroBatch, budget: Budget) -> tuple[MicroBatch, MicroBatch
 
 COLLECTIVES = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
 """Methods of accelerate's `Accelerator` in which each rank waits for all others."""
-BUCKET_BYTES = 25 * 2**20
 MOST_LOST = 0.5
 """`oom: skip`: the largest share of the loss of an optimizer step that may be left out."""
 
@@ -304,7 +293,10 @@ class RestartedSteps:
         return replaced(self.trainer.accelerator, **{name: functools.partial(refuse, name) for name in COLLECTIVES})
 
     def _agree(self, step: _Attempt) -> None:
-        """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""
+        """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective.
+
+        All raise `OutOfMemoryError` if the step has lost most of its loss.
+        """
         loader = self.run.loader
         answer = {
             "cuts": step.cuts,
@@ -314,20 +306,27 @@ class RestartedSteps:
         }
         about = f"optimizer step {self.run.optimizer_steps + 1}"
         answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(answer).encode(), about)]
-        lost = [share for answer in answers for share in answer["lost"]]
-        before = loader.lowered
+        lost, before = [share for answer in answers for share in answer["lost"]], loader.lowered
         for answer in answers:
             if answer["lowered"] is not None:
                 loader.lower(Limits(**answer["lowered"]))
-        self._check_lost(lost)
-        if loader.lowered is not None and loader.lowered != before and loader.rank == 0:
-            patches = f" and {loader.lowered.max_patches} patches" if loader.lowered.max_patches is not None else ""
-            logger.warning(
-                "oom: %s: later plans are made with budgets of %d tokens%s",
-                self.watch.config.oom,
-                loader.lowered.token_budget,
-                patches,
-            )
+        if (lowered := loader.lowered) is not None:
+            patches = lowered.max_patches
+            if sum(lost) > MOST_LOST:  # a training on what is left would be another one
+                caps = "" if patches is None else f" and `max_patches: {patches}`"
+                raise OutOfMemoryError(
+                    f"oom: skip has left out {len(lost)} samples with {sum(lost):.0%} of the loss of {about}, and at "
+                    f"most {MOST_LOST:.0%} may be lost; set `token_budget: {lowered.token_budget}`{caps} or less, or "
+                    "lower cutoff_len or image_max_pixels."
+                )
+            if lowered != before and loader.rank == 0:
+                caps = "" if patches is None else f" and {patches} patches"
+                logger.warning(
+                    "oom: %s: later plans are made with budgets of %d tokens%s",
+                    self.watch.config.oom,
+                    lowered.token_budget,
+                    caps,
+                )
         self.run.accounting.total["oom_cuts"] += sum(answer["cuts"] for answer in answers)
         self.run.accounting.lose(lost, OUT_OF_MEMORY)
         self._synchronize(["1" in has for has in zip(*(answer["has_gradient"] for answer in answers))])
@@ -340,31 +339,14 @@ class RestartedSteps:
             self._zero1.step()
         if self._ddp is None:
             return
-        gradients, group = [], self._ddp.process_group
+        group = self._ddp.process_group
         for parameter in itertools.compress(self._parameters, have_gradients):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        for bucket in _take_tensors(gradients, BUCKET_BYTES):
-            mean = _flatten_dense_tensors(bucket).div_(group.size())
-            dist.all_reduce(mean, group=group)
-            for gradient, part in zip(bucket, _unflatten_dense_tensors(mean, bucket)):
-                gradient.copy_(part)
+            parameter.grad.div_(group.size())
+            dist.all_reduce(parameter.grad, group=group)
         for buffer in self._buffers if self._ddp.broadcast_buffers else ():
             dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
-
-    def _check_lost(self, shares: Sequence[float]) -> None:
-        """shares: of the rows that all ranks have left out of an optimizer step. All raise `OutOfMemoryError` if it has
-        lost most of its loss: a training on what is left would be another one."""
-        lost, lowered = sum(shares), self.run.loader.lowered
-        if lost <= MOST_LOST or lowered is None:
-            return
-        caps = "" if lowered.max_patches is None else f" and `max_patches: {lowered.max_patches}`"
-        raise OutOfMemoryError(
-            f"oom: skip has left out {len(shares)} samples with {lost:.0%} of the loss of optimizer step "
-            f"{self.run.optimizer_steps + 1}, and at most {MOST_LOST:.0%} may be lost; set `token_budget: "
-            f"{lowered.token_budget}`{caps} or less, or lower cutoff_len or image_max_pixels."
-        )
 
 
 def forget(error: BaseException | None) -> None:

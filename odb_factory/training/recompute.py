@@ -25,7 +25,8 @@ from odb_factory.model.check import unwrapped, without_cache
 from odb_factory.model.tower import shards_parameters
 from odb_factory.planner import Budget, Limits, Media
 from odb_factory.training.arguments import replaced
-from odb_factory.training.auto_budget import FirstRows, NotTried, Trial, Trials, by_trials
+from odb_factory.training.auto_budget import FirstRows, trials_of
+from odb_factory.training.stock import Unmeasured
 
 logger = get_logger(__name__)
 
@@ -122,22 +123,19 @@ def find_recompute(trainer: Any) -> Recompute | None:
     tried, loader = Recompute(model, []), training.run.loader
     budget = loader.budget.within(loader.lowered)
 
-    def held_without(trials: Trials) -> tuple[list[Trial], str]:
-        """What memory held without recomputation. No trial runs that the two before it show to be too large: not every
-        engine can continue after an error."""
-        for group in _growing(trials.rows, budget):
-            if trials.expected(group, budget) > RESERVE:
-                break
-            with tried.off():
-                if trials.hold(group, RESERVE) is None:
-                    break
-        return trials.fitting, f"{trials.count} micro-batches tried in {trials.seconds:.1f} s"
-
     try:
-        trials, cost = by_trials(trainer, "recompute", held_without)
-    except NotTried as error:
+        with trials_of(trainer, "recompute") as search:
+            # No trial runs that the two before it show to be too large: not every engine can continue after an error.
+            for group in _growing(search.rows, budget):
+                if search.expected(group, budget) > RESERVE:
+                    break
+                with tried.off():
+                    if search.hold(group, RESERVE) is None:
+                        break
+    except Unmeasured as error:
         logger.info("recompute: auto: no micro-batch can be tried (%s), so all are recomputed", error)
         return None
+    trials, cost = search.fitting, f"{search.count} micro-batches tried in {search.seconds:.1f} s"
     if not trials:
         logger.info("recompute: auto: memory does not hold the shortest sample without recomputation; %s", cost)
         return None

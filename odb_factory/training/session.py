@@ -253,11 +253,10 @@ class Session:
         computing, training = self.computing, self.training
         if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
             return "mean"
-        stock, has_weights = training.stock, computing.loss.row_weights is not None
-        if stock.is_trainers and (not stock.adds_up or has_weights or training.sample_door.gives_states):
+        if training.stock.is_trainers:
             return "by sample"
-        is_stock = self.config.loss_scaling == "stock" and not has_weights
-        return "number of stock" if is_stock and stock.takes_stock_number else "mean"
+        is_stock = self.config.loss_scaling == "stock" and computing.loss.row_weights is None
+        return "number of stock" if is_stock and training.stock.takes_stock_number else "mean"
 
     @property
     def stock_number(self) -> tuple[Any, ...]:
@@ -464,7 +463,7 @@ class Training:
     def _rows_to_measure(self) -> Rows:
         """None of a stream, of which each row can be read once."""
         if self._parts.sampler is None:
-            return Rows([], [])
+            return []
         observer = self.odb.observer or self.odb.observer_of_items(self._parts, self.odb.config)
         return short_rows(self._parts.dataset, observer, self.trainer.args.process_index)
 

@@ -1,8 +1,8 @@
 """How stock weighs the samples of an optimizer step: measured before training, with the trainer that will train.
 
-1. The trainer's own `get_batch_samples` and `training_step` run on a few rows. A hook on the model's output embedding
-   hands on logits that are leaves, so the gradient of what reaches `accelerator.backward` ends at the logits and no
-   parameter sees it. A gradient of what the model returns shows that the trainer's code computes the loss.
+1. The trainer's own `get_batch_samples` and `training_step` run on a few rows. The layers of the model do not compute,
+   and its output embedding returns logits that are leaves: the gradient of what reaches `accelerator.backward` ends at
+   the logits. A gradient of what the model returns shows that the trainer's code computes the loss.
 2. The loss of each sample alone, on its own logits, has a gradient, too. Stock's gradient must be that one times a
    weight, and the weights of all samples must be those of one rule (`candidates`).
 
@@ -18,20 +18,22 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from odb_factory.data.observe import IGNORE_INDEX
-from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, Counts, StockMean
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
@@ -39,7 +41,6 @@ from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.head import StandIn, has_routers, model_with_labels, without_layers
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
-from odb_factory.training.oom import is_out_of_memory
 
 logger = get_logger(__name__)
 
@@ -52,13 +53,11 @@ SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
 """Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
 TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
 """Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
+
 FROM_PADDING = (
     "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
     "-100, or pad on the right"
 )
-READS_PADDING = "its loss depends on the padding of a row"
-NOT_FINITE, RAISES = "a micro-batch has a gradient that is not finite", "its step raises "
-NO_LOGITS, OTHER_VALUES = "its logits cannot be read: ", "the values of its losses are those of no rule"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +65,20 @@ class StockLoss:
     """How stock makes the loss of an optimizer step.
 
     mean: the rule of the weights. is_trainers: code of the trainer computes it from logits (`compute_loss_func`, a
-    `compute_loss` of its own, the label smoother), else the model's own forward. adds_up: called for the samples of a
-    micro-batch, padded or flat, it returns the mean over their tokens of what it returns for each of them; otherwise it
-    is called once a sample. counts_unsupervised: a mean over samples counts those without a supervised token, which
-    otherwise are left out. number: an example of what stock's `get_batch_samples` returns as the number of items.
+    `compute_loss` of its own, the label smoother), and is called once a sample; else the model's own forward.
+    counts_unsupervised: a mean over samples counts those without a supervised token, which otherwise are left out.
+    number: an example of what stock's `get_batch_samples` returns as the number of items.
     """
 
     mean: StockMean = MEAN_OF_STEP
     is_trainers: bool = False
-    adds_up: bool = True
     counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
     @property
     def takes_stock_number(self) -> bool:
         """Whether stock's own number of items makes any cut of the optimizer step stock's."""
-        return self.number is not None and self.mean.over == "step" and self.adds_up
+        return self.number is not None and self.mean.over == "step"
 
 
 def assumed(trainer: Any) -> StockLoss:
@@ -95,11 +92,8 @@ class UnknownWeights(ConfigError):
     So other weights can be given to them (`loss_scaling`)."""
 
 
-class Rows(NamedTuple):
-    """A few short processed rows of this rank, to measure with, and the units of each."""
-
-    features: list[Any]
-    units: list[int]
+Rows = Sequence[tuple[Any, int]]
+"""A few short processed rows of this rank, to measure with: features, and units."""
 
 
 def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
@@ -113,57 +107,101 @@ def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
                 continue
             rows.append((cost.tokens + cost.patches, cost.units, features))
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
-    chosen = list(itertools.islice(itertools.cycle([row for row in rows if row[0] > 1]), ROWS))
-    return Rows([features for *_, features in chosen], [units for _, units, _ in chosen])
-
-
-class Row(NamedTuple):
-    """A sample of the measurement: its micro-batch, its tokens with a loss, whether its first token has a label."""
-
-    micro_batch: int
-    units: int
-    has_first: bool
+    chosen = itertools.cycle([(features, units) for size, units, features in rows if size > 1])
+    return list(itertools.islice(chosen, ROWS))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The rules, and what a sample weighs by each of them.
 
 
-def candidates(world_size: int) -> Iterator[StockMean]:
+def candidates(world_size: int) -> list[StockMean]:
     """The rules that exist, the usual ones first.
 
     Some trainers multiply by the number of ranks, over which the engine takes the mean, and some do not, so each rule
     comes with factors.
     """
-    for factor in dict.fromkeys((1.0, float(world_size), 1 / world_size)):
-        kinds: tuple[Counts, ...] = ("tokens", "labels", "samples", "all labels")
-        for counts in kinds[:2]:
-            yield StockMean("step", counts=counts, factor=factor)
-            if world_size > 1:
-                yield StockMean("rank", counts=counts, factor=factor)
-        for counts, divisor in itertools.product(kinds, (None, world_size)):
-            yield StockMean("micro_batch", divisor, counts, factor)
-
-
-def weights_by(mean: StockMean, table: Sequence[Sequence[Row]]) -> list[list[float]]:
-    """What the mean loss of each sample weighs on its own rank. table: the samples of each rank."""
-    keys = [[("step",), (rank,), (rank, row.micro_batch)] for rank, rows in enumerate(table) for row in rows]
-    place = {"step": 0, "rank": 1, "micro_batch": 2}[mean.over]
-    every = [row for rows in table for row in rows]
-    own = [
-        1 if mean.counts == "samples" else row.units + (mean.counts == "all labels" and row.has_first) for row in every
+    of_tokens, of_samples = ("tokens", "labels"), ("samples", "all labels")
+    kinds: list[tuple[Any, float | None, tuple[Any, ...]]] = [
+        ("step", None, of_tokens),
+        *[("rank", None, of_tokens)] * (world_size > 1),
+        ("micro_batch", None, of_tokens + of_samples),
+        ("micro_batch", world_size, of_tokens + of_samples),
     ]
-    amounts = [n + (mean.counts == "labels" and row.has_first) for n, row in zip(own, every)]
+    return [
+        StockMean(over, divisor, counts, factor)
+        for factor in dict.fromkeys((1.0, float(world_size), 1 / world_size))
+        for over, divisor, all_counts in kinds
+        for counts in all_counts
+    ]
+
+
+Table = Sequence[Sequence[tuple[int, int, bool]]]
+"""Of each rank the samples of the measurement: micro-batch, tokens with a loss, whether the first token has a label."""
+
+
+def weights_by(mean: StockMean, table: Table) -> list[list[float]]:
+    """What the mean loss of each sample weighs on its own rank."""
     totals: dict[Any, int] = {}
-    for key, amount in zip(keys, amounts):
-        totals[key[place]] = totals.get(key[place], 0) + amount
-    divisor = mean.divisor or len(totals)
-    shares = iter(n / max(totals[key[place]], 1) / divisor * mean.factor * len(table) for key, n in zip(keys, own))
-    return [[next(shares) for _ in rows] for rows in table]
+    samples: list[list[tuple[Any, int]]] = []  # of each rank: the mean that a sample is in, and what it counts there
+    for rank, rows in enumerate(table):
+        samples.append([])
+        for micro_batch, units, has_first in rows:
+            key = {"step": (), "rank": (rank,), "micro_batch": (rank, micro_batch)}[mean.over]
+            amount = 1 if mean.counts == "samples" else units + (mean.counts == "all labels" and has_first)
+            totals[key] = totals.get(key, 0) + amount + (mean.counts == "labels" and has_first)
+            samples[-1].append((key, amount))
+    times = mean.factor * len(table) / (mean.divisor or len(totals))
+    return [[times * amount / max(totals[key], 1) for key, amount in rows] for rows in samples]
+
+
+def _losses_by(mean: StockMean, answers: Sequence[Any]) -> Iterator[tuple[float, float]]:
+    """The loss of each micro-batch of all ranks, and what this rule makes of the losses of its samples.
+
+    answers: of each rank `rows` (`Table`), the loss of each row `alone`, and `stock`'s of each micro-batch.
+    """
+    for answer, weights in zip(answers, weights_by(mean, [answer["rows"] for answer in answers])):
+        sums = [0.0] * len(answer["stock"])
+        for (micro_batch, *_), weight, loss in zip(answer["rows"], weights, answer["alone"]):
+            sums[micro_batch] += weight * loss
+        yield from zip(answer["stock"], sums)
+
+
+def _is_near(value: float, expected: float, tolerance: float = TOLERANCE) -> bool:
+    return abs(value - expected) <= tolerance * max(abs(value), abs(expected))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The measurement.
+
+
+class Unmeasured(Exception):
+    """Why something cannot be measured before training.
+
+    help: what may help: other "labels" of the rows, because stock cannot train on a row without a supervised token;
+    other "rows"; other "weights" for the samples, as nothing shows that their losses are not their own.
+    """
+
+    def __init__(self, why: str, help: str = ""):
+        super().__init__(why)
+        self.help = help
+
+
+def together(gather: Callable, failure: Unmeasured, compute: Callable[[], Any]) -> Any:
+    """What `compute` returns here, unless it fails on a rank: then all raise. Collective.
+
+    failure: of an error that code of a trainer or a collator raises, whose message follows.
+    """
+    result, problem = None, None
+    try:
+        result = compute()
+    except Unmeasured as error:
+        problem = str(error), error.help
+    except Exception as error:
+        problem = f"{failure}{one_line(error)}", failure.help
+    if problem := next(filter(None, gather(problem)), None):
+        raise Unmeasured(*problem)
+    return result
 
 
 def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
@@ -175,463 +213,329 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
     `UnknownWeights` if other weights would be right.
     """
     model: Any = model_with_labels(trainer.model)
-    own = {"logits": model is not None and model.get_output_embeddings() is not None, "rows": bool(rows.features)}
-    ranks = gather(own)
-    has_logits, has_rows = (all(rank[key] for rank in ranks) for key in own)
-    changes: Sequence[Sequence[int]] = (NONE_IN_THE_LAST, SUPERVISED, ())
-    attempts = [*itertools.product([True] * has_rows, changes), *itertools.product([False], changes[:2])]
-    why, kind = "", ConfigError
-    for is_real, supervised in attempts if has_logits else ():
+    own = [model is not None and model.get_output_embeddings() is not None, bool(rows)]
+    has_logits, has_rows = map(all, zip(*gather(own)))
+    to_read: list[Rows] = [rows] * has_rows + [()]
+    attempts: list[Any] = [*itertools.product(to_read, (NONE_IN_THE_LAST, SUPERVISED))] if has_logits else [((), ())]
+    for read, supervised in attempts:
         measurement = _Measurement(trainer, model)
         try:
-            if is_real:
-                batches = measurement.collated(rows.features, collate, supervised)
-            else:
-                batches = measurement.made_up(supervised)
-            problem = ""
-        except Exception as error:
-            batches, problem = [], f"its rows cannot be collated: {one_line(error)}"
-        if any(problems := gather(problem)):
-            why = next(filter(None, problems))
-            continue
-        answers = gather(measurement.run(batches))
-        why = next((answer["problem"] for answer in answers if answer["problem"]), "")
-        if why in (FROM_PADDING, READS_PADDING) and supervised:
-            continue  # the labels that were changed may be what is predicted from padding
-        if why.startswith((NOT_FINITE, RAISES)) and supervised is NONE_IN_THE_LAST:
-            continue  # stock cannot train on a row without a supervised token
-        if why:
-            break
-        stock, why = _rule_of(answers, trainer.args.world_size)
-        if stock is not None:
+            if not has_logits:
+                return _by_values(measurement, rows, collate, gather)
+            make = functools.partial(measurement.micro_batches, read, collate, supervised)
+            micro_batches = together(gather, Unmeasured("its rows cannot be collated: ", "rows"), make)
+            weigh = functools.partial(measurement.weigh, micro_batches)
+            stock = _rule_of(gather(together(gather, Unmeasured("its step raises ", "labels"), weigh)))
             logger.debug("stock takes %s (measured)", stock.mean)
             return replace(stock, number=measurement.number)
-        kind = UnknownWeights
-        if not why.startswith("these rows"):
+        except Unmeasured as error:
+            why = error
+        if why.help != "rows" and not (why.help == "labels" and supervised is NONE_IN_THE_LAST):
             break
-    if not has_logits or "cannot be collated" in why:  # another model than a causal one
-        stock, why = _by_values(trainer, rows, collate, gather)
-        if stock is not None:
-            return stock
-    if why.startswith(NO_LOGITS) or why == OTHER_VALUES:
-        kind = UnknownWeights
+    kind = UnknownWeights if why.help in ("rows", "weights") else ConfigError
     raise kind(
         f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
         "odb would train another loss; train without odb."
     )
 
 
-def _by_values(trainer: Any, rows: Rows, collate: Callable, gather: Callable) -> tuple[StockLoss | None, str]:
-    """As `measure`, from the values of losses alone: of stock's micro-batches, and of each sample. Collective."""
-    measurement = _Measurement(trainer, None)
-    answer: dict[str, Any] = {"problem": "", "rows": [], "alone": [], "stock": [], "together": 0.0}
-    is_tried = bool(rows.features) and measurement.is_computed
-    if not all(gather(is_tried)):
-        stock = assumed(trainer)
-        logger.warning("loss: taken for %s; this cannot be measured here (a stream, or a sharded model)", stock.mean)
-        return stock, ""
-    with kept_random_numbers(trainer.args.device):
-        try:
-            answer |= measurement.values(rows, collate)
-        except Exception as error:
-            answer["problem"] = one_line(error)
-    answers = gather(answer)
-    if problem := next((answer["problem"] for answer in answers if answer["problem"]), ""):
-        return None, problem
-    is_near = functools.partial(_is_near, tolerance=VALUE_TOLERANCE)
-    for answer in answers:
-        pair = [(Row(*row).units, loss) for row, loss in zip(answer["rows"], answer["alone"])][:ROWS_OF_MICRO_BATCH]
-        if not is_near(answer["together"], sum(units * loss for units, loss in pair) / sum(units for units, _ in pair)):
-            return None, "the loss of a micro-batch is not the mean of the losses of its samples"
-    for mean in candidates(trainer.args.world_size):
-        if all(map(is_near, *_losses_by(mean, answers))):
-            return StockLoss(mean), ""
-    return None, OTHER_VALUES
+def _rule_of(answers: Sequence[Any]) -> StockLoss:
+    """The rule that the answers of all ranks fit."""
+    every: Table = [answer["rows"] for answer in answers]
+    supervised: Table = [[row for row in rows if row[1]] for rows in every]
+    measured = [weight for answer in answers for weight in answer["weights"]]
 
-
-def _losses_by(mean: StockMean, answers: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """The losses of the micro-batches of all ranks, and what they are made of those of the samples by this rule.
-
-    answers: of each rank `rows`, the loss of each row `alone`, and `stock`'s of each micro-batch.
-    """
-    table, expected = [[Row(*row) for row in answer["rows"]] for answer in answers], []
-    for answer, rows, weights in zip(answers, table, weights_by(mean, table)):
-        sums = [0.0] * len(answer["stock"])
-        for row, weight, loss in zip(rows, weights, answer["alone"]):
-            sums[row.micro_batch] += weight * loss
-        expected += sums
-    return [loss for answer in answers for loss in answer["stock"]], expected
-
-
-def _rule_of(answers: Sequence[Any], world_size: int) -> tuple[StockLoss | None, str]:
-    """The rule that the answers of all ranks fit, or why there is none."""
-    every = [[Row(*row) for row in answer["rows"]] for answer in answers]
-    supervised = [[row for row in rows if row.units] for rows in every]
-    measured = [weight for answer in answers for weight in answer["weights"] if weight is not None]
-
-    def difference(mean: StockMean, table: Sequence[Sequence[Row]]) -> float:
+    def difference(mean: StockMean, table: Table) -> float:
         pairs = zip(itertools.chain(*table), itertools.chain(*weights_by(mean, table)))
-        weights = [weight for row, weight in pairs if row.units]
+        weights = [weight for (_, units, _), weight in pairs if units]
         return max(abs(a - b) / b for a, b in zip(measured, weights))
 
-    off = {mean: difference(mean, supervised) for mean in candidates(world_size)}
+    off = {mean: difference(mean, supervised) for mean in candidates(len(answers))}
     off_with_all = {mean: difference(mean, every) for mean in off}
     rules = [mean for mean in off if min(off[mean], off_with_all[mean]) < TOLERANCE]
-    if not any(row.has_first for rows in every for row in rows):  # then no row shows whether first labels count
+    if not any(has_first for rows in every for *_, has_first in rows):  # then no row shows whether first labels count
         rules = [mean for mean in rules if "labels" not in mean.counts]
     if not rules:
         nearest = min(off, key=off.__getitem__)
-        return None, f"the nearest is {nearest}, {off[nearest]:.1%} off"
+        raise Unmeasured(f"the nearest is {nearest}, {off[nearest]:.1%} off", "weights")
     if len(rules) > 1:
-        return None, f"these rows cannot tell {' from '.join(map(str, rules))}"
+        raise Unmeasured(f"these rows cannot tell {' from '.join(map(str, rules))}", "rows")
     is_trainers = any(answer["is_trainers"] for answer in answers)
-    adds_up = all(answer["adds_up"] for answer in answers)
-    return StockLoss(rules[0], is_trainers, adds_up, counts_unsupervised=off[rules[0]] >= TOLERANCE), ""
+    return StockLoss(rules[0], is_trainers, counts_unsupervised=off[rules[0]] >= TOLERANCE)
+
+
+def _by_values(measurement: _Measurement, rows: Rows, collate: Callable, gather: Callable) -> StockLoss:
+    """The rule of a model whose logits are unknown, from the values of losses: of stock's micro-batches, and of each
+    sample. Collective."""
+    trainer = measurement.trainer
+    device, will_be_sharded = trainer.args.device.type, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    is_whole = not will_be_sharded and all(weight.device.type == device for weight in trainer.model.parameters())
+    if not all(gather(bool(rows) and is_whole)):
+        stock = assumed(trainer)
+        logger.warning("loss: taken for %s; this cannot be measured here (a stream, or a sharded model)", stock.mean)
+        return stock
+    answers = gather(together(gather, Unmeasured(""), lambda: measurement.values(rows, collate)))
+    is_near = functools.partial(_is_near, tolerance=VALUE_TOLERANCE)
+    for mean in candidates(len(answers)):
+        if mean.counts == "tokens" and all(itertools.starmap(is_near, _losses_by(mean, answers))):
+            return StockLoss(mean)
+    raise Unmeasured("the losses of its micro-batches are no weighted means of those of their samples")
 
 
 class _Measurement:
-    """One run of stock on a few rows. model: the transformers model that takes labels, inside `trainer.model`."""
+    """One run of a trainer without odb on a few rows. model: the transformers model that takes labels, inside
+    `trainer.model`. number: of items, as stock has counted them."""
 
     def __init__(self, trainer: Any, model: Any):
-        self._trainer, self._model, self._probe = trainer, model, _probe_of(trainer)
-        device = trainer.args.device
+        self.trainer, self._model, self._probe = trainer, model, _probe_of(trainer)
+        self._device = trainer.args.device
         self.number: Any = None
-        # An engine that will shard the model has not wrapped it yet.
-        self.is_computed = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled) and all(
-            weight.device.type == device.type and not _is_sharded(weight) for weight in trainer.model.parameters()
-        )
 
     # 1. The micro-batches
 
-    def collated(self, rows: list[Any], collate: Callable[[list[Any]], Any], supervised: Sequence[int]) -> list[Any]:
-        """Micro-batches of two rows. supervised: tokens with a loss that each row gets, and every other row a first
-        label, so that rows differ; (): labels are as collated."""
-        batches = []
+    def micro_batches(self, rows: Rows, collate: Callable[[list[Any]], Any], supervised: Sequence[int]) -> list[Any]:
+        """Micro-batches of two rows. rows: none: of random tokens. supervised: tokens with a loss that each row gets;
+        ranks have other numbers of them, too."""
+        vocabulary = self._model.config.get_text_config().vocab_size
+        features = [features for features, _ in rows]
+        if not rows:
+            generator, low = torch.Generator().manual_seed(0), min(3, vocabulary - 1)
+            sizes = [(12 + 3 * row,) for row in range(ROWS)]
+            features = [{"input_ids": torch.randint(low, vocabulary, size, generator=generator)} for size in sizes]
+            collate = _padded
+        supervised = [count and count + self.trainer.args.process_index % 5 for count in supervised]
+        made = []
         for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
-            own = copy.deepcopy(rows[start : start + ROWS_OF_MICRO_BATCH])
+            own = copy.deepcopy(features[start : start + ROWS_OF_MICRO_BATCH])
             batch = dict(collate(own))
-            keys = batch.keys()
             batch, spans = _shortened(batch, _spans(batch, own))
-            self.is_computed &= batch.keys() == keys
-            if supervised and "shift_labels" not in batch:
-                batch["labels"] = _revealing(batch, spans, self._of_rank(supervised, start))
-            batches.append((batch, spans))
-        return batches
-
-    def made_up(self, supervised: Sequence[int]) -> list[Any]:
-        """Micro-batches of random tokens, for data that cannot be read before training begins."""
-        most = self._model.config.get_text_config().vocab_size - 1
-        generator = torch.Generator().manual_seed(0)
-        batches = []
-        for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
-            lengths = [12 + 3 * (start + row) for row in range(ROWS_OF_MICRO_BATCH)]
-            spans = [(0, length) for length in lengths]
-            mask = torch.tensor([[1] * n + [0] * (max(lengths) - n) for n in lengths])
-            ids = torch.randint(min(3, most), most + 1, mask.shape, generator=generator) * mask
-            batch = {"input_ids": ids, "attention_mask": mask}
-            batch["labels"] = _revealing(batch, spans, self._of_rank(supervised, start))
-            batches.append((batch, spans))
-        return batches
-
-    def _of_rank(self, supervised: Sequence[int], start: int) -> list[int]:
-        """Tokens with a loss of the rows of a micro-batch. Ranks have other numbers of them, too."""
-        extra = self._trainer.args.process_index % 5
-        return [supervised[start] + extra, *supervised[start + 1 : start + ROWS_OF_MICRO_BATCH]]
+            batch["labels"] = _revealing(batch, spans, supervised[start : start + ROWS_OF_MICRO_BATCH])
+            if "shift_labels" in batch:
+                batch["shift_labels"] = _targets(batch).contiguous()
+            made.append(_MicroBatch(batch, spans, vocabulary, self._device))
+        return made
 
     # 2. Stock, and each sample alone
 
-    def run(self, batches: Sequence[Any]) -> dict[str, Any]:
-        """What this rank has measured: the weight of each sample (JSON types)."""
-        answer: dict[str, Any] = {"problem": "", "rows": [], "weights": []}
-        without = [parameter for parameter in self._trainer.model.parameters() if parameter.grad is None]
-        with kept_random_numbers(self._trainer.args.device), torch.set_grad_enabled(torch.is_grad_enabled()):
-            try:
-                watched = self._stock(batches)
-                answer |= self._compare(batches, watched)
-            except _Unmeasured as error:
-                answer["problem"] = str(error)
-            except Exception as error:  # any code may stand there
-                answer["problem"] = RAISES + one_line(error)
-        for parameter in without:  # of a loss term that is made of weights
-            parameter.grad = None
-        return answer
+    def _step(self, batches: Sequence[Any]) -> Iterator[Any]:
+        """The batches of an optimizer step of stock, as it hands them to `training_step`."""
+        probe = self._probe
+        probe.current_gradient_accumulation_steps = len(batches)
+        samples, self.number = probe.get_batch_samples(iter(copy.deepcopy(batches)), len(batches), self._device)
+        yield from samples
 
-    def evaluate(self, batch: Any, spans: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """The samples of a batch, their mean losses, and what `prediction_step` makes of them (JSON types)."""
-        model, probe, targets = self._model, self._probe, _targets(batch)
-        logits: list[Any] = []
-        hook = model.register_forward_hook(lambda _, __, output: logits.append(output["logits"].float()))
-        was_training, inputs = probe.model.training, {key: copy.copy(value) for key, value in batch.items()}
-        try:
-            with without_layers(model, _random_logits(model, targets, probe.args.device)):
-                loss, *_ = probe.prediction_step(model.eval(), inputs, True)
-        finally:
-            hook.remove()
-            probe.model.train(was_training)
-        if loss is None:
-            return {"has_loss": False}
-        rows, means = [], []
-        for row, (start, end) in enumerate(spans):
-            labels = targets[row, start : end - 1].to(logits[0].device)
-            rows.append(Row(0, int((labels != IGNORE_INDEX).sum()), bool(batch["labels"][row, start] != IGNORE_INDEX)))
-            means.append(float(cross_entropy(logits[0][row, start : end - 1], labels, ignore_index=IGNORE_INDEX)))
-        return {"rows": rows, "alone": means, "stock": [float(loss)]}
+    def _loss(self, model: Any, inputs: Mapping[str, Any], units: int) -> Tensor:
+        """What code of the trainer makes of these inputs."""
+        probe, number = self._probe, number_like(self.number, units, self._device)
+        with probe.compute_loss_context_manager():
+            inputs = probe._prepare_inputs(copy.deepcopy(inputs))
+            loss: Tensor = probe.compute_loss(model, inputs, num_items_in_batch=number)
+        return loss
+
+    def weigh(self, micro_batches: Sequence[_MicroBatch]) -> dict[str, Any]:
+        """What this rank has measured: the samples, and the weight of each that has a supervised token (JSON types)."""
+        probe, own = self._probe, self._probe.accelerator.backward
+        with kept_random_numbers(self._device):
+            for micro_batch, inputs in zip(micro_batches, self._step([each.batch for each in micro_batches])):
+                backward = functools.partial(micro_batch.backward, own)
+                with micro_batch.known_to(self._model), replaced(probe.accelerator, backward=backward):
+                    probe.training_step(probe.model, dict(inputs), self.number)
+            weights = [weight for micro_batch in micro_batches for weight in self._weights_in(micro_batch)]
+        rows = [row for number, micro_batch in enumerate(micro_batches) for row in micro_batch.samples(number)]
+        is_trainers = any(micro_batch.is_trainers for micro_batch in micro_batches)
+        return {"rows": rows, "weights": weights, "is_trainers": is_trainers}
+
+    def _weights_in(self, micro_batch: _MicroBatch) -> Iterator[float]:
+        """Of each sample that has a supervised token."""
+        stock, total = micro_batch.gradient, 0.0
+        if stock is None:
+            raise Unmeasured("a micro-batch has no gradient")
+        scale = stock.norm()
+        if not (scale.isfinite() and math.isfinite(micro_batch.value)):
+            raise Unmeasured("a micro-batch has a loss or a gradient that is not finite", "labels")
+        for row, ((start, end), (_, units, _)) in enumerate(zip(micro_batch.spans, micro_batch.samples(0))):
+            if torch.cat([stock[row, :start], stock[row, end:]]).norm() > TOLERANCE * scale:
+                raise Unmeasured(FROM_PADDING if start else "its loss depends on the padding of a row")
+            own = stock[row, start:end]
+            if not units:
+                if own.any():
+                    raise Unmeasured("a sample without a supervised token has a gradient")
+                continue
+            if micro_batch.is_trainers:
+                alone = SampleModel(self._probe.model, micro_batch.logits[row : row + 1, start:end])
+                loss = self._loss(alone, cut(micro_batch.batch, row, start, end), units)
+            else:
+                loss = micro_batch.mean_loss(row)
+            gradient = torch.autograd.grad(loss, micro_batch.leaf, retain_graph=True)[0][row, start:end]
+            if not (gradient.any() and own.any()):
+                raise Unmeasured("a sample has no gradient")
+            weight = float((gradient * own).sum() / gradient.square().sum())
+            if (own - weight * gradient).norm() > TOLERANCE * own.norm():
+                raise Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
+            total += weight * float(loss.detach())
+            yield weight
+        if not _is_near(micro_batch.value, total):
+            raise Unmeasured("its loss has a term that is not made of the logits of its samples")
+
+    # 3. Values of losses alone
 
     def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """The losses of stock's micro-batches, of each sample alone, and of the first micro-batch as odb computes it
-        (JSON types). The real model computes, without dropout."""
+        """The losses of stock's micro-batches, and of each sample alone (JSON types). The real model computes, without
+        dropout."""
         probe, losses = self._probe, []
         probe.accelerator.backward = lambda loss, **_: losses.append(float(loss))
-        starts = range(0, ROWS, ROWS_OF_MICRO_BATCH)
 
         def batch(start: int, count: int) -> Any:
-            return collate(copy.deepcopy(rows.features[start : start + count]))
-
-        def loss(inputs: Any, units: int) -> float:
-            number = number_like(self.number, units, probe.args.device)
-            # Not times the number of ranks, which is a part of the weight.
-            alone = replaced(probe.args, average_tokens_across_devices=False)
-            with torch.no_grad(), probe.compute_loss_context_manager(), alone:
-                return float(probe.compute_loss(probe.model, probe._prepare_inputs(inputs), num_items_in_batch=number))
+            return collate(copy.deepcopy([features for features, _ in rows[start : start + count]]))
 
         was_training = probe.model.training
         vars(probe.model.eval())["train"] = lambda mode=True: probe.model  # `training_step` calls it
         try:
-            probe.current_gradient_accumulation_steps = len(starts)
-            batches = iter([batch(start, ROWS_OF_MICRO_BATCH) for start in starts])
-            samples, self.number = probe.get_batch_samples(batches, len(starts), probe.args.device)
-            with torch.no_grad():
-                for inputs in samples:
+            with kept_random_numbers(self._device), torch.no_grad():
+                for inputs in self._step([batch(n, ROWS_OF_MICRO_BATCH) for n in range(0, ROWS, ROWS_OF_MICRO_BATCH)]):
                     probe.training_step(probe.model, inputs, self.number)
-            alone = [loss(batch(number, 1), units) for number, units in enumerate(rows.units)]
-            together = loss(batch(0, ROWS_OF_MICRO_BATCH), sum(rows.units[:ROWS_OF_MICRO_BATCH]))
+                # Not times the number of ranks, which is a part of the weight.
+                with replaced(probe.args, average_tokens_across_devices=False):
+                    alone = [float(self._loss(probe.model, batch(n, 1), units)) for n, (_, units) in enumerate(rows)]
         finally:
             del vars(probe.model)["train"]
             probe.model.train(was_training)
-        own = [Row(number // ROWS_OF_MICRO_BATCH, units, False) for number, units in enumerate(rows.units)]
-        return {"rows": own, "alone": alone, "stock": losses, "together": together}
+        own = [(number // ROWS_OF_MICRO_BATCH, units, False) for number, (_, units) in enumerate(rows)]
+        return {"rows": own, "alone": alone, "stock": losses}
 
-    def _stock(self, batches: Sequence[Any]) -> list[_Watched]:
-        probe, backward = self._probe, self._probe.accelerator.backward
-        watched = [_Watched(_targets(batch), backward) for batch, _ in batches]
-        probe.current_gradient_accumulation_steps = len(batches)
-        copies = [{key: copy.copy(value) for key, value in batch.items()} for batch, _ in batches]
-        samples, self.number = probe.get_batch_samples(iter(copies), len(copies), probe.args.device)
-        for micro_batch, inputs in zip(watched, samples):
-            step = functools.partial(self._step, micro_batch)
-            try:
-                step(dict(inputs))
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self.is_computed = False  # without its layers the model needs little memory
-                step(dict(inputs))
-            if micro_batch.leaf is None:
-                raise _Unmeasured(f"{NO_LOGITS}{type(self._model).__name__} does not call its output embedding")
-        return watched
-
-    def _step(self, watched: _Watched, inputs: Any) -> None:
-        probe = self._probe
-        logits = None if self.is_computed else _random_logits(self._model, watched.targets, probe.args.device)
-        with watched.watching(self._model, logits), replaced(probe.accelerator, backward=watched.backward):
-            probe.training_step(probe.model, inputs, self.number)
-
-    def _compare(self, batches: Sequence[Any], watched: Sequence[_Watched]) -> dict[str, Any]:
-        is_trainers = any(micro_batch.is_trainers for micro_batch in watched)
-        rows, alone = [], []
-        weights: list[float | None] = []  # None: the sample has no supervised token
-        for number, ((batch, spans), micro_batch) in enumerate(zip(batches, watched)):
-            stock, value = micro_batch.gradient, 0.0
-            assert micro_batch.leaf is not None
-            if not (scale := stock.norm()).isfinite():
-                raise _Unmeasured(NOT_FINITE)
-            for row, (start, end) in enumerate(spans):
-                targets = micro_batch.targets[row, start : end - 1]
-                units = int((targets != IGNORE_INDEX).sum())
-                outside = stock[row].clone()
-                outside[start:end] = 0
-                if outside.norm() > TOLERANCE * scale:
-                    raise _Unmeasured(FROM_PADDING if start else READS_PADDING)
-                stock_gradient = stock[row, start:end]
-                rows.append(Row(number, units, bool(batch["labels"][row, start] != IGNORE_INDEX)))
-                if not units:
-                    if float(stock_gradient.norm()):
-                        raise _Unmeasured("a sample without a supervised token has a gradient")
-                    weights.append(None)
-                    continue
-                inputs, logits = cut(batch, row, start, end), micro_batch.logits[row : row + 1, start:end]
-                if is_trainers:
-                    loss = self._loss(logits, inputs, units)
-                else:
-                    loss = cross_entropy(logits[0, :-1], targets, ignore_index=IGNORE_INDEX)
-                gradient = torch.autograd.grad(loss, micro_batch.leaf, retain_graph=True)[0][row, start:end]
-                if not float(gradient.norm()) or not float(stock_gradient.norm()):
-                    raise _Unmeasured("a sample has no gradient")
-                weight = float((gradient * stock_gradient).sum() / gradient.square().sum())
-                if float((stock_gradient - weight * gradient).norm()) > TOLERANCE * float(stock_gradient.norm()):
-                    raise _Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
-                weights.append(weight)
-                value += weight * float(loss.detach())
-                alone.append((logits.detach(), inputs, units, float(loss.detach())))
-            is_known = _is_near(micro_batch.value, value, TOLERANCE) or math.isnan(micro_batch.value)  # of 0 tokens
-            if not (is_known or has_routers(self._model)):
-                raise _Unmeasured("its loss has a term that is not made of the logits of its samples")
-        adds_up = not is_trainers or self._adds_up(batches[0][0], watched[0], alone[:ROWS_OF_MICRO_BATCH])
-        return {"rows": rows, "weights": weights, "is_trainers": is_trainers, "adds_up": adds_up}
-
-    def _adds_up(self, batch: Any, watched: _Watched, alone: Sequence[Any]) -> bool:
-        """Whether a flat row, and a padded micro-batch, have the mean over tokens of the losses of their samples.
-
-        alone: of each its logits, inputs, units and loss.
-        """
-        total = sum(units for *_, units, _ in alone)
-        mean = sum(units * loss for *_, units, loss in alone) / max(total, 1)
-        flat = {key: torch.cat([inputs[key] for _, inputs, *_ in alone], 1) for key in ("input_ids", "labels")}
-        for start in itertools.accumulate(inputs["labels"].shape[1] for _, inputs, *_ in alone[:-1]):
-            flat["labels"][:, start] = IGNORE_INDEX
-        parts = [(torch.cat([logits for logits, *_ in alone], 1), flat), (watched.logits.detach(), batch)]
+    def evaluate(self, micro_batch: _MicroBatch) -> dict[str, Any]:
+        """The samples of a micro-batch, their mean losses, and what `prediction_step` makes of them (JSON types)."""
+        probe, was_training, batch = self._probe, self._probe.model.training, copy.deepcopy(micro_batch.batch)
         try:
-            return all(_is_near(float(self._loss(logits, inputs, total)), mean, TOLERANCE) for logits, inputs in parts)
-        except Exception:
-            return False
-
-    def _loss(self, logits: Tensor, inputs: Mapping[str, Any], units: int) -> Tensor:
-        probe = self._probe
-        inputs = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        with probe.compute_loss_context_manager():
-            number = number_like(self.number, units, logits.device)
-            loss: Tensor = probe.compute_loss(
-                SampleModel(probe.model, logits), probe._prepare_inputs(inputs), num_items_in_batch=number
-            )
-        return loss
+            with kept_random_numbers(self._device), micro_batch.known_to(self._model):
+                loss, *_ = probe.prediction_step(self._model.eval(), batch, True)
+        finally:
+            probe.model.train(was_training)
+        if loss is None:
+            return {"has_loss": False}
+        means = [float(micro_batch.mean_loss(row)) for row in range(ROWS_OF_MICRO_BATCH)]
+        return {"rows": micro_batch.samples(0), "alone": means, "stock": [float(loss)]}
 
 
-class _Unmeasured(Exception):
-    """Why stock's weights cannot be measured."""
+class _MicroBatch:
+    """One micro-batch of stock, whose logits are known, and what stock makes of them.
 
-
-class _Watched:
-    """One micro-batch of stock, and the gradient of its logits.
-
-    targets: labels of the next token [rows, length]. leaf: behind the output embedding. logits: what the model makes of
-    it. value: of the loss that stock hands to backward.
+    batch: as collated. spans: the places of each row's sample. targets: labels of the next token [rows, length].
+    leaf: what the output embedding returns [rows, length, V]; logits: what the model makes of it. value: of the loss
+    that stock hands to backward; gradient: of the leaf, by the gradient that accelerate's backward gives that loss.
+    is_trainers: the loss is made of the logits that the model has returned.
     """
 
-    leaf: Tensor | None = None
     logits: Tensor
     value = 0.0
+    gradient: Tensor | None = None
+    is_trainers = False
 
-    def __init__(self, targets: Tensor, backward: Callable[..., None]):
-        self.targets, self._backward = targets, backward
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """In the place of accelerate's, which it calls."""
-        self.value = float(loss.detach())
-        self._backward(loss, **kwargs, retain_graph=True)
-
-    @property
-    def is_trainers(self) -> bool:
-        return self._returned.grad is not None and bool(self._returned.grad.any())
-
-    @property
-    def gradient(self) -> Tensor:
-        """Stock's, [rows, length, V]."""
-        if self.leaf is None or self.leaf.grad is None:
-            raise _Unmeasured("a micro-batch has no gradient")
-        return self.leaf.grad
+    def __init__(self, batch: dict[str, Any], spans: list[tuple[int, int]], vocabulary: int, device: torch.device):
+        self.batch, self.spans = batch, spans
+        targets = _targets(batch)
+        logits = torch.randn((*targets.shape, vocabulary), generator=torch.Generator().manual_seed(0))
+        # Token losses from small to large, so that a loss that bends or clamps them shows its gradient.
+        bonus = (torch.arange(targets.numel()) * 7 % 11).view(*targets.shape, 1).float()
+        logits.scatter_add_(2, targets.clamp_min(0)[..., None], bonus)
+        self.targets, self.leaf = targets.to(device), logits.to(device).requires_grad_()
 
     @contextlib.contextmanager
-    def watching(self, model: Any, logits: Tensor | None) -> Iterator[None]:
-        """While stock computes this micro-batch. logits: in place of what the layers compute; None: they compute."""
-        with contextlib.nullcontext() if logits is None else without_layers(model, logits):
-            hook = model.get_output_embeddings().register_forward_hook(self._at_head)
-            try:
-                with forward_replaced(model, self._forward):  # PEFT calls no hook of the model
-                    yield
-            finally:
-                hook.remove()
+    def known_to(self, model: Any) -> Iterator[None]:
+        """Within it the model computes this micro-batch, without its layers and the losses of its routers."""
+        config, self._has_routers = model.config.get_text_config(), has_routers(model)
+        routers = replaced(config, output_router_logits=False) if self._has_routers else contextlib.nullcontext()
+        # PEFT calls no hook of the model.
+        with without_layers(model, self.leaf), forward_replaced(model, self._forward), routers:
+            yield
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._is_trained = torch.is_grad_enabled()  # else a reference of the trainer
         if "skip_logits" in signature(own).parameters:  # Liger's kernel makes no logits
             kwargs["skip_logits"] = False
-        torch.set_grad_enabled(False)  # the layers need no graph
-        try:
-            output = own(*args, **kwargs)
-        finally:
-            torch.set_grad_enabled(self._is_trained)
-        return self._at_end(output) if self._is_trained and self.leaf is not None else output
-
-    def _at_head(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
-        if not self._is_trained:
-            return None
-        logits = output.detach().to(torch.promote_types(output.dtype, torch.float32))
-        if logits.shape[:2] != self.targets.shape:
-            raise _Unmeasured(f"its logits are {list(logits.shape[:2])} and its labels {list(self.targets.shape)}")
-        # Token losses from small to large, so that a loss that bends or clamps them shows its gradient.
-        self.targets = self.targets.to(logits.device)
-        places = torch.arange(self.targets.numel(), device=logits.device).view(self.targets.shape)
-        bonus = (places * 7 % 11).to(logits.dtype)
-        logits.scatter_add_(2, self.targets.clamp_min(0)[..., None], bonus[..., None])
-        torch.set_grad_enabled(True)
-        self.leaf = logits.requires_grad_()
-        return self.leaf
-
-    def _at_end(self, output: Any) -> Any:
-        assert self.leaf is not None
-        leaf, is_tuple = self.leaf, isinstance(output, tuple)
-        items: Any = enumerate(output) if is_tuple else [("logits", output.get("logits"))]
-        shape = leaf.shape
+        output, shape = own(*args, **kwargs), self.leaf.shape
+        is_tuple = isinstance(output, tuple)
+        items: Iterable[Any] = enumerate(output) if is_tuple else output.items()
         key, logits = next((item for item in items if getattr(item[1], "shape", None) == shape), (None, None))
         if logits is None:
-            raise _Unmeasured(f"{NO_LOGITS}the model returns none")
-        self.logits, self._returned = logits.to(leaf.dtype), logits.clone()
-        self._returned.retain_grad()
+            raise Unmeasured(
+                f"its logits cannot be read: the model returns none of {list(shape[:2])} tokens", "weights"
+            )
+        if not torch.is_grad_enabled():  # an evaluation, or a reference of the trainer
+            if not hasattr(self, "logits"):
+                self.logits = logits.float()
+            return output
+        if not logits.requires_grad:
+            raise Unmeasured("its logits cannot be read: the model does not call its output embedding", "weights")
+        self.logits, self._returned = logits.to(self.leaf.dtype), logits.clone()
         if is_tuple:
             return tuple(self._returned if number == key else value for number, value in enumerate(output))
         output[key] = self._returned
+        if self._has_routers:
+            output["aux_loss"] = self.leaf.new_zeros(())  # which a trainer may log
         return output
+
+    def samples(self, number: int) -> list[tuple[int, int, bool]]:
+        """In a `Table`."""
+        found = []
+        for row, (start, end) in enumerate(self.spans):
+            units = int((self.targets[row, start : end - 1] != IGNORE_INDEX).sum())
+            found.append((number, units, bool(self.batch["labels"][row, start] != IGNORE_INDEX)))
+        return found
+
+    def mean_loss(self, row: int) -> Tensor:
+        """Of the tokens of a sample."""
+        start, end = self.spans[row]
+        logits, targets = self.logits[row, start : end - 1], self.targets[row, start : end - 1]
+        return cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
+
+    def backward(self, own: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
+        """In the place of accelerate's own, which may multiply the loss. No parameter gets a gradient."""
+        handed = loss.detach().clone().requires_grad_()
+        own(handed, **kwargs)
+        self.value, sources = float(loss.detach()), (self.leaf, self._returned)
+        self.gradient, of_returned = torch.autograd.grad(
+            loss, sources, handed.grad, retain_graph=True, allow_unused=True
+        )
+        self.is_trainers = of_returned is not None and bool(of_returned.any())
+
+
+def apart(trainer: Any) -> Any:
+    """A shallow copy of a trainer: the figures that it collects while the copy computes are not the trainer's."""
+    copied = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if isinstance(value, dict | list | set | deque | Tensor) and not name.endswith("dataset"):
+            with contextlib.suppress(Exception):
+                setattr(copied, name, copy.deepcopy(value))
+    return copied
 
 
 def _probe_of(trainer: Any) -> Any:
-    """A shallow copy of the trainer without odb, whose backward goes through accelerate and ends at the logits."""
-    probe = copy.copy(trainer)
+    """Apart, without odb; its backward goes through accelerate and ends at the loss."""
+    probe = apart(trainer)
     probe.odb = None
-    for name, value in vars(trainer).items():
-        if isinstance(value, dict | list) and not name.endswith("dataset"):  # figures that a trainer collects
-            with contextlib.suppress(Exception):
-                setattr(probe, name, copy.deepcopy(value))
     probe.state, accelerator = copy.copy(trainer.state), copy.copy(trainer.accelerator)
     probe.accelerator, accelerator.scaler = accelerator, None
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
         if kwargs.get("scale_wrt_gas", True):
-            raise _Unmeasured("DeepSpeed's engine would divide the loss by the accumulation once more")
-        loss.backward(retain_graph=True)
+            raise Unmeasured("DeepSpeed's engine would divide the loss by the accumulation once more")
+        loss.backward()
 
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_engine_wrapped = SimpleNamespace(backward=backward)
     return probe
 
 
-def _is_near(value: float, expected: float, tolerance: float) -> bool:
-    return abs(value - expected) <= tolerance * max(abs(value), abs(expected))
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor"
-
-
-def _random_logits(model: Any, targets: Tensor, device: torch.device) -> Tensor:
-    size = (*targets.shape, model.config.get_text_config().vocab_size)
-    return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
-
-
 def _targets(batch: Mapping[str, Any]) -> Tensor:
     """The label of the next token, [rows, length]."""
-    if isinstance(batch.get("shift_labels"), Tensor):
-        return batch["shift_labels"]
     return pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+
+
+def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    ids = [row["input_ids"] for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    padded = pad_sequence(ids, batch_first=True)
+    return {"input_ids": padded, "attention_mask": mask, "labels": torch.full_like(padded, IGNORE_INDEX)}
 
 
 def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int]]:
@@ -653,36 +557,36 @@ def _shortened(batch: dict[str, Any], spans: list[tuple[int, int]]) -> tuple[dic
     Media, which the tokens that are left do not fit, are left out, and what else is neither of a token nor of a row.
     """
     shape = batch["input_ids"].shape
-    if shape[1] <= MOST_TOKENS:
-        return batch, spans
-    chosen, new_spans = [], []
+    columns, new_spans = [], []
     for start, end in spans:
         padding = [*range(start), *range(end, shape[1])]
-        padding = padding[: max(MOST_PADDING, MOST_TOKENS - (end - start))]
-        last = range(end + 1 + len(padding) - MOST_TOKENS, end)
-        chosen.append(sorted([*padding, start, *last]))
-        first = chosen[-1].index(start)
-        new_spans.append((first, first + 1 + len(last)))
-    rows, columns = torch.arange(shape[0])[:, None], torch.tensor(chosen)
-
+        first, rest = padding[:MOST_PADDING], padding[MOST_PADDING:]
+        chosen = sorted([start, *first, *reversed(range(start + 1, end)), *rest][:MOST_TOKENS])
+        place = chosen.index(start)
+        columns.append(chosen)
+        new_spans.append((place, place + sum(start <= column < end for column in chosen)))
+    places = torch.arange(shape[0])[:, None], torch.tensor(columns)
     short = {}
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() < 2:
             short[key] = value
         elif value.shape[:2] == shape:
-            short[key] = value[rows, columns]
+            short[key] = value[places]
     return short, new_spans
 
 
 def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], supervised: Sequence[int]) -> Tensor:
-    """Labels by which rules differ. supervised: tokens of each row with a loss; every other row has a first label."""
+    """Labels by which rules differ: the last tokens of each row, so many as supervised says, and the first token of one
+    row. A first token after padding keeps its label: what would predict it is padding."""
     ids = batch["input_ids"]
     labels = torch.full_like(ids, IGNORE_INDEX)
     for row, ((start, end), most) in enumerate(zip(spans, supervised)):
         count = min(most, end - start - 1)
         labels[row, end - count : end] = ids[row, end - count : end]
-        if row % 2 == 0:
-            labels[row, start] = ids[row, start]
+        if start:
+            labels[row, start] = batch["labels"][row, start]
+        elif not (labels[:row, 0] != IGNORE_INDEX).any():
+            labels[row, 0] = ids[row, 0]
     return labels
 
 
@@ -690,35 +594,27 @@ def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], super
 # Evaluation: `prediction_step` on one micro-batch of each rank.
 
 
-def measure_evaluation(
-    trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable
-) -> StockMean | None:
+def measure_evaluation(trainer: Any, gather: Callable) -> StockMean | None:
     """What stock's loss of a batch of an evaluation is the mean of: the batches of all ranks at the same time ("round")
-    or its own ("micro_batch"). None: something else. Collective.
-
-    rows, collate, gather: of `measure`.
+    or its own ("micro_batch"). None: something else. gather: of `measure`. Collective.
     """
     model: Any = model_with_labels(trainer.model)
     answer: dict[str, Any] = {"rows": [], "alone": [], "stock": [], "has_loss": True}
     if model is not None and model.get_output_embeddings() is not None:
-        measurement = _Measurement(trainer, model)
-        with kept_random_numbers(trainer.args.device), contextlib.suppress(Exception):
-            try:
-                (batch, spans), *_ = measurement.collated(rows.features, collate, SUPERVISED)
-            except Exception:  # reported when the rows are evaluated
-                (batch, spans), *_ = measurement.made_up(SUPERVISED)
-            answer |= measurement.evaluate(batch, spans)
+        with contextlib.suppress(Exception):  # any code may stand there
+            measurement = _Measurement(trainer, model)
+            answer |= measurement.evaluate(measurement.micro_batches((), _padded, SUPERVISED)[0])
     answers = gather(answer)
     if not any(answer["has_loss"] for answer in answers):  # tokens are generated
         return StockMean("micro_batch", len(answers))
     if not all(answer["stock"] for answer in answers):
         return None
-    ranks, is_near = len(answers), functools.partial(_is_near, tolerance=TOLERANCE)
+    ranks = len(answers)
     for over, counts, factor in itertools.product(
         ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
     ):
         mean = StockMean("step" if over == "round" else over, counts=counts, factor=factor)
-        if all(map(is_near, *_losses_by(mean, answers))):
+        if all(itertools.starmap(_is_near, _losses_by(mean, answers))):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None
 

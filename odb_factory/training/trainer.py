@@ -458,9 +458,7 @@ def enable_odb(
     (default: its items, with the default observer; None beside an `observer`: evaluations stay stock's).
     not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
     memory_meter: measures memory for what is tried before training (default: the accelerator's figures).
-    A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
-    units as `num_items_in_batch`, and its mean is weighed like a model's own loss; a function that returns a sum is not
-    supported.
+    Code of the trainer that computes the loss (a `compute_loss_func`) is called once a sample.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` if a training argument cannot work with it. A second call is an error.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from hypothesis import given
@@ -56,11 +54,9 @@ def trained(folder: Path, model: Any, capacity: int | None, block: dict[str, Any
     return trainer
 
 
-def chosen(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Token budgets that searches have logged."""
-    messages = [message for message in caplog.messages if "as chosen when" not in message]
-    found = [re.search(r"token_budget: auto is (\d+)", message) for message in messages]
-    return [int(match[1]) for match in found if match]
+def budget_of(trainer: Trainer) -> int:
+    """That it has chosen."""
+    return trainer.odb.resolved.token_budget
 
 
 def check_same(ours: Trainer, other: Trainer) -> None:
@@ -93,8 +89,8 @@ def test_what_is_tried_leaves_nothing_behind(tiny_text, tmp_path, caplog, block)
     gradients, modes, buffers and random numbers (dropout) are as they were."""
     changes = LARGE_STEPS | {"trainer_class": Counts, "dropout": 0.1}
     auto = trained(tmp_path / "auto", tiny_text, CAPACITY, block | {"token_budget": "auto"}, **changes)
-    (budget,) = chosen(caplog)
-    (line,) = [message for message in caplog.messages if "token_budget: auto is" in message]
+    budget = budget_of(auto)
+    (line,) = [message for message in caplog.messages if f"token_budget: auto is {budget}" in message]
     used, limit = (float(line.split(" MiB")[part].split()[-1]) for part in (0, 1))
     assert 0.85 * limit < used <= limit == pytest.approx(0.9 * CAPACITY / MIB, abs=0.1)
     number = block | {"token_budget": budget}
@@ -108,18 +104,17 @@ def test_what_is_tried_leaves_nothing_behind(tiny_text, tmp_path, caplog, block)
         check_same(trainer, without)
         assert trainer._metrics == without._metrics
     half = block | {"token_budget": "auto", "memory_fraction": 0.45}
-    trained(tmp_path / "half", tiny_text, CAPACITY, half, max_steps=1, **changes)
-    assert chosen(caplog)[0] < 0.5 * budget
+    assert budget_of(trained(tmp_path / "half", tiny_text, CAPACITY, half, max_steps=1, **changes)) < 0.5 * budget
 
 
 def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_path, caplog) -> None:
     block = AUTO | {"max_patches": "auto"}
-    trained(tmp_path, tiny_text, CAPACITY, block, save_strategy="steps", save_steps=2, max_steps=2)
-    (budget,) = chosen(caplog)
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    budget = budget_of(trained(tmp_path, tiny_text, CAPACITY, block, **saves))
     assert any("max_patches: auto is none" in message for message in caplog.messages)
     rest = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
     kept = trained(tmp_path / "kept", tiny_text, 2 * CAPACITY, block, **rest)
-    assert chosen(caplog) == [budget]
+    assert budget_of(kept) == budget
     number = {"token_budget": budget, "layout": "flat"}
     assert losses(kept) == losses(trained(tmp_path / "number", tiny_text, None, number, **rest))
     trained(tmp_path / "other", tiny_text, None, number | {"token_budget": LONGEST}, **rest)
@@ -136,9 +131,9 @@ class Jumps(Trainer):
         return loss
 
 
-def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path, caplog) -> None:
+def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path) -> None:
     auto = trained(tmp_path / "auto", tiny_text, CAPACITY, AUTO, trainer_class=Jumps)
-    (budget,) = chosen(caplog)
+    budget = budget_of(auto)
     assert 200 < budget <= 300 + LONGEST
     number = AUTO | {"token_budget": budget}
     check_same(auto, trained(tmp_path / "number", tiny_text, None, number, trainer_class=Jumps))
@@ -164,18 +159,16 @@ def test_a_loop_has_no_auto() -> None:
         ODBDataLoader([], token_budget="auto", collate_fn=pad)
 
 
-def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, caplog, monkeypatch) -> None:
+def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(auto_budget, "LIMIT_S", 0)
-    trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1)
-    assert chosen(caplog) == [LONGEST]
+    assert budget_of(trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1)) == LONGEST
 
 
-def test_ranks_that_cannot_continue_do_not_run_out_of_memory(tiny_text, tmp_path, caplog, monkeypatch) -> None:
+def test_ranks_that_cannot_continue_do_not_run_out_of_memory(tiny_text, tmp_path, monkeypatch) -> None:
     """As with FSDP: no trial begins that the two before it show to be too large."""
     monkeypatch.setattr(auto_budget, "engine_of", lambda model: "sharded")
     monkeypatch.setattr(auto_budget, "why_not_split", lambda args: "FSDP")
-    trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1, **LARGE_STEPS)
-    assert chosen(caplog)[0] > 300
+    assert budget_of(trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1, **LARGE_STEPS)) > 300
     with pytest.raises(ConfigError, match="^odb.token_budget: 'auto' ran out of memory"):
         trained(tmp_path, tiny_text, 9 * MIB, AUTO, max_steps=1)
 
@@ -271,14 +264,10 @@ def on_two_ranks(rank: int, model: str, output_dir: str) -> dict[str, Any]:
     it has chosen, of one under ZeRO-1 whose rehearsal ran out of memory, and without; and a refusal."""
     os.environ["LOCAL_RANK"] = str(rank)
     auto_budget.LIMIT_S = 600
-    folder, messages = Path(output_dir, str(rank)), Messages()
-    logging.getLogger("odb_factory").addHandler(messages)
-    refused = ""
+    folder, refused = Path(output_dir, str(rank)), ""
     with deepspeed_forgotten():
         auto = trained(folder / "auto", Path(model), CAPACITY - rank * 10 * MIB, AUTO)
-        logged = [chosen(messages)]  # by the first rank
-        dist.broadcast_object_list(logged)
-        (budget,) = logged[0]
+        budget = budget_of(auto)
         check_same(auto, trained(folder / "number", Path(model), None, AUTO | {"token_budget": budget}))
         try:
             trained(folder / "heavy", Path(model), SMALL if rank else 10 * SMALL, HEAVY, **AT_ONCE)
@@ -291,17 +280,6 @@ def on_two_ranks(rank: int, model: str, output_dir: str) -> dict[str, Any]:
             split = HEAVY | {"oom": "split"}
             under_zero.append(losses(trained(folder / name, Path(model), capacity, split, **engine)))
     return {"budget": budget, "refused": refused, "under zero": under_zero}
-
-
-class Messages(logging.Handler):
-    """Of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
