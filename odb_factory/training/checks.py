@@ -181,7 +181,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 class _Stopped(Exception):
-    """A probe of a trainer has seen the batch that its loss is given; None: rows are generated."""
+    """A probe of a trainer: what it does with its rows; "": it leaves them alone."""
 
 
 def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
@@ -210,30 +210,30 @@ def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
             f"does not support; {PAIRS}, or train without odb."
         )
 
+    if own == ["compute_loss"] or not isinstance(batch, Mapping):
+        return
+
     def generate(*args: Any, **kwargs: Any) -> None:
-        raise _Stopped(None)
+        raise _Stopped("generates answers while it trains")
 
     def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
-        raise _Stopped(inputs)
+        raise _Stopped("" if _has_rows_of(inputs, batch) else "trains on other rows than its dataloader yields")
 
-    why = None
     with contextlib.ExitStack() as probe:
         probe.enter_context(kept_random_numbers(trainer.args.device))
         probe.enter_context(replaced(trainer, compute_loss=compute_loss))
-        for model in {id(model): model for model in (trainer.model, unwrapped(trainer.model))}.values():
+        for model in {trainer.model, unwrapped(trainer.model)}:
             probe.enter_context(replaced(model, generate=generate))
-        for _ in range(TRIES if own != ["compute_loss"] else 0):
+        for _ in range(TRIES):
+            why = ""
             try:
                 trainer.training_step(trainer.model, copy.deepcopy(batch), None)
             except _Stopped as stopped:
-                if stopped.args[0] is None:
-                    why = "generates answers while it trains"
-                elif not _has_rows_of(stopped.args[0], batch):
-                    why = "trains on other rows than its dataloader yields"
+                why = str(stopped)
             except Exception as error:
                 if "_prepare_inputs" in own:
                     why = f"makes its rows in its _prepare_inputs, which fails before training ({one_line(error)})"
-            if why is not None:
+            if why:
                 raise ConfigError(
                     f"trainer: a {kind} {why}, so the lengths of its rows are not known when micro-batches are "
                     "planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
@@ -246,10 +246,8 @@ def _is_of_transformers(trainer: Any, name: str) -> bool:
     return owners <= {"transformers", "odb_factory"}
 
 
-def _has_rows_of(batch: Any, before: Any) -> bool:
+def _has_rows_of(batch: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether all tensors of a batch have the shapes that they had before, and labels their values."""
-    if not isinstance(before, Mapping) or not isinstance(batch, Mapping):
-        return type(batch) is type(before)
     tensors = {key: value for key, value in before.items() if isinstance(value, torch.Tensor)}
     if any(getattr(batch.get(key), "shape", None) != value.shape for key, value in tensors.items()):
         return False
