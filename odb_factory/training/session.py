@@ -253,10 +253,12 @@ class Session:
         computing, training = self.computing, self.training
         if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
             return "mean"
-        if training.stock.is_trainers:
+        stock = training.stock
+        if stock.is_trainers:
             return "by sample"
+        # Stock's own number of items makes any cut of the optimizer step stock's.
         is_stock = self.config.loss_scaling == "stock" and computing.loss.row_weights is None
-        return "number of stock" if is_stock and training.stock.takes_stock_number else "mean"
+        return "number of stock" if is_stock and stock.number is not None and stock.mean.over == "step" else "mean"
 
     @property
     def stock_number(self) -> tuple[Any, ...]:

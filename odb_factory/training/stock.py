@@ -75,11 +75,6 @@ class StockLoss:
     counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
-    @property
-    def takes_stock_number(self) -> bool:
-        """Whether stock's own number of items makes any cut of the optimizer step stock's."""
-        return self.number is not None and self.mean.over == "step"
-
 
 def assumed(trainer: Any) -> StockLoss:
     """The rule of a loss that cannot be measured here, such as that of pairs."""

@@ -160,14 +160,13 @@ def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_
     """I4. Columns that the model does not take are counted from, and do not reach the collator."""
     column = "odb_n_patches" if given_by == "odb_n_patches" else "width"
     rows = datasets.Dataset.from_list([item(k) | {column: 100, "note": "text"} for k in range(NUM_ROWS)])
-    trainer = make(tiny_text, tmp_path, rows)
     keys: list[set[str]] = []
 
     def collate(items: list[dict[str, Any]]) -> Any:
         keys.extend(set(one) for one in items)
         return pad(items)
 
-    trainer.data_collator = collate
+    trainer = make(tiny_text, tmp_path, rows, collate=collate)
     cost_fn = patches_of if given_by == "cost_fn" else None
     enable_odb(trainer, token_budget=4096, max_patches=200, audit=True, cost_fn=cost_fn)
     trainer.train()
@@ -183,18 +182,13 @@ class PadsTo32:
     pad_to_multiple_of = 32
 
     def __call__(self, items: list[dict[str, Any]]) -> Any:
-        batch = pad(items)
-        missing = -batch["input_ids"].shape[1] % self.pad_to_multiple_of
-        fillers = {"input_ids": 0, "labels": -100}
-        return {key: torch.nn.functional.pad(batch[key], (0, missing), value=fillers[key]) for key in fillers}
+        rows = [np.asarray(item["input_ids"]) for item in items]
+        return pad([{"input_ids": np.pad(row, (0, -len(row) % self.pad_to_multiple_of))} for row in rows])
 
 
 def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text, tmp_path) -> None:
     """I4. The Trainer wraps its collator where the dataset is not one of `datasets`."""
-    trainer = make(tiny_text, tmp_path)
-    trainer.data_collator = PadsTo32()
-    enable_odb(trainer, **BLOCK)
-    trainer.train()
+    train(tiny_text, tmp_path, collate=PadsTo32(), block=BLOCK)
     assert max(line["rows"] * line["length"] for line in audit(tmp_path)) <= BLOCK["token_budget"]
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
@@ -232,22 +226,17 @@ class Compares(Trainer):
 def test_a_trainer_that_compares_rows_of_a_sample_is_refused_and_not_sent_elsewhere(tiny_text, tmp_path) -> None:
     """With a cost function and no weights it would train, on another loss than stock."""
 
-    def trained(kind: type[Trainer], collator: Any) -> Trainer:
-        trainer = make(tiny_text, tmp_path, trainer_class=kind, max_steps=1)
-        trainer.data_collator = collator
+    def made(kind: type[Trainer], collator: Any) -> Trainer:
+        trainer = make(tiny_text, tmp_path, trainer_class=kind, max_steps=1, collate=collator)
         enable_odb(trainer, **BLOCK | {"loss_scaling": "none", "layout": "padded"}, cost_fn=lambda row: 64)
         return trainer
 
     def twice(items: list[Any]) -> Any:
         return pad([*items, *items])
 
-    refuses(trained(Compares, twice), "trainer: a Compares makes 2 rows of a sample ")
-    trained(Compares, pad).train()
-    trained(Trainer, twice).train()
-
-
-def test_a_trainer_that_prepares_its_inputs_and_leaves_its_rows_alone_trains(tiny_text, tmp_path) -> None:
-    make(tiny_text, tmp_path, block=BLOCK, trainer_class=Adds, max_steps=2).train()
+    refuses(made(Compares, twice), "trainer: a Compares makes 2 rows of a sample ")
+    for kind, collator in ((Compares, pad), (Trainer, twice), (Adds, pad)):
+        made(kind, collator).train()
 
 
 # Arguments
@@ -380,24 +369,24 @@ def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
 # Methods and logs
 
 
+def of_unsloth(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise AssertionError
+
+
+of_unsloth.__module__ = "unsloth_zoo.loss_utils"
+
+
 @pytest.mark.parametrize("name", ["get_batch_samples", "training_step", "compute_loss"])
-def test_methods_that_hide_those_of_odb_are_refused(tiny_text, tmp_path, name: str) -> None:
-    """Replaced on the object, as unsloth's patches of LLaMA-Factory do it."""
+def test_methods_that_hide_those_of_odb_are_refused(tiny_text, tmp_path, monkeypatch, name: str) -> None:
+    """Replaced on the class, as unsloth does it, or on the object, as its patches of LLaMA-Factory do."""
     trainer = make(tiny_text, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, name, of_unsloth)
+        with pytest.raises(ConfigError, match=rf"^enable_odb: unsloth_zoo.* has taken the place of Trainer.{name}"):
+            enable_odb(trainer, **BLOCK)
     setattr(trainer, name, getattr(trainer, name))
     with pytest.raises(ConfigError, match=f"^enable_odb: {name} of this trainer has been replaced by "):
         enable_odb(trainer, **BLOCK)
-
-
-@pytest.mark.parametrize("name", ["get_batch_samples", "training_step"])
-def test_methods_of_unsloth_are_refused(tiny_text, tmp_path, monkeypatch, name: str) -> None:
-    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError
-
-    patched.__module__ = "unsloth_zoo.loss_utils"
-    monkeypatch.setattr(Trainer, name, patched)
-    with pytest.raises(ConfigError, match=rf"^enable_odb: unsloth_zoo.* has taken the place of Trainer.{name}"):
-        make(tiny_text, tmp_path, block=BLOCK)
 
 
 def own_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

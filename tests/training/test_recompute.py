@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from support import need, read_audit, shimmed
 from training import toy_training
-from training.toy_training import history
+from training.toy_training import check_same, history
 from training.trainings import Memory, Training, deepspeed_forgotten, make_odb
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -81,13 +80,6 @@ def expected_calls(audit: list[dict[str, Any]], held: list[bool]) -> list[int]:
     """Of a micro-batch that is recomputed, two."""
     sizes = [line["rows"] * line["length"] for line in audit]
     return [size for size, is_held in zip(sizes, held, strict=True) for _ in range(1 if is_held else 2)]
-
-
-def check_same(trainer: Any, other: Any) -> None:
-    """To the last bit."""
-    assert history(trainer) == history(other)
-    weights, others = trainer.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -102,10 +102,6 @@ def focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tenso
     return (((1 - (-losses).exp()) ** 2) * losses).mean()
 
 
-def root_of_length(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return (of_tokens(outputs, labels).sum(1) / counts(labels).sqrt()).sum() / num_items_in_batch
-
-
 def with_z_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     z = outputs.logits[:, :-1].logsumexp(-1).square() * (labels[:, 1:] != -100)
     return divided(outputs, labels, num_items_in_batch) + 1e-3 * z.sum() / num_items_in_batch
@@ -242,7 +238,6 @@ CASES = {
         [40] * 16 + SHORT, collate=functools.partial(collate, side="left"), loss=sample_mean
     ),
     "focal": Case(loss=focal),
-    "by the root of the length": Case(loss=root_of_length),
     "z-loss": Case(loss=with_z_loss),
     "a compute_loss of means": Case(
         trainer=computes(lambda outputs, labels, scale, number, steps: sample_mean(outputs, labels) / steps)

@@ -97,6 +97,13 @@ def history(trainer: Trainer) -> list[tuple[float, ...]]:
     return [tuple(entry[key] for key in keys) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def check_same(trainer: Trainer, other: Trainer) -> None:
+    """To the last bit."""
+    assert history(trainer) == history(other)
+    weights, others = trainer.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())
+
+
 class Rates(TrainerCallback):
     """The learning rate of each optimizer step."""
 
