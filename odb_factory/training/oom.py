@@ -166,13 +166,12 @@ MOST_LOST = 0.5
 
 @dataclass(slots=True)
 class _Attempt:
-    """An optimizer step on this rank. parts: of each micro-batch; done: those computed since the step was restarted;
-    losses: theirs. cuts, lost (of each row left out the share of the loss of the step), lowered: since the first
-    attempt."""
+    """An optimizer step on this rank. parts: of its micro-batches so far; done: those computed since the step was
+    restarted, with their losses. cuts, lost (of each row left out the share of the loss of the step), lowered: since
+    the first attempt."""
 
-    parts: list[list[MicroBatch]] = field(default_factory=list)
-    done: list[list[Computing]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    parts: list[MicroBatch] = field(default_factory=list)
+    done: list[tuple[Computing, Tensor]] = field(default_factory=list)
     cuts: int = 0
     lost: list[float] = field(default_factory=list)
     lowered: Limits | None = None
@@ -215,20 +214,18 @@ class RestartedSteps:
             box = [collated]
             del collated  # the box holds the only reference
             micro_batch = box[0][0]
-            step.parts.append([micro_batch])
-            step.done.append([])
+            step.parts.append(micro_batch)
             is_done = self._runs(step, box)
             while not is_done:
                 (self._local if self._zero1 is None else self._zero1.optimizer).zero_grad()
-                step.done, step.losses = [[] for _ in step.parts], []
-                parts = [part for parts in step.parts for part in parts]
-                is_done = all(self._runs(step, [loader.collate(part)]) for part in parts)
+                step.done = []
+                is_done = all(self._runs(step, [loader.collate(part)]) for part in list(step.parts))
             if not micro_batch.ends_optimizer_step:
                 trainer.control = trainer.callback_handler.on_substep_end(trainer.args, trainer.state, trainer.control)
         self._agree(step)
-        for done in step.done:
-            self.run.accounting.count(done)
-        return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
+        for _, parts in itertools.groupby([part for part, _ in step.done], lambda part: part.micro_batch.index):
+            self.run.accounting.count(list(parts))
+        return sum_of_losses([loss for _, loss in step.done], skip_non_finite=trainer.args.logging_nan_inf_filter)
 
     def _runs(self, step: _Attempt, box: list[Collated]) -> bool:
         """Forward and backward of a part; False if memory did not hold it, and it was cut in two, left out, or is to
@@ -253,9 +250,8 @@ class RestartedSteps:
             description = self.watch.describe(micro_batch, measured, run.optimizer_steps + 1)
             forget(error)
         else:
-            step.done[micro_batch.index].append(computing)
+            step.done.append((computing, loss))
             run.accounting.computing = None
-            step.losses.append(loss)
             self.watch.held(measured)
             return True
         del batch
@@ -265,15 +261,14 @@ class RestartedSteps:
             logger.warning("%s; it runs again with gradient checkpointing, as do later ones of its size", description)
             return False
         step.lowered = self.watch.lower(measured).least(step.lowered)
-        parts = step.parts[micro_batch.index]
-        at = parts.index(micro_batch)
+        at = step.parts.index(micro_batch)
         if skips:
             failed = tuple((sample, description) for sample in micro_batch.samples)
             step.lost += run.accounting.leave_out(failed, OUT_OF_MEMORY)
-            parts[at] = replace(micro_batch.only((), failed), light=[run.loader.stand_in(micro_batch.light)])
+            step.parts[at] = replace(micro_batch.only((), failed), light=[run.loader.stand_in(micro_batch.light)])
         else:
             step.cuts += 1
-            parts[at : at + 1] = cut(micro_batch, run.loader.budget)
+            step.parts[at : at + 1] = cut(micro_batch, run.loader.budget)
         done = "skip: it is left out" if skips else "split: it is cut in two"
         logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", description, done)
         return False
