@@ -302,8 +302,7 @@ class _Measurement:
         made = []
         for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
             own = copy.deepcopy(features[start : start + ROWS_OF_MICRO_BATCH])
-            batch = dict(collate(own))
-            batch, spans = _shortened(batch, _spans(batch, own))
+            batch, spans = _short(dict(collate(own)), own)
             batch["labels"] = _revealing(batch, spans, supervised[start : start + ROWS_OF_MICRO_BATCH])
             if "shift_labels" in batch:
                 batch["shift_labels"] = _targets(batch).contiguous()
@@ -533,41 +532,34 @@ def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": padded, "attention_mask": mask, "labels": torch.full_like(padded, IGNORE_INDEX)}
 
 
-def _spans(batch: Mapping[str, Any], rows: Sequence[Any]) -> list[tuple[int, int]]:
-    """The places of each row's sample: from its first to its last token that is attended to or has a label."""
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        mask = torch.ones_like(ids)
-        for number, row in enumerate(rows):
-            length = len(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else ids.shape[1]
-            mask[number, length:] = 0
-    is_own = (mask != 0) | (batch["labels"] != IGNORE_INDEX)
-    ends = [row.nonzero()[:, 0].tolist() for row in is_own]
-    return [(places[0], places[-1] + 1) for places in ends]
-
-
-def _shortened(batch: dict[str, Any], spans: list[tuple[int, int]]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """`MOST_TOKENS` columns of each row: the first token of its sample and the last ones, and some of its padding.
+def _short(batch: dict[str, Any], rows: Sequence[Any]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """`MOST_TOKENS` columns of each row: the first token of its sample and the last ones, and some of its padding; and
+    the places of the sample there, from the first to the last token that is attended to or has a label.
 
     Media, which the tokens that are left do not fit, are left out, and what else is neither of a token nor of a row.
+    rows: features that the batch has been collated from.
     """
-    shape = batch["input_ids"].shape
-    columns, new_spans = [], []
-    for start, end in spans:
-        padding = [*range(start), *range(end, shape[1])]
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        has_ids = [isinstance(row, Mapping) and "input_ids" in row for row in rows]
+        sizes = [len(row["input_ids"]) if has else ids.shape[1] for row, has in zip(rows, has_ids)]
+        mask = torch.arange(ids.shape[1]) < torch.tensor(sizes)[:, None]
+    columns, spans = [], []
+    for is_own in (mask != 0) | (batch["labels"] != IGNORE_INDEX):
+        places = is_own.nonzero()[:, 0].tolist()
+        start, end = places[0], places[-1] + 1
+        padding = [*range(start), *range(end, ids.shape[1])]
         first, rest = padding[:MOST_PADDING], padding[MOST_PADDING:]
         chosen = sorted([start, *first, *reversed(range(start + 1, end)), *rest][:MOST_TOKENS])
-        place = chosen.index(start)
         columns.append(chosen)
-        new_spans.append((place, place + sum(start <= column < end for column in chosen)))
-    places = torch.arange(shape[0])[:, None], torch.tensor(columns)
-    short = {}
+        spans.append((chosen.index(start), chosen.index(start) + sum(start <= column < end for column in chosen)))
+    tokens, short = (torch.arange(len(ids))[:, None], torch.tensor(columns)), {}
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() < 2:
             short[key] = value
-        elif value.shape[:2] == shape:
-            short[key] = value[places]
-    return short, new_spans
+        elif value.shape[:2] == ids.shape:
+            short[key] = value[tokens]
+    return short, spans
 
 
 def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], supervised: Sequence[int]) -> Tensor:
