@@ -76,8 +76,8 @@ class Seat(Ranks):
 
     def __init__(self, table: Table, rank: int):
         self.silence_s, self.rank, self.world_size, self._is_closed = 30.0, rank, table.world_size, False
-        self._channel: Any = TableChannel(table, rank, "all")
-        self._ring: Any = SimpleNamespace(
+        self.channel: Any = TableChannel(table, rank, "all")
+        self.ring: Any = SimpleNamespace(
             main=TableChannel(table, rank, "compare"),
             failure=None,
             cause=lambda wait_s: None,

@@ -336,7 +336,11 @@ class ODBLoader:
 
     def over_all_ranks(self, counts: Counter[str]) -> Counter[str]:
         """The sum of these counts over all ranks. Collective; main thread."""
-        return sum(map(pickle.loads, self._ranks.compare(pickle.dumps(counts))), Counter())
+        return sum(map(pickle.loads, self._compare(pickle.dumps(counts))), Counter())
+
+    def _compare(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks. Main thread."""
+        return self._ranks.ring.main.gather(message, "comparing settings")
 
     def describe(self, id: int) -> str:
         """Where a row comes from, for messages."""
@@ -414,7 +418,7 @@ class ODBLoader:
 
     def abort(self, message: str) -> None:
         """Report to the other ranks why this one ends, then close without waiting for them."""
-        self._ranks.abort(message)
+        self._ranks.ring.fail(message)
         self.close(ABORT_S)
 
     def release(self, pid: int) -> None:
@@ -451,7 +455,7 @@ class ODBLoader:
         if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
             self._pool.close()
         self._start_workers()  # before there are threads
-        compare({**self._settings, **place.settings}, ranks.compare)
+        compare({**self._settings, **place.settings}, self._compare)
         context = EpochContext(
             budget=self.budget,
             num_samples=self.num_samples,
@@ -477,7 +481,7 @@ class ODBLoader:
                 current.is_empty = True
                 cursor.turn_to(self.epoch + 1)
                 return current
-            ranks.check()
+            ranks.ring.check()
         current.epoch_steps = current.planned[0].step.epoch_steps
         return current
 
@@ -527,7 +531,7 @@ class ODBLoader:
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
-            while (result := current.next(self._ranks.check)) is not None:
+            while (result := current.next(self._ranks.ring.check)) is not None:
                 handed, result = [self._usable(*result)], None
                 # The receiver holds the only reference.
                 yield handed.pop()
@@ -571,9 +575,9 @@ class ODBLoader:
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""
         if isinstance(error, CollectiveError):
-            self._ranks.mark_told()
+            self._ranks.ring.cause(0.0)  # the main thread is told
         else:
-            self._ranks.abort(one_line(error))
+            self._ranks.ring.fail(one_line(error))
         self.leave(ABORT_S)
 
     def _fingerprint(self, epoch: int) -> int:

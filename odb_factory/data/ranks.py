@@ -506,19 +506,15 @@ class Ranks:
     """The data-parallel ranks, for the planning of one loader; one rank alone answers itself.
 
     process_group: these ranks; None: the default group, if there is one. silence_s: how long a rank may give no sign of
-    life (seconds). All ranks make it at the same place of the program, and close it.
+    life (seconds). channel: for the planning thread. All ranks make it at the same place of the program, and close it.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, silence_s: float = 600.0):
         self.silence_s = silence_s
-        self._ring = ring_of(process_group, silence_s)
-        self._channel = self._ring.channel()
-        self.rank, self.world_size = self._ring.rank, self._ring.world_size
+        self.ring = ring_of(process_group, silence_s)
+        self.channel = self.ring.channel()
+        self.rank, self.world_size = self.ring.rank, self.ring.world_size
         self._is_closed = False
-
-    def check(self) -> None:
-        """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
-        self._ring.check()
 
     def gather(self, metadata: RankMetadata) -> list[RankMetadata]:
         """What every rank holds, in rank order. Planning thread.
@@ -529,39 +525,23 @@ class Ranks:
             ranks = [metadata]
         else:
             if self._is_closed:
-                raise CollectiveError(self._ring.failure or f"rank {self.rank} has left the training.")
-            ranks = [pickle.loads(text) for text in self._channel.gather(pickle.dumps(metadata, 5), "planning")]
+                raise CollectiveError(self.ring.failure or f"rank {self.rank} has left the training.")
+            ranks = [pickle.loads(text) for text in self.channel.gather(pickle.dumps(metadata, 5), "planning")]
         # A rank that only left may have done so because of the failure of another one.
         failures = [(meta.failure == LEFT_EPOCH, rank, meta.failure) for rank, meta in enumerate(ranks) if meta.failure]
         if failures:
             has_left, rank, failure = min(failures)
-            cause = self._ring.cause(0.5) if has_left and self.world_size > 1 else None
+            cause = self.ring.cause(0.5) if has_left and self.world_size > 1 else None
             raise CollectiveError(cause or f"rank {rank} stopped: {failure}")
         return ranks
-
-    def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int]) -> dict[int, bytes]:
-        """As `Channel.exchange`. Planning thread."""
-        return self._channel.exchange(outgoing, incoming, "redistributing samples") if outgoing or incoming else {}
-
-    def compare(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks. Main thread."""
-        return self._ring.main.gather(message, "comparing settings")
 
     def stop(self, reason: str = LEFT_EPOCH) -> None:
         """Send the others, in place of the next metadata, why this rank plans no further. Planning thread."""
         with contextlib.suppress(CollectiveError):  # all end
             self.gather(RankMetadata(failure=reason))
 
-    def abort(self, message: str) -> None:
-        """Let the others know why this rank ends, whatever they are doing."""
-        self._ring.fail(message)
-
-    def mark_told(self) -> None:
-        """The caller, in the main thread, has been told why a rank has failed, if one has."""
-        self._ring.cause(0.0)
-
     def close(self) -> None:
         """Give the channel back; nothing is called after it."""
         if not self._is_closed:
             self._is_closed = True
-            self._ring.give_back(self._channel)
+            self.ring.give_back(self.channel)

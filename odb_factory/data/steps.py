@@ -236,9 +236,10 @@ class EpochPlanner(ABC):
                     incoming.setdefault(owner_of[number], []).append(number)
                 elif taker != self.rank == owner_of[number]:
                     outgoing.setdefault(taker, []).append(number)
-        received = self.context.ranks.exchange(
+        received = self.context.ranks.channel.exchange(
             {taker: b"".join(packed[number - start] for number in numbers) for taker, numbers in outgoing.items()},
             {sender: sum(size_of[number] for number in numbers) for sender, numbers in incoming.items()},
+            "redistributing samples",
         )
         for sender, numbers in incoming.items():
             content = io.BytesIO(received[sender])
@@ -275,7 +276,7 @@ class EpochPlanner(ABC):
         if has_ended:
             raise DataError(message)
         if self._task and not self.is_left:
-            ranks.abort(f"{self._task}: {message}")
+            ranks.ring.fail(f"{self._task}: {message}")
         else:
             ranks.stop(message)
         raise CollectiveError(message)

@@ -19,7 +19,7 @@ from distributed.ranks import GROUP_TIMEOUT, Outcome, run_ranks, toy_loader
 from toy import Rows, pad
 
 from odb_factory import ODBDataLoader
-from odb_factory.data.ranks import BEAT_S, Ranks
+from odb_factory.data.ranks import BEAT_S, Channel
 
 STEP = 4
 BORDER = 0.5
@@ -107,7 +107,7 @@ def train(
         time.sleep(THAW_S)
         return 0
     if rank in victims and fault == "cannot send":
-        Ranks.exchange = no_room
+        Channel.exchange = no_room
     number, rows = -1, Hanging(hangs, bad)
     with ODBDataLoader(
         rows, collate_fn=rows.collate, num_workers=1, **{"token_budget": 64, "batch_size": 4} | options
