@@ -251,7 +251,7 @@ class Ring:
         self.patience = min(timedelta(seconds=patience_of(parent)), YEAR)
         group: Any = parent or dist.group.WORLD
         self.group = weakref.ref(group)
-        generation = sum(ring.group() is group for ring in _rings)
+        generation = _generations[group] = _generations.get(group, 0) + 1
         self._store = dist.PrefixStore(f"odb_factory {generation}", _get_process_group_store(group))
         self.main = self.channel()
         loops = (self._listen, "odb-ring"), (self._beat, "odb-beat")
@@ -403,6 +403,8 @@ class Ring:
 
 _rings: list[Ring] = []
 """Closed ones stay: destructors of gloo's objects wait for threads, which a forked process does not have."""
+_generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Rings that a process group has had, or could not connect."""
 
 
 def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
