@@ -428,10 +428,9 @@ def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
     return ring
 
 
-def known_failure(wait_s: float = CAUSE_S) -> str | None:
+def known_failure() -> str | None:
     """Why another rank has failed."""
-    living = (ring for ring in _rings if not ring.is_closing)
-    return next((cause for ring in living if (cause := ring.cause(wait_s))), None)
+    return next((cause for ring in _rings if not ring.is_closing and (cause := ring.cause())), None)
 
 
 def end_all(reason: str | None) -> None:

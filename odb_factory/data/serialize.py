@@ -29,16 +29,9 @@ def pack(features: Any) -> bytes:
 
     Raises what pickle raises, in the worker that made them.
     """
-    pickled = io.BytesIO()
-    _FeaturesPickler(pickled, pickle.HIGHEST_PROTOCOL).dump(
-        dict(features) if isinstance(features, Mapping) else features
-    )
+    pickled, plain = io.BytesIO(), dict(features) if isinstance(features, Mapping) else features
+    _FeaturesPickler(pickled, pickle.HIGHEST_PROTOCOL).dump(plain)
     return pickled.getvalue()
-
-
-class _FeaturesPickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        return reduce_tensor(obj)
 
 
 def reduce_tensor(obj: Any) -> Any:
@@ -53,6 +46,10 @@ def reduce_tensor(obj: Any) -> Any:
 
 def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
+class _FeaturesPickler(pickle.Pickler):
+    reducer_override = staticmethod(reduce_tensor)
 
 
 def unpack(packed: bytes) -> Any:
@@ -107,8 +104,7 @@ def load(dumped: Dumped, connection: socket.socket) -> Any:
 
 
 class _BatchPickler(ForkingPickler):
-    def reducer_override(self, obj: Any) -> Any:
-        return reduce_tensor(obj)
+    reducer_override = staticmethod(reduce_tensor)
 
 
 # Send a collator to a worker process that is not forked, without the weights of a model it holds.
