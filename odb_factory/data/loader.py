@@ -222,11 +222,14 @@ class ODBLoader:
         collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
         self._ranks = ranks or Ranks()
         self.rank, self.world_size = rank, world_size = self._ranks.rank, self._ranks.world_size
-        of_layout: dict[str, Any] = {"row_multiple": config.row_multiple}
-        if layout == "flat":
-            of_layout = {"pad_to_multiple_of": config.pad_to_multiple_of or 1}
-        in_layout = collation if layout == "flat" else collation.in_one_row()
-        self.budget = budget = Budget(config.token_budget, config.max_patches, in_layout, layout, **of_layout)
+        self.budget = budget = Budget(
+            config.token_budget,
+            config.max_patches,
+            collation if layout == "flat" else collation.in_one_row(),
+            layout,
+            pad_to_multiple_of=config.pad_to_multiple_of or 1,
+            row_multiple=config.row_multiple,
+        )
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
         self.groups = CollatedDataset(
@@ -475,7 +478,11 @@ class ODBLoader:
             planner = KeepEpoch(observed, context, place, start, stock=stock)
         else:
             planner = FillEpoch(observed, context, place, start, accumulation=self.rule.accumulation)
-        self.under_way = current = Pass(planner, self._collate, self._window, self.config.buffer_size)
+
+        def collate(samples: Sequence[Sample]) -> Pending:
+            return self._pool.submit("collate", self._draws, samples, rows=[sample.id for sample in samples])
+
+        self.under_way = current = Pass(planner, collate, self._window, self.config.buffer_size)
         while not current.planned:
             if not current.plan(POLL_S):
                 current.is_empty = True
@@ -498,9 +505,6 @@ class ODBLoader:
         """The seed follows torch's global one, or that of the user's generator, of which nothing is drawn."""
         generator = self._parts.generator
         return torch.initial_seed() if generator is None else generator.initial_seed(), self.epoch
-
-    def _collate(self, samples: Sequence[Sample]) -> Pending:
-        return self._pool.submit("collate", self._draws, samples, rows=[sample.id for sample in samples])
 
     def _observe(self, rows: Iterable[Row]) -> Iterator[Sample | Rejection]:
         calls = (((self._draws, chunk), _ids(chunk)) for chunk in batched(rows, OBSERVE_CHUNK))

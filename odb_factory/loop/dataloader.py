@@ -130,8 +130,6 @@ ACCUMULATES = (
     "accelerator.accumulate: it counts batches, and lets the optimizer step after each micro-batch of an optimizer "
     "step that odb has cut; leave it out, and step where the step info says ends_optimizer_step."
 )
-RUN_STEPS = "optimizer_steps_of_run"
-"""The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
 
 
 class ODBDataLoader(DataLoader[T_co]):
@@ -342,29 +340,19 @@ class ODBDataLoader(DataLoader[T_co]):
         self._accounting: StepAccounting | None = None
         self._is_prepared = self._is_closed = False
         self._has_begun = self._has_logged = self._has_warned = self._is_step_open = False
-        self._epoch = 0
         self._current: Pass | None = None
-
-    def __repr__(self) -> str:
-        ranks = "not begun"
-        if self._accounting is not None:
-            ranks = f"rank {self.loader.rank} of {self.loader.world_size}"
-        budget = f"token_budget={self.config.token_budget}"
-        return f"{type(self).__name__}({type(self.dataset).__name__}, {budget}, epoch={self.epoch}, {ranks})"
 
     # Its epochs
 
+    epoch = 0
+    """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
-        self._epoch = epoch
+        self.epoch = epoch
         if self._accounting is not None:
             self.loader.set_epoch(epoch)
         self._has_begun = False
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
-        return self._epoch if self._accounting is None else self.loader.epoch
 
     @property
     def num_optimizer_steps(self) -> int | None:
@@ -386,7 +374,7 @@ class ODBDataLoader(DataLoader[T_co]):
             if loader.num_samples is None:
                 raise TypeError("the dataset has no length, so the number of its optimizer steps cannot be estimated")
             if loader.under_way is None and self._has_begun:
-                self.set_epoch(loader.epoch + 1)
+                self.set_epoch(self.epoch + 1)
         return loader.estimate_optimizer_steps()
 
     def __len__(self) -> NoReturn:
@@ -415,7 +403,7 @@ class ODBDataLoader(DataLoader[T_co]):
             logger.warning(STEP_OPEN)
         self._is_step_open = False
         if self._has_begun:
-            self.set_epoch(loader.epoch + 1)
+            self.set_epoch(self.epoch + 1)
         elif self.config.layout == "flat" and not self.is_checked and loader.rank == 0:
             logger.warning(UNCHECKED)
         self._has_begun = True
@@ -510,7 +498,8 @@ class ODBDataLoader(DataLoader[T_co]):
         Micro-batches of an unfinished optimizer step come again. `accelerator.register_for_checkpointing(loader)` keeps
         it, and so does `accelerator.save_state` for a loader that was prepared.
         """
-        return self.loader.state_dict() | {RUN_STEPS: self.accounting.optimizer_steps}
+        # From there the audit counts; `ODBLoader` does not use it.
+        return self.loader.state_dict() | {"optimizer_steps_of_run": self.accounting.optimizer_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, whichever rank wrote it, with any number of ranks, budgets and workers.
@@ -525,7 +514,8 @@ class ODBDataLoader(DataLoader[T_co]):
                 "loop (and drop its iterator) before."
             )
         self.loader.load_state_dict(state)
-        self.accounting.resume_at(state[RUN_STEPS])
+        self.epoch = self.loader.epoch
+        self.accounting.resume_at(state["optimizer_steps_of_run"])
         self._has_begun = False
 
     use_stateful_dataloader = True
@@ -556,7 +546,7 @@ class ODBDataLoader(DataLoader[T_co]):
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self._is_prepared)
             loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
-            loader.set_epoch(self._epoch)
+            loader.set_epoch(self.epoch)
             mesh: Any = getattr(AcceleratorState(), "device_mesh", None) if self._is_prepared else None
             # The tensor-parallel ranks of a replica compute the same.
             has_replica = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and self._process_group is None
