@@ -22,26 +22,11 @@ SERIES = [torch.randn(3 + 7 * k % 23, 4, generator=torch.Generator().manual_seed
 IMAGES = [torch.randn(3, 8, 8 + 4 * (k % 5), generator=torch.Generator().manual_seed(k)) for k in range(NUM_ROWS)]
 
 
-class Series(nn.Module):
-    """Its forward takes the padded series and their lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        mask = torch.arange(x.shape[1])[None] < lengths[:, None]
-        hidden = torch.tanh(self.first(x)) * mask[..., None]
-        return self.second(hidden.sum(1) / lengths[:, None])[:, 0]
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.head = nn.Conv2d(3, 6, 3), nn.Linear(6, 5)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.head(self.convolution(pixels).relu().mean((2, 3)))
+def pad_tokens(items: list[Any]) -> dict[str, Tensor]:
+    return {
+        key: pad_sequence([torch.tensor(item[key]) for item in items], batch_first=True, padding_value=value)
+        for key, value in {"input_ids": 0, "labels": -100}.items()
+    }
 
 
 # Each world: items, collate_fn, cost_fn, budget, the model, and the mean loss of a batch.
@@ -54,9 +39,9 @@ def regression_of_tuples() -> tuple[Any, ...]:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x, lengths, y = batch
-        return functional.mse_loss(model(x, lengths), y)
+        return functional.mse_loss(model(x)[..., 0].sum(1) / lengths, y)
 
-    return items, collate, lambda item: len(item[0]), 64, Series(), loss
+    return items, collate, lambda item: len(item[0]), 64, nn.Linear(4, 1, bias=False), loss
 
 
 def regression_of_a_named_tuple() -> tuple[Any, ...]:
@@ -86,18 +71,14 @@ def images_and_classes() -> tuple[Any, ...]:
         width = item["pixel_values"].shape[-1]
         return Cost(8 * width, modality=width)
 
-    return items, collate, cost, 300, Classifier(), loss
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
+    return items, collate, cost, 300, model, loss
 
 
 def tagged_tokens() -> tuple[Any, ...]:
     """A tag for each token and no causal shift: the loss is a mean over tags, which `Cost` counts."""
-    items = [{"input_ids": list(range(3 + 7 * k % 23)), "labels": [-100 if i % 3 else i for i in range(3 + 7 * k % 23)]}
-             for k in range(NUM_ROWS)]  # fmt: skip
-
-    def collate(items: list[Any]) -> Any:
-        ids = pad_sequence([torch.tensor(item["input_ids"]) for item in items], batch_first=True)
-        labels = [torch.tensor(item["labels"]) for item in items]
-        return {"input_ids": ids, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+    rows = [list(range(3 + 7 * k % 23)) for k in range(NUM_ROWS)]
+    items = [{"input_ids": ids, "labels": [-100 if i % 3 else i for i in ids]} for ids in rows]
 
     def cost(item: Any) -> Cost:
         return Cost(len(item["labels"]), units=sum(label != -100 for label in item["labels"]))
@@ -105,7 +86,7 @@ def tagged_tokens() -> tuple[Any, ...]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
-    return items, collate, cost, 64, nn.Sequential(nn.Embedding(32, 6), nn.Linear(6, 32)), loss
+    return items, pad_tokens, cost, 64, nn.Sequential(nn.Embedding(32, 6), nn.Linear(6, 32)), loss
 
 
 WORLDS = [regression_of_tuples, regression_of_a_named_tuple, images_and_classes, tagged_tokens]
@@ -194,15 +175,7 @@ def test_a_flat_layout_is_refused_without_token_rows() -> None:
 def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[int], list[int]], units: int) -> None:
     """I8, with a cost function."""
     rows = [{"input_ids": list(range(4 + k)), "labels": labels(k)} for k in range(16)]
-
-    def collate(items: list[Any]) -> dict[str, Tensor]:
-        padded = {"input_ids": 0, "labels": -100}
-        return {
-            key: pad_sequence([torch.tensor(item[key]) for item in items], batch_first=True, padding_value=value)
-            for key, value in padded.items()
-        }
-
-    options = {"token_budget": 64, "collate_fn": collate, "cost_fn": lambda item: len(item["input_ids"])}
+    options = {"token_budget": 64, "collate_fn": pad_tokens, "cost_fn": lambda item: len(item["input_ids"])}
     with ODBDataLoader(rows, STEP, **options) as loader:
         assert sum(pop_step_info(batch).units for batch in loader) == units
 

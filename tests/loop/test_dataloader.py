@@ -58,15 +58,14 @@ def test_ids_of_any_kind(kind: Any) -> None:
     [
         ({"odb_n_patches": 5}, None, 5),
         ({"image_grid_thw": torch.tensor([[1, 2, 4]])}, None, 8),
-        ({"pixel_values": torch.zeros(3, 28, 28)}, None, 4),
-        ({"video_grid_thw": np.array([[2, 2, 2]])}, None, 8),
         ({}, lambda item: Cost(len(item["input_ids"]), 3, len(item["labels"]) - 1), 3),
         ({"odb_n_patches": 5}, lambda item: len(item["input_ids"]), 5),
     ],
-    ids=["given", "grid", "pixels", "video", "cost", "cost in tokens"],
+    ids=["given", "grid", "cost", "cost in tokens"],
 )
 def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patches: int) -> None:
-    """I4: two samples fit into the cap, a third does not; the collator never sees `odb_n_patches`."""
+    """I4: two samples fit into the cap, a third does not; the collator never sees `odb_n_patches`. Media of any kind:
+    tests/data/test_measure.py."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         assert not any("odb_n_patches" in item for item in items)

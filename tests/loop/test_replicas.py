@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ def on_mesh(**sizes: int) -> Any:
     return mesh
 
 
-def losses(accelerator: Accelerator, model: Any, optimizer: Any, group: Any, audit_dir: Path) -> list[float]:
+def losses(accelerator: Accelerator, model: Any, group: Any, audit_dir: Path) -> list[float]:
     """Of each optimizer step, over the data-parallel ranks."""
-    found, total = [], torch.zeros(())
+    found, total, optimizer = [], torch.zeros(()), torch.optim.SGD(model.parameters(), lr=0.1)
     with accelerator.prepare(ODBDataLoader(Rows(), audit_dir=audit_dir, **SETTINGS)) as loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -57,34 +58,24 @@ def losses(accelerator: Accelerator, model: Any, optimizer: Any, group: Any, aud
 def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
     """On two ranks of DDP; on four of two replicas, then of two times two shards."""
     os.environ["LOCAL_RANK"] = str(rank)
-    accelerator, found = Accelerator(cpu=True), {}
-
-    def loaded() -> Any:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
-
-    def losses_of(name: str, trained: Any, group: Any) -> None:
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-        found[name] = losses(accelerator, trained, optimizer, group, Path(audits, name))
-
+    accelerator, made = Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    sharded, audit_of = copy.deepcopy(made), Path(audits).joinpath
     if dist.get_world_size() == 2:
-        losses_of("2 ranks", DistributedDataParallel(loaded()), None)
-        return found
+        return {"2 ranks": losses(accelerator, DistributedDataParallel(made), None, audit_of("2 ranks"))}
     for sizes, words in REFUSED:
         on_mesh(**sizes)
         with pytest.raises(ODBError, match=words):
             iter(accelerator.prepare(ODBDataLoader(Rows(), **SETTINGS)))
     mesh = on_mesh(dp_shard_size=2, tp_size=2)
-    made = loaded()
     for layer in made.model.layers:
         parallelize_module(layer.mlp, mesh["tp"], HALVES)
     assert made.model.layers[0].mlp.up_proj.weight.to_local().shape[0] == made.config.intermediate_size // 2
-    losses_of("2 x 2", DistributedDataParallel(made, device_mesh=mesh["dp"]), mesh["dp"].get_group())
+    replicas, group = DistributedDataParallel(made, device_mesh=mesh["dp"]), mesh["dp"].get_group()
+    found = {"2 x 2": losses(accelerator, replicas, group, audit_of("2 x 2"))}
     mesh = on_mesh(dp_replicate_size=2, dp_shard_size=2)
-    made = loaded()
-    for layer in (*made.model.layers, made):
+    for layer in (*sharded.model.layers, sharded):
         fully_shard(layer, mesh=mesh["dp_replicate", "dp_shard"])
-    losses_of("shards", made, None)
-    return found
+    return found | {"shards": losses(accelerator, sharded, None, audit_of("shards"))}
 
 
 def test_losses_are_those_of_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
