@@ -266,14 +266,7 @@ class StepAccounting:
     encoder_patches: encoded by each rank since the run began or was resumed; empty if they do not share this work.
     optimizer_steps: taken in the run, those before a resume included.
     computing: the micro-batch between `begin` and `end`. total: the sums since the run began or was resumed.
-
-    Example::
-
-        for micro_batch, measured, batch in loader:
-            loss = accounting.begin(micro_batch, measured).loss
-            (model(**batch).loss * loss.scale).backward()  # if loss.row_weights is None
-            accounting.end()
-            if micro_batch.ends_optimizer_step: ...
+    For each micro-batch of the loader call `next`, then `begin`, make its loss as the answer says, and call `end`.
     """
 
     def __init__(self, loader: ODBLoader, audit_dir: str | Path | None = None):
