@@ -20,12 +20,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from loop import loops
-from loop.loops import BUDGET, EVERY_ROW, rows_of
+from loop.loops import BUDGET, EVERY_ROW
 from support import read_audit
 from toy import Rows, item
 from training.flat_models import make_model
 from training.toy_training import collate
-from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from odb_factory import ConfigError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
 from odb_factory.model.flat_row import begin_row, row_in_progress
@@ -47,18 +47,10 @@ def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
     return loops.make(dataset, **{"layout": "flat"} | changes)
 
 
-@pytest.mark.parametrize("mode", ["keep", "fill"])
-@pytest.mark.parametrize(
-    "workers",
-    [
-        pytest.param({}, id="0"),
-        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.integration),
-    ],
-)
-def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: dict[str, Any], tmp_path: Path) -> None:
+def test_every_row_once_in_flat_batches_within_the_budget(tmp_path: Path) -> None:
     """I2, I4."""
     seen, segments = Counter[int](), []
-    with make(global_batch_size=mode, buffer_size=32, audit_dir=tmp_path, **workers) as loader:
+    with make(audit_dir=tmp_path) as loader:
         for batch in loader:
             info = pop_step_info(batch)
             assert set(batch) == {"input_ids", "labels", "position_ids"}
@@ -81,16 +73,6 @@ def test_auto_is_padded_in_a_loop() -> None:
         assert pop_step_info(batch).segments == () and "position_ids" not in batch
     with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 .*`layout: flat`"):
         make(layout="auto", pad_to_multiple_of=8)
-
-
-@pytest.mark.parametrize("layout", ["padded", "flat"])
-def test_a_collator_that_lays_flat_itself(layout: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With `flat` it is planned as such, and nothing is to be said."""
-    with make(layout=layout, collate_fn=DataCollatorWithFlattening()) as loader:
-        assert rows_of(loader) == EVERY_ROW
-    said = [message for message in caplog.messages if "into one row of" in message]
-    assert len(said) == (layout == "padded")
-    assert all("With `layout: flat` they are planned as they are laid." in message for message in said)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from accelerate.utils import DataLoaderConfiguration
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, ODBError, apply_odb, pop_step_info
 from odb_factory.planner import Media
@@ -135,30 +135,30 @@ def widen(items: list[Any]) -> Any:
     return {key: torch.nn.functional.pad(ids, (0, -ids.shape[1] % 64), value=-100) for key, ids in pad(items).items()}
 
 
-def in_one_row(items: list[Any]) -> Any:
-    return {key: torch.tensor([[one for row in items for one in row[key]]]) for key in ("input_ids", "labels")}
-
-
 def sort(items: list[Any]) -> Any:
     return pad(sorted(items, key=lambda one: one["input_ids"][0] * 7 % 11))
 
 
+IN_ONE_ROW = "into one row of .*padding figures are those of the plan.* With `layout: flat` they are planned as they"
+
+
 @pytest.mark.parametrize(
-    ("collate_fn", "loss_scaling", "over_budget", "words"),
+    ("collate_fn", "layout", "words"),
     [
-        (widen, "exact", True, "above the budget of 128 tokens"),
-        (in_one_row, "approx", False, "into one row of .*padding figures are those of the plan"),
-        (sort, "exact", False, "so it has changed their order or their labels; `ids` of the step info"),
+        (widen, "padded", "above the budget of 128 tokens"),
+        (DataCollatorWithFlattening(), "padded", IN_ONE_ROW),
+        (DataCollatorWithFlattening(), "flat", None),
+        (sort, "padded", "so it has changed their order or their labels; `ids` of the step info"),
     ],
 )
 def test_a_collator_that_makes_something_else_is_told_once(
-    collate_fn: Any, loss_scaling: str, over_budget: bool, words: str, said: pytest.LogCaptureFixture
+    collate_fn: Any, layout: Any, words: str | None, said: pytest.LogCaptureFixture
 ) -> None:
-    with make(collate_fn=collate_fn, loss_scaling=loss_scaling) as loader:
+    with make(collate_fn=collate_fn, layout=layout) as loader:
+        loader.is_checked = True
         assert rows_of(loader) == EVERY_ROW
-        assert (loader.accounting.summary()["over_budget"] > 3) is over_budget
-    (message,) = said.messages
-    assert re.search(words, message) and "None" not in message
+        assert (loader.accounting.summary()["over_budget"] > 3) is (collate_fn is widen)
+    assert len(said.messages) == (words is not None) and re.search(words or "", said.text) and "None" not in said.text
 
 
 def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
