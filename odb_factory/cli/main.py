@@ -16,7 +16,6 @@ from odb_factory.version import __version__
 
 EXTRAS = {"llamafactory": ("llamafactory",), "tools": ("matplotlib", "rich")}
 """Packages of the extras that commands need."""
-CHILD = Path(__file__).with_name("train_child.py")
 
 
 class Command(NamedTuple):
@@ -135,10 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(arguments: argparse.Namespace) -> int:
     """Be `llamafactory-cli train` with the same arguments. Errors of LLaMA-Factory pass through."""
-    from llamafactory import cli, launcher
+    from llamafactory import cli
 
-    # The file that the launcher gives to torchrun, if it starts several processes.
-    launcher.__file__ = str(CHILD)
+    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # torch activates in the processes that torchrun starts
     sys.argv = ["llamafactory-cli", "train", str(arguments.config), *arguments.overrides]
     cli.main()
     return 0

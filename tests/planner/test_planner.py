@@ -104,13 +104,6 @@ def test_bins_are_filled_to_the_budget(balance: bool, images: float) -> None:
     assert held - real < 16384 * (4 if balance else 8), "what waits is less than a micro-step, and what a rank has more"
 
 
-def test_the_end_is_spread_evenly() -> None:
-    """Ten samples for three micro-batches of four: all ranks wait for 4, 3 and 3."""
-    buffers = [Window([Cost(10)] * 10, [0] * 10, exhausted=True)] * 2
-    plan = plan_round(buffers, Budget(40, layout="flat"))
-    assert sorted(totals.max_rank_tokens for totals in plan.totals) == [30, 30, 40]
-
-
 # Quota closure
 
 
@@ -138,15 +131,6 @@ def test_seed_epoch_and_round_change_the_order_only(key: str) -> None:
     orders = [plan_round([window], Budget(100), **position | {key: value}).groups[0] for value in range(5)]
     assert len({str(order) for order in orders}) == 5
     assert all(sorted(order) == sorted(orders[0]) for order in orders)
-
-
-def test_groups_that_take_as_long_meet() -> None:
-    """Ranks wait for the slowest one in every step, so their k-th largest groups go out together, old or new."""
-    shares = range(51, 100, 5), range(53, 102, 5)
-    world = [Window([Cost(n) for n in own], list(range(len(own))), True) for own in shares]
-    lengths = [cost.tokens for window in world for cost in window.costs]
-    for mine, theirs in zip(*plan_round(world, Budget(100)).groups):
-        assert abs(lengths[mine[0]] - lengths[theirs[0]]) == 2
 
 
 # Of (6, 6, 6), one with media, the half without gets 20 tokens more than the budget has room for: another is split.

@@ -14,7 +14,7 @@ from after_import import AfterImport
 
 PREFIX = "ODB_TEST_SHIM_"
 # Commands that train with LLaMA-Factory, and what they give to torchrun.
-TRAINS = {"llamafactory-cli", "launcher.py", "odb-factory", "train_child.py", "run.py", "gpu.py", "v1_trainings.py"}
+TRAINS = {"llamafactory-cli", "launcher.py", "odb-factory", "run.py", "gpu.py", "v1_trainings.py"}
 
 
 def collect_again(module):
