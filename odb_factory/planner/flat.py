@@ -231,7 +231,7 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> np.ndarray:
     pool_of_pair = np.repeat(np.arange(len(halves)), halves)
     place = np.arange(num_pairs) - np.repeat(np.cumsum(halves) - halves, halves)
     tolerated = bins.targets // np.array([TOKENS_WITHIN, OTHERS_WITHIN])[:num_dimensions]
-    most_pairs = max(MAX_TRIED // FEWEST**2 // len(halves), 1)
+    most_pairs = max(MAX_TRIED // FEWEST**2 // (int(bins.pool[-1]) + 1), 1)
     unchanged = 0
     rounds = MAX_ROUNDS if num_pairs <= most_pairs else MAX_ROUNDS // 2
     if len(bin_of) < 2 * len(bins.pool):  # to swap samples that are alone in their bins changes nothing

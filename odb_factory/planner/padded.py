@@ -141,7 +141,7 @@ def best_cut(pools: Pools) -> list[Step]:
     """The cheapest of the cuts that are tried."""
     min_steps = -(-max(map(len, pools.walks(pools.largest_ends))) // pools.slots)
     cuts = [cut_by_one_cap(pools, min_steps)]
-    if len(pools.starts) == 1 and (stretches := cut_by_stretches(pools)) is not None:
+    if pools.pool_of[-1] == 0 and (stretches := cut_by_stretches(pools)) is not None:  # all are of one pool
         cuts.append(stretches)
     cuts += [cut_by_one_cap(pools, min_steps + more) for more in range(1, NUM_CANDIDATES)]
     return min(cuts, key=lambda cut: cut[0])[1]
