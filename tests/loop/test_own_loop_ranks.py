@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -45,54 +47,43 @@ def outcome(call: Callable[[], Any]) -> Any:
         return str(error)
 
 
-def rows_with(make: Callable[[], Any]) -> list[int]:
-    with make() as loader:
-        return rows_of(loader)
-
-
 def every_row_once(*ranks: list[int]) -> bool:
     return Counter(row for rows in ranks for row in rows) == Counter(range(NUM_ROWS))
 
 
-def made_before_the_process_group(rank: int, store: str) -> dict[str, Any]:
+# In each rank. kept: the folder of the test.
+
+
+def of_all(value: Any) -> list[Any]:
+    """The values of the ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def made_before_the_process_group(rank: int, kept: str) -> None:
+    """I2: rank and world size are those of the first batch, or of a process group of one's own."""
     dist.destroy_process_group()
     loader = ODBDataLoader(Rows(), shuffle=True, **SETTINGS)
     early = outcome(lambda: iter(loader))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    assert early.startswith("WORLD_SIZE: 2 processes were started") and "\n" not in early, early
+    dist.init_process_group("gloo", init_method=f"file://{kept}/store", rank=rank, world_size=2)
     with loader:
-        shared = rows_of(loader)
+        shared = of_all(rows_of(loader))
+        assert every_row_once(*shared), shared
         infos = [pop_step_info(batch) for batch in loader]
+    assert sum(info.samples_all_ranks for info in infos) == NUM_ROWS and infos[-1].progress == 1.0
+    assert all((info.is_idle, info.samples, info.loss_scale) == (True, 0, 0.0) for info in infos if not info.ids)
     # Of these groups each rank is in one: it has all samples to itself, and asks nobody.
     alone = [dist.new_group([0]), dist.new_group([1])]
     stranger = outcome(lambda: ODBDataLoader(Rows(), process_group=alone[1 - rank], **SETTINGS))
+    assert stranger.startswith("process_group: this rank is not in it"), stranger
     with ODBDataLoader(Rows(), process_group=alone[rank], **SETTINGS) as loader:
         if rank == 0:
             dist.barrier()
-        whole = rows_of(loader)
+        assert every_row_once(rows_of(loader))
         if rank == 1:
             dist.barrier()
-    return {
-        "early": early,
-        "shared": shared,
-        "all ranks": sum(info.samples_all_ranks for info in infos),
-        "idle": [[info.is_idle, info.samples, info.loss_scale] for info in infos if not info.ids],
-        "progress": infos[-1].progress,
-        "stranger": stranger,
-        "whole": whole,
-    }
-
-
-def test_rank_and_world_size_are_those_of_the_first_batch(tmp_path: Path) -> None:
-    """I2: also for a loader made before `init_process_group`, and for a process group of one's own."""
-    function = "loop.test_own_loop_ranks:made_before_the_process_group"
-    first, second = (run.value for run in run_ranks(function, tmp_path, store=str(tmp_path / "store")))
-    assert every_row_once(first["shared"], second["shared"])
-    for rank in (first, second):
-        assert rank["early"].startswith("WORLD_SIZE: 2 processes were started") and "\n" not in rank["early"]
-        assert rank["all ranks"] == NUM_ROWS and rank["progress"] == 1.0
-        assert all(idle == [True, 0, 0.0] for idle in rank["idle"])
-        assert rank["stranger"].startswith("process_group: this rank is not in it")
-        assert every_row_once(rank["whole"])
 
 
 class PartOfAStream(IterableDataset):
@@ -102,8 +93,18 @@ class PartOfAStream(IterableDataset):
         return map(item, range(dist.get_rank(), NUM_ROWS, 2))
 
 
-def shares(rank: int, num_workers: int) -> dict[str, Any]:
-    """The rows that this rank has of each dataset, or why there are none."""
+REFUSED = {
+    "part of a stream": "iterate different streams.* already_split=True",
+    "stream, said to be a part": "ranks iterate the same stream",
+    # Each rank would take its share of that part alone, and the rest would be lost without a word.
+    "part of the rows": "the ranks differ in what the first and the last row of the dataset say",
+    "own order": "different orders",
+}
+
+
+def shares(rank: int, kept: str, num_workers: int) -> None:
+    """I1, I2, I11: no row is lost or trained on twice because of who shares it out: streams, samplers and datasets that
+    all ranks have alike, or of which each has a part."""
     os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
     accelerator = Accelerator(cpu=True)
     own_order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist()
@@ -123,8 +124,6 @@ def shares(rank: int, num_workers: int) -> dict[str, Any]:
         "stream": lambda: ours(Stream()),
         "part of a stream, said": lambda: ours(PartOfAStream(), already_split=True),
         "random masks": lambda: ours(Rows(masked)),
-        # The workers of the epochs would inherit what this process had opened to compare rows.
-        "opened file": lambda: ours(Opening()),
         "distributed sampler": lambda: of_torch(sampler=DistributedSampler(Rows(), shuffle=True)),
         "accelerate": lambda: of_torch(accelerator.prepare, shuffle=True),
         "part of a stream": lambda: ours(PartOfAStream()),
@@ -132,36 +131,24 @@ def shares(rank: int, num_workers: int) -> dict[str, Any]:
         "part of the rows": lambda: ours(Subset(Rows(), range(rank, NUM_ROWS, 2))),
         "own order": lambda: of_torch(sampler=own_order),
     }
+    if num_workers:  # which would inherit what this process had opened to compare rows
+        loaders["opened file"] = lambda: ours(Opening())
 
-    names = [name for name in loaders if num_workers or name != "opened file"]
-    return {name: outcome(lambda make=loaders[name]: rows_with(make)) for name in names}
+    def rows(make: Callable[[], Any]) -> list[int]:
+        with make() as loader:
+            return rows_of(loader)
 
-
-REFUSED = {
-    "part of a stream": "iterate different streams",
-    "stream, said to be a part": "ranks iterate the same stream",
-    # Each rank would take its share of that part alone, and the rest would be lost without a word.
-    "part of the rows": "the ranks differ in what the first and the last row of the dataset say",
-    "own order": "different orders",
-}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_no_row_is_lost_or_trained_on_twice_because_of_who_shares_it_out(num_workers: int, tmp_path: Path) -> None:
-    """I1, I2, I11: streams, samplers and datasets that all ranks have alike, or of which each has a part."""
-    runs = run_ranks("loop.test_own_loop_ranks:shares", tmp_path, limit_s=120, num_workers=num_workers)
-    first, second = (run.value for run in runs)
-    for name, rows in first.items():
+    for name, make in loaders.items():
+        ranks = of_all(outcome(functools.partial(rows, make)))
         if name in REFUSED:
-            assert REFUSED[name] in rows and REFUSED[name] in second[name], (name, rows)
+            assert all(re.search(REFUSED[name], message) for message in ranks), (name, ranks)
         else:
-            assert every_row_once(rows, second[name]), (name, rows)
-    assert "already_split=True" in first["part of a stream"]
+            assert every_row_once(*ranks), (name, ranks)
 
 
-def saved_by_accelerate(rank: int, kept: str) -> dict[str, Any]:
+def saved_by_accelerate(rank: int, kept: str) -> None:
+    """I2 over stop and resume; the state is the same on all ranks."""
     os.environ["LOCAL_RANK"] = str(rank)
-    found: dict[str, Any] = {"before": []}
 
     def made(keeps: str) -> tuple[Accelerator, ODBDataLoader]:
         accelerator, loader = Accelerator(cpu=True), ODBDataLoader(Rows(), shuffle=True, num_workers=1, **SETTINGS)
@@ -171,46 +158,39 @@ def saved_by_accelerate(rank: int, kept: str) -> dict[str, Any]:
             accelerator.register_for_checkpointing(loader)
         return accelerator, loader
 
+    before: list[int] = []
     accelerator, loader = made("prepared")
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
-            found["before"] += info.ids
+            before += info.ids
             if info.ends_optimizer_step and info.optimizer_step == 2:
                 break
         accelerator.save_state(f"{kept}/prepared")
         accelerator.register_for_checkpointing(loader)
         accelerator.save_state(f"{kept}/registered")
-        states: list[Any] = [None, None]
-        dist.all_gather_object(states, loader.state_dict())
+        states = of_all(loader.state_dict())
+    found = []
     for keeps in ("prepared", "registered"):
         accelerator, loader = made(keeps)
         with loader:
             accelerator.load_state(f"{kept}/{keeps}")
-            found[keeps] = rows_of(loader)
+            found.append(rows_of(loader))
             loader.load_state_dict(states[1 - rank])
-            found["of the other rank"] = rows_of(loader)
-    return found
+            found.append(rows_of(loader))
+    assert found == [found[0]] * 4 != [[]] * 4, found
+    assert every_row_once(*of_all(before), *of_all(found[0]))
 
 
-def test_accelerate_keeps_the_state(tmp_path: Path) -> None:
-    """I2 over stop and resume; it is the same on all ranks."""
-    runs = run_ranks("loop.test_own_loop_ranks:saved_by_accelerate", tmp_path, kept=str(tmp_path))
-    first, second = (run.value for run in runs)
-    assert every_row_once(first["before"], first["prepared"], second["before"], second["prepared"])
-    for rank in (first, second):
-        assert rank["prepared"] == rank["registered"] == rank["of the other rank"] != []
-
-
-def under_deepspeed(rank: int) -> Any:
-    """After each optimizer step its number, that of the engine, its micro-batches; what is said of offloading."""
+def under_deepspeed(rank: int, kept: str) -> None:
+    """I9: accelerate has it step in `backward`, with every micro-batch unless it is told."""
     os.environ["LOCAL_RANK"] = str(rank)
     config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     config |= {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
     accelerator, model = Accelerator(deepspeed_plugin=DeepSpeedPlugin(config)), make_model("qwen2")
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), ODBDataLoader(Rows(), **SETTINGS)
     engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    steps = []
+    steps, most = [], 0
     with loader:
         for batch in loader:
             info = pop_step_info(batch)
@@ -218,21 +198,47 @@ def under_deepspeed(rank: int) -> Any:
             if info.ends_optimizer_step:
                 optimizer.step()
                 optimizer.zero_grad()
-                steps.append([info.optimizer_step, engine.global_steps, info.micro_batches])
+                steps.append((info.optimizer_step, engine.global_steps))
+                most = max(most, info.micro_batches)
+    assert steps == [(k, k) for k in range(1, 5)] and most > 1, steps
     AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    with ODBDataLoader(Rows(), **SETTINGS) as loader:
-        return steps, outcome(lambda: str(iter(loader)))
-
-
-def test_deepspeed_steps_where_an_optimizer_step_ends(tmp_path: Path) -> None:
-    """I9: accelerate has it step in `backward`, with every micro-batch unless it is told."""
-    need("deepspeed")
     is_lost = Version(metadata.version("deepspeed")) < Version(SUMS_OFFLOADED_GRADIENTS)
-    for rank in run_ranks("loop.test_own_loop_ranks:under_deepspeed", tmp_path):
-        steps, offloaded = rank.value
-        assert [(step, of_engine) for step, of_engine, _ in steps] == [(k, k) for k in range(1, 5)]
-        assert max(micro_batches for *_, micro_batches in steps) > 1
-        assert ("loses the gradients" in offloaded) == is_lost
+    with ODBDataLoader(Rows(), **SETTINGS) as loader:
+        assert ("loses the gradients" in str(outcome(lambda: iter(loader)))) == is_lost
+
+
+def flat_in_a_group(rank: int, kept: str) -> None:
+    """A model is tried by the ranks of the process group alone; the third rank does something else."""
+    group, started = dist.new_group([0, 1]), time.monotonic()
+    if rank < 2:
+        settings = SETTINGS | {"collate_fn": collate, "layout": "flat"}
+        with ODBDataLoader(Rows(), process_group=group, **settings) as loader:
+            unpad(make_model("qwen2"), loader)
+            rows_of(loader)
+    dist.barrier()
+    assert time.monotonic() - started < 45
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (made_before_the_process_group, {}),
+        (shares, {"num_workers": 0}),
+        (shares, {"num_workers": 1}),
+        (saved_by_accelerate, {}),
+        (under_deepspeed, {}),
+        (flat_in_a_group, {"world_size": 3}),
+    ],
+)
+def test_several_ranks(function: Callable[..., None], options: dict[str, Any], tmp_path: Path) -> None:
+    """What the docstring of the function says."""
+    if function is under_deepspeed:
+        need("deepspeed")
+    name = f"loop.test_own_loop_ranks:{function.__name__}"
+    run_ranks(name, tmp_path, limit_s=120, kept=str(tmp_path), **options)
+
+
+# Leaving
 
 
 def leaves_early(rank: int, how: str) -> Any:
@@ -271,19 +277,3 @@ def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
         assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
         assert "GeneratorExit" not in first.value
         assert second.value < 15
-
-
-def flat_in_a_group(rank: int) -> float:
-    group, started = dist.new_group([0, 1]), time.monotonic()
-    if rank < 2:
-        settings = SETTINGS | {"collate_fn": collate, "layout": "flat"}
-        with ODBDataLoader(Rows(), process_group=group, **settings) as loader:
-            unpad(make_model("qwen2"), loader)
-            rows_of(loader)
-    dist.barrier()
-    return time.monotonic() - started
-
-
-def test_a_model_is_tried_by_the_ranks_of_the_process_group_alone(tmp_path: Path) -> None:
-    """The third rank does something else."""
-    assert max(run.value for run in run_ranks("loop.test_own_loop_ranks:flat_in_a_group", tmp_path, world_size=3)) < 45
