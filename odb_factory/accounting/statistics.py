@@ -271,7 +271,7 @@ class StepAccounting:
 
     def __init__(self, loader: ODBLoader, audit_dir: str | Path | None = None):
         self.loader = loader
-        self.total: Sums = defaultdict(float)
+        self.total: Sums = defaultdict(int)
         self.optimizer_steps = 0
         self.computing: Computing | None = None
         self.encoder_patches: list[int] = []
@@ -279,7 +279,7 @@ class StepAccounting:
         self._audit_mode = "wb"
         self._audit: IO[bytes] | None = None  # opened with its first line
         self._warned: set[str] = set()
-        self._at_log: Sums = defaultdict(float)
+        self._at_log: Sums = defaultdict(int)
         self._clock: float | None = None
         self._has_logged = True
         self._waited = 0.0  # since the audit's last line
@@ -323,7 +323,7 @@ class StepAccounting:
                 self._warned.add(kind)
                 logger.warning("%s", WARNINGS[kind].format(**values))
         step, before = micro_batch.step, self._begun[-1] if self._begun else None
-        if before is not None and before.epoch == step.epoch and (before is step or before.index < step.index):
+        if before and before.epoch == step.epoch and (before is step or before.index < step.index):  # it goes on
             self._begun.pop()
         self._begun.append(step)
         self.computing = Computing(micro_batch, measured, loss_of(micro_batch.weights, micro_batch.units))
@@ -373,8 +373,8 @@ class StepAccounting:
     def metrics(self, before: Sums | None = None) -> dict[str, float]:
         """The `odb/...` entries of the whole run. before: sums to be taken off."""
         self._tick()
-        self.total["skipped"], before = self.left_out.total(), before or defaultdict(float)
-        sums = defaultdict(float, {name: value - before[name] for name, value in self.total.items()})
+        self.total["skipped"], before = self.left_out.total(), before or defaultdict(int)
+        sums = defaultdict(int, {name: value - before[name] for name, value in self.total.items()})
         return metrics_of(sums, self.loader.config.token_budget, self.loader.world_size)
 
     def interval_metrics(self) -> dict[str, float]:
