@@ -99,7 +99,9 @@ def test_rows_are_counted_by_reason_and_the_first_ten_logged(caplog: pytest.LogC
     with make(Odd(), collate_fn=Failing({9}), token_budget=39, overlong="drop", **SKIPS) as loader:
         for _ in range(2):
             ids = rows_of(loader)
-        left_out = loader.accounting.summary()["left_out"]
+        summary = loader.accounting.summary()
+        left_out = summary["left_out"]
+        assert type(summary["samples"]) is type(summary["oom_cuts"]) is int, "as it is logged"
         assert loader.stats()["odb/skipped"] == sum(left_out.values())
     long = {k for k in range(NUM_ROWS) if len(item(k)["input_ids"]) > 39}
     assert {k for k in range(NUM_ROWS) if not ids[k]} == {3, 4, 5, 20, 21, 9} | long
