@@ -25,8 +25,9 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 def fated(*rows: int, num_rows: int = 60, fate: str) -> list[tuple[int, int, str]]:
-    """Rows of 2 to 40 tokens, some with a fate."""
-    return [(k, 2 + k * 7 % 39, fate if k in rows else "") for k in range(num_rows)]
+    """Rows of 2 to 40 tokens, some with a fate; `long`: beyond the budget of 100 tokens."""
+    lengths = [101 if fate == "long" and k in rows else 2 + k * 7 % 39 for k in range(num_rows)]
+    return [(k, length, fate if k in rows else "") for k, length in enumerate(lengths)]
 
 
 def open_loader(rows: Any = None, num_workers: int = 0, **options: Any) -> Any:
@@ -205,6 +206,7 @@ def test_nothing_is_left_after_close(use: Callable[[ODBLoader], Any]) -> None:
         ("loner", {}, ["rows ", "33", "ValueError: sizes differ"]),
         ("cut", {"overlong": "singleton"}, ["row 33: cutoff_len 8 cuts", "overlong: drop"]),
         ("cut", {"overlong": "error"}, ["row 33: cutoff_len 8 cuts", "overlong: drop"]),
+        ("long", {"overlong": "error"}, ["row 33: 101 tokens break the budget", "drop"]),
     ],
 )
 def test_a_row_stops_the_run_and_is_named(
@@ -229,9 +231,7 @@ class Forgetful(Observer):
 @pytest.mark.parametrize(
     ("fate", "options", "reason"),
     [
-        ("unreadable", {"on_error": "skip"}, "unreadable"),
         ("unreadable", {"on_error": "skip", "observer": Forgetful()}, "unreadable"),
-        ("unsupervised", {}, "unsupervised"),
         ("cut", {"overlong": "drop"}, "media_cut"),
     ],
 )
@@ -242,15 +242,3 @@ def test_a_row_is_left_out_and_counted(num_workers: int, fate: str, options: dic
         items = [one for one, _, _ in loader]
     assert items[-1].step.rejected == {reason: 2, "invalid": 1} and items[-1].step.done == 60
     assert sorted(id for one in items for id in one.ids) == [k for k in range(59) if k not in (33, 34)]
-
-
-@pytest.mark.parametrize("overlong", ["singleton", "drop", "error"])
-def test_an_overlong_row_meets_its_policy(overlong: str) -> None:
-    """100 tokens fill the budget, 101 are beyond it."""
-    with open_loader([10, 100, 101, 10], overlong=overlong) as loader:
-        if overlong == "error":
-            assert "row 2: 101 tokens" in failure(loader)
-            return
-        groups = run(loader)
-    assert {id for group in groups for id in group} - {2} == {0, 1, 3}
-    assert ((2,) in groups) == (overlong == "singleton")
