@@ -121,17 +121,18 @@ def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True) 
 
 
 class Window(NamedTuple):
-    """The samples a rank holds: costs, ages in rounds, and whether its sampler is exhausted."""
+    """The samples a rank holds: costs, ages in rounds (none: all are new), and whether its sampler is exhausted."""
 
     costs: Sequence[Cost]
-    ages: Sequence[int]
-    exhausted: bool
+    ages: Sequence[int] = ()
+    exhausted: bool = False
 
 
 def plan_round(world: Sequence[Window], budget: Budget, **options: Any) -> Plan:
     """options: of `plan_buffers`."""
     options = {"seed": 0, "epoch": 0, "round_index": 0} | options
-    return plan_buffers([make_metadata(*window) for window in world], budget, **options)
+    buffers = [make_metadata(costs, ages or [0] * len(costs), exhausted) for costs, ages, exhausted in world]
+    return plan_buffers(buffers, budget, **options)
 
 
 def emitted_of(plan: Plan, rank: int) -> list[int]:

@@ -66,17 +66,14 @@ def test_the_oldest_sample_goes_out_in_every_round(
 @pytest.mark.parametrize("is_oldest", [False, True])
 def test_a_padded_sample_waits_for_its_like_unless_it_is_the_oldest(is_oldest: bool) -> None:
     lengths, ages = [48, 30] + [25] * 16, [3 if is_oldest else 1, 1, 2] + [0] * 15
-    window = Window([Cost(length) for length in lengths], ages, exhausted=False)
-    plan = plan_round([window], Budget(100))
+    plan = plan_round([Window([Cost(length) for length in lengths], ages)], Budget(100))
     gone = sorted(sorted(lengths[i] for i in group) for group in plan.groups[0])
     assert gone == [[25] * 4] * 3 + [[30, 48]] * is_oldest
 
 
 def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
     """I7: no idle step while a rank still draws samples, and no smaller groups for the sake of the count."""
-    many = Window([Cost(8)] * 10, [0] * 10, exhausted=False)
-    few = Window([Cost(8)] * 3, [0] * 3, exhausted=False)
-    plan = plan_round([many, few], Budget(16))
+    plan = plan_round([Window([Cost(8)] * 10), Window([Cost(8)] * 3)], Budget(16))
     assert [[len(group) for group in steps] for steps in plan.groups] == [[2], [2]]
 
 
@@ -95,7 +92,7 @@ def drawn(images: float) -> list[list[Cost]]:
 @pytest.mark.parametrize("images", [0.0, 0.5])
 def test_bins_are_filled_to_the_budget(balance: bool, images: float) -> None:
     """All samples differ in length, and yet every micro-batch is full but for less than one percent."""
-    buffers = [Window(own, [0] * len(own), exhausted=False) for own in drawn(images)]
+    buffers = list(map(Window, drawn(images)))
     budget = Budget(16384, 4 * 16384, layout="flat")
     plan = check_round(buffers, budget, balance=balance)
     real = sum(totals.tokens for totals in plan.totals)
@@ -112,7 +109,7 @@ def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budg
     """I1, I3, I4: whole optimizer steps, every rank busy in every one, no sample twice. The epoch ends when an
     exhausted rank runs short, and not before (I5)."""
     accumulation = position["accumulation"]
-    world = [Window(one.costs, one.ages, one.exhausted or len(one.costs) < accumulation) for one in world]
+    world = [one._replace(exhausted=one.exhausted or len(one.costs) < accumulation) for one in world]
     plan = plan_round(world, budget, join=False, **position)
     check_plan(plan, [window.costs for window in world], budget, shares=False, complete=False)
     assert len(plan.totals) % accumulation == 0
@@ -126,7 +123,7 @@ def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budg
 @pytest.mark.parametrize("key", ["seed", "epoch", "round_index"])
 def test_seed_epoch_and_round_change_the_order_only(key: str) -> None:
     """Long groups do not always come first, nor in the same order every epoch."""
-    window = Window([Cost(tokens) for tokens in range(50, 100)], [0] * 50, exhausted=True)
+    window = Window([Cost(tokens) for tokens in range(50, 100)], exhausted=True)
     position = {"seed": 1, "epoch": 1, "round_index": 1}
     orders = [plan_round([window], Budget(100), **position | {key: value}).groups[0] for value in range(5)]
     assert len({str(order) for order in orders}) == 5
@@ -139,7 +136,7 @@ NOT_HALVED = [Cost(6), Cost(6, has_media=True), Cost(3), Cost(3, has_media=True)
 
 @given(worlds, budgets | flat_budgets, positions, st.booleans(), st.integers(0, 100))
 @example(
-    [Window(NOT_HALVED, [0] * 6, exhausted=True), *[Window([], [], exhausted=True)] * 2],
+    [Window(NOT_HALVED, exhausted=True), *[Window([], exhausted=True)] * 2],
     Budget(20, collation=Collation(dummy_media_tokens=20)),
     {"seed": 0, "epoch": 0, "round_index": 0, "accumulation": 1},
     True,
