@@ -81,7 +81,7 @@ def plan_micro_batches(
     if groups is not None:
         if owners is not None:
             raise ValueError("owners already places the samples: leave groups out")
-        owners = _ranks_of_groups(_numbered(groups, len(tokens)), tokens, ranks)
+        owners = _ranks_of_groups(groups, tokens, ranks)
     if owners is None:
         owner = np.arange(len(tokens)) * ranks // len(tokens)
     elif (owner := _integers("owners", owners, len(tokens))).max() >= ranks:
@@ -94,10 +94,18 @@ def plan_micro_batches(
     return [[index[group].tolist() for group in of_rank] for of_rank in plan.groups]
 
 
-def _ranks_of_groups(group: np.ndarray, tokens: np.ndarray, ranks: int) -> np.ndarray:
+def _ranks_of_groups(groups: Sequence[Hashable] | np.ndarray, tokens: np.ndarray, ranks: int) -> np.ndarray:
     """The rank of each sample [n], such that groups stay whole and ranks have equal tokens: groups are dealt as samples
     of one micro-step without a budget."""
-    loads = by_number(group, tokens, int(group.max()) + 1)
+    if len(groups) != len(tokens):
+        raise ValueError(f"groups has {len(groups)} entries, lengths has {len(tokens)}")
+    numbers: dict[Hashable, int] = {}  # in the order in which groups first occur
+    try:
+        ids = groups.tolist() if isinstance(groups, np.ndarray) else groups
+        group = np.array([numbers.setdefault(name, len(numbers)) for name in ids])
+    except TypeError as error:
+        raise ValueError(f"groups must have an id for each sample, such as an integer or a string: {error}") from None
+    loads = by_number(group, tokens, len(numbers))
     lengths = np.maximum((loads.astype(object) << LOAD_BITS) // int(loads.sum()), 1).astype(np.int64)
     rank = np.zeros_like(lengths)
     for number, micro_steps in enumerate(plan_micro_batches(lengths, token_budget=int(lengths.sum()), ranks=ranks)):
@@ -115,15 +123,3 @@ def _integers(name: str, values: Integers, count: int | None, floor: int = 0) ->
     if array.min() < floor or array.max() > MOST_OF_A_SAMPLE:
         raise ValueError(f"{name} must be between {floor} and {MOST_OF_A_SAMPLE:,}, got {array.min()} to {array.max()}")
     return array.astype(np.int64)
-
-
-def _numbered(groups: Sequence[Hashable] | np.ndarray, count: int) -> np.ndarray:
-    """The number of the group of each sample [n], in the order in which groups first occur."""
-    if len(groups) != count:
-        raise ValueError(f"groups has {len(groups)} entries, lengths has {count}")
-    ids = groups.tolist() if isinstance(groups, np.ndarray) else groups
-    numbers: dict[Hashable, int] = {}
-    try:
-        return np.array([numbers.setdefault(group, len(numbers)) for group in ids], dtype=np.int64)
-    except TypeError as error:
-        raise ValueError(f"groups must have an id for each sample, such as an integer or a string: {error}") from None
