@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -102,10 +102,14 @@ class SeamFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname in MODULES else None
+        if fullname not in MODULES:
+            return None
+        others = [getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self]
+        found = (find(fullname, path, target) for find in others if find is not None)  # finders of old style have none
+        spec = next((spec for spec in found if spec is not None), None)
         loader: Any = spec and spec.loader
         if loader is None:
-            return None
+            return spec
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # from now on the loader is as it was
