@@ -92,12 +92,6 @@ class Source:
             return self._stored[row]
         return self.converter(_Columns(self._stored[row], self))
 
-    def aligned(self, row: int, data_args: Any, training_args: Any) -> datasets.Dataset:
-        """A row alone, by LLaMA-Factory's pass; in memory, so that no file is written for it."""
-        table = self.rows.with_format("arrow")[row : row + 1]
-        rows = datasets.Dataset(table, info=datasets.DatasetInfo(features=self.rows.features))
-        return rows if self.converter is None else align_dataset(rows, self.attr, data_args, training_args)
-
     def contents(self, row: int, stage: Stage) -> str:
         """What a row holds in the columns that its description names, and by which tags its messages are read."""
         if self.converter is None:
@@ -546,9 +540,7 @@ def online_dataset(
 
     def by_pass(numbers: Sequence[int]) -> Any:
         if isinstance(rows, IndexedRows):
-            source_rows = map(rows.find, numbers)
-            aligned = [source.aligned(row, one_by_one, training_args) for source, row in source_rows]
-            alone = datasets.concatenate_datasets(aligned)
+            alone = converted(dataset.select(numbers), one_by_one, training_args)
         else:
             alone = datasets.Dataset.from_list([rows[number] for number in numbers])
         arguments = alone, one_by_one, training_args, stage, template, tokenizer, processor
