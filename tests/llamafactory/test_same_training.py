@@ -167,7 +167,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "not checkpointed": {"disable_gradient_checkpointing": True},
     "checkpointed, not reentrant": {"use_reentrant_gc": False},
     "eager": {"flash_attn": "disabled"},
-    "by length": BY_LENGTH,
+    "by length": BY_LENGTH | ONCE | NO_EVAL,
     **{
         f"{accumulation} x {batch} rows": {
             "per_device_train_batch_size": batch,
