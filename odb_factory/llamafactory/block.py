@@ -120,7 +120,7 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     training (or refuse to). Documents of pre-training stay whole. Raises `ConfigError` if the block says
     `layout: padded` beside `neat_packing`. logs: log what has been changed.
     """
-    args, block, notes = dict(args), args["odb"], []
+    args, block, log = dict(args), args["odb"], logger.info if logs else logger.debug
     if args.get("neat_packing") is True and isinstance(block, Mapping):
         if block.get("layout") == "padded":
             raise ConfigError(
@@ -129,7 +129,7 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
             )
         args = {key: value for key, value in args.items() if key not in ("neat_packing", "packing")}
         args["odb"] = {**block, "layout": "flat"}
-        notes.append(
+        log(
             "neat_packing: true is taken as odb.layout: flat; nothing is packed before training: batch sizes count "
             "samples, not packs, so an epoch has more, smaller optimizer steps than with packing (see "
             "global_batch_size)"
@@ -137,12 +137,10 @@ def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     if args.get("stage") == "pt" and args.get("packing") is None:
         args["packing"] = False
         if not _are_tokenized(args):
-            notes.append(
+            log(
                 "stage pt: documents stay whole (`packing: false`); without odb LLaMA-Factory would cut them into "
                 "blocks of cutoff_len tokens, and what is longer than that is cut off now"
             )
-    for note in notes if logs else ():
-        logger.info(note)
     return args
 
 
