@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 @contextlib.contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
-    """Afterwards gradients, buffers, modes of modules and random numbers are as they were.
+    """Afterwards gradients, buffers and random numbers are as they were.
 
     Weights and the optimizer are not changed within. A trial must have gradients of zero: an engine that keeps them to
     itself (DeepSpeed) keeps zeros.
@@ -51,10 +51,8 @@ def untouched(trainer: Any) -> Iterator[None]:
     model = trainer.model_wrapped
     without = [parameter for parameter in model.parameters() if parameter.grad is None]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
     # DDP: whether the next forward brings the buffers of rank 0 to all.
     synced = {name: value for name, value in vars(model).items() if name == "require_forward_param_sync"}
-    syncs_gradients = trainer.accelerator.sync_gradients
     try:
         with kept_random_numbers(trainer.args.device), replaced(model, **synced):
             yield
@@ -64,9 +62,6 @@ def untouched(trainer: Any) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for module, training in modes:
-            module.training = training
-        trainer.accelerator.sync_gradients = syncs_gradients
 
 
 # ----------------------------------------------------------------------------------------------------------------------
