@@ -210,14 +210,25 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
     model: Any = model_with_labels(trainer.model)
     own = [model is not None and model.get_output_embeddings() is not None, bool(rows)]
     has_logits, has_rows = map(all, zip(*gather(own)))
-    to_read: list[Rows] = [rows] * has_rows + [()]
-    attempts: list[Any] = [*itertools.product(to_read, (NONE_IN_THE_LAST, SUPERVISED))] if has_logits else [((), ())]
-    for read, supervised in attempts:
+    try:
+        if not has_logits:
+            return _by_values(_Measurement(trainer, model), rows, collate, gather)
+        return _by_gradients(trainer, model, [rows] * has_rows + [()], collate, gather)
+    except Unmeasured as why:
+        kind = UnknownWeights if why.help in ("rows", "weights") else ConfigError
+        raise kind(
+            f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), "
+            "so odb would train another loss; train without odb."
+        ) from None
+
+
+def _by_gradients(trainer: Any, model: Any, to_read: list[Rows], collate: Callable, gather: Callable) -> StockLoss:
+    """The rule that the gradients of logits fit. to_read: rows to try, one after the other. Collective."""
+    why = Unmeasured("")
+    for rows, supervised in itertools.product(to_read, (NONE_IN_THE_LAST, SUPERVISED)):
         measurement = _Measurement(trainer, model)
         try:
-            if not has_logits:
-                return _by_values(measurement, rows, collate, gather)
-            make = functools.partial(measurement.micro_batches, read, collate, supervised)
+            make = functools.partial(measurement.micro_batches, rows, collate, supervised)
             micro_batches = together(gather, Unmeasured("its rows cannot be collated: ", "rows"), make)
             weigh = functools.partial(measurement.weigh, micro_batches)
             stock = _rule_of(gather(together(gather, Unmeasured("its step raises ", "labels"), weigh)))
@@ -227,11 +238,7 @@ def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gathe
             why = error
         if why.help != "rows" and not (why.help == "labels" and supervised is NONE_IN_THE_LAST):
             break
-    kind = UnknownWeights if why.help in ("rows", "weights") else ConfigError
-    raise kind(
-        f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
-        "odb would train another loss; train without odb."
-    )
+    raise why
 
 
 def _rule_of(answers: Sequence[Any]) -> StockLoss:
@@ -427,7 +434,7 @@ class _MicroBatch:
 
     def __init__(self, batch: dict[str, Any], spans: list[tuple[int, int]], vocabulary: int, device: torch.device):
         self.batch, self.spans = batch, spans
-        targets = _targets(batch)
+        targets = _targets(batch).cpu()
         logits = torch.randn((*targets.shape, vocabulary), generator=torch.Generator().manual_seed(0))
         # Token losses from small to large, so that a loss that bends or clamps them shows its gradient.
         bonus = (torch.arange(targets.numel()) * 7 % 11).view(*targets.shape, 1).float()
@@ -543,7 +550,7 @@ def _short(batch: dict[str, Any], rows: Sequence[Any]) -> tuple[dict[str, Any], 
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         has_ids = [isinstance(row, Mapping) and "input_ids" in row for row in rows]
         sizes = [len(row["input_ids"]) if has else ids.shape[1] for row, has in zip(rows, has_ids)]
-        mask = torch.arange(ids.shape[1]) < torch.tensor(sizes)[:, None]
+        mask = (torch.arange(ids.shape[1]) < torch.tensor(sizes)[:, None]).to(ids.device)
     columns, spans = [], []
     for is_own in (mask != 0) | (batch["labels"] != IGNORE_INDEX):
         places = is_own.nonzero()[:, 0].tolist()
