@@ -10,6 +10,7 @@ import json
 import os
 import random
 import wave
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -86,8 +87,6 @@ class Deviation:
     eval_loss: float
     weights: float
     """Of the norm of all weights."""
-    tensor: float
-    """Of the norm of one tensor."""
     figures: dict[str, float] = field(default_factory=dict)
     """Of every other figure that differs."""
     preferences: dict[str, float] = field(default_factory=dict)
@@ -147,14 +146,14 @@ def read(output_dir: Path, num_ranks: int) -> Training:
     audit = [read_jsonl(path) for path in audits]
     rows: list[list[int]] = [[] for _ in ranks[0]]
     for rank, lines in enumerate(ranks):
-        assert len(lines) == len(rows), "I1"
-        is_idle = (
-            _idle(audit[rank], lines) if audit and lines else [[False] * len(line["micro_batches"]) for line in lines]
-        )
-        for number, line in enumerate(lines):
-            assert len(line["micro_batches"]) == len(ranks[0][number]["micro_batches"]), "I1"
-            for position, batch in enumerate(line["micro_batches"]):
-                rows[number] += [] if is_idle[number][position] else batch
+        assert [len(line["micro_batches"]) for line in lines] == [len(line["micro_batches"]) for line in ranks[0]], "I1"
+        own = audit[rank] if audit and lines else []
+        of_steps = Counter(line["optimizer_step"] for line in own)
+        assert not own or [*of_steps.values()] == [len(line["micro_batches"]) for line in lines], "all are audited"
+        is_idle = iter([line["idle"] for line in own])
+        for step, line in zip(rows, lines):
+            for batch in line["micro_batches"]:
+                step.extend([] if next(is_idle, False) else batch)
     state = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))
     return Training(
         rows=[sorted(step) for step in rows],
@@ -170,38 +169,26 @@ def read(output_dir: Path, num_ranks: int) -> Training:
     )
 
 
-def _idle(audit: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[list[bool]]:
-    """Of each micro-batch of each optimizer step whether it is idle."""
-    audited: dict[int, list[bool]] = {}
-    for line in audit:
-        audited.setdefault(line["optimizer_step"], []).append(line["idle"])
-    assert [*map(len, audited.values())] == [len(line["micro_batches"]) for line in lines], "all are audited"
-    return [*audited.values()]
-
-
 # The comparison
 
 
 def deviation(ours: Training, stock: Training) -> Deviation:
     """Raises `AssertionError` if the two do not even have the same figures at the same optimizer steps."""
-    figures: dict[str, float] = {}
-    preferences: dict[str, float] = {}
     losses: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
+    figures, preferences = dict[str, float](), dict[str, float]()
     assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
     for mine, its in zip(ours.log, stock.log):
         names = {name for name in its if not name.startswith("odb/")}
         assert {name for name in mine if not name.startswith("odb/")} == names
         for name in names:
-            if any(part in name for part in OF_THE_CLOCK):
+            figure, kind = name.removeprefix("eval_"), "loss" if name == "train_loss" else name
+            if any(part in name for part in OF_THE_CLOCK) or figure.startswith(BY_THE_CUT):
                 continue
-            prefix = next((one for one in PREFERENCES if name.removeprefix("eval_").startswith(one)), None)
+            prefix = next((one for one in PREFERENCES if figure.startswith(one)), None)
+            difference = _relative(mine[name], its[name])
             if prefix is not None:
                 preferences[prefix] = max(preferences.get(prefix, 0.0), abs(mine[name] - its[name]))
-            if prefix is not None or name.removeprefix("eval_").startswith(BY_THE_CUT):
-                continue
-            kind = name if name in losses else "loss" if name == "train_loss" else None
-            difference = _relative(mine[name], its[name])
-            if kind is not None:
+            elif kind in losses:
                 losses[kind] = max(losses[kind], difference)
             elif difference > EXACT:
                 figures[name] = max(figures.get(name, 0.0), difference)
@@ -209,14 +196,11 @@ def deviation(ours: Training, stock: Training) -> Deviation:
         if ours.state[name] != stock.state[name]:
             figures[f"state.{name}"] = _relative(ours.state[name], stock.state[name])
     assert ours.weights.keys() == stock.weights.keys()
-    pairs = [(ours.weights[name].double(), its.double()) for name, its in stock.weights.items() if name != HEAD_BIAS]
-    weights = tensor = 0.0
-    if pairs:  # FSDP has saved none here
-        differences = torch.stack([(mine - its).norm() for mine, its in pairs])
-        norms = torch.stack([its.norm() for _, its in pairs])
-        tensor = (differences / norms.clamp_min(1e-12)).max().item()
-        weights = (differences.norm() / norms.norm()).item()
-    return Deviation(**losses, weights=weights, tensor=tensor, figures=figures, preferences=preferences)
+    weights = 0.0
+    if names := stock.weights.keys() - {HEAD_BIAS}:  # FSDP has saved none here
+        mine, its = (torch.cat([of.weights[name].double().flatten() for name in sorted(names)]) for of in (ours, stock))
+        weights = ((mine - its).norm() / its.norm()).item()
+    return Deviation(**losses, weights=weights, figures=figures, preferences=preferences)
 
 
 def _relative(one: float, other: float) -> float:
@@ -247,12 +231,9 @@ def check_same_training(
     not_compared = {"total_flos"} if shards_parameters or counts_other_tokens else set()
     not_compared |= {"num_input_tokens_seen"} if counts_other_tokens else set()
     assert not {name.removeprefix("state.") for name in found.figures} - not_compared, found
-    percentages = [
-        [(line["current_steps"], line["total_steps"], line["percentage"], line.get("epoch")) for line in one.progress]
-        for one in (ours, stock)
-    ]
-    assert percentages[0] == percentages[1]
-    assert ours.folders == stock.folders
+    keys = ("current_steps", "total_steps", "percentage", "epoch")
+    mine, its = ([[line.get(key) for key in keys] for line in one.progress] for one in (ours, stock))
+    assert mine == its and ours.folders == stock.folders
     assert max(found.loss, found.eval_loss, found.weights) < RELATIVE, found
     if of_all_ranks:
         assert all(difference < PREFERENCES[name] for name, difference in found.preferences.items()), found
@@ -263,8 +244,7 @@ def report(name: str, found: Deviation) -> None:
     """One line for those who run the tests with -s."""
     print(
         f"{name}: loss {found.loss:.1e}, grad_norm {found.grad_norm:.1e}, eval_loss {found.eval_loss:.1e}, "
-        f"weights {found.weights:.1e}, worst tensor {found.tensor:.1e} "
-        f"{found.preferences or ''} {found.figures or ''}"
+        f"weights {found.weights:.1e} {found.preferences or ''} {found.figures or ''}"
     )
 
 
@@ -297,14 +277,12 @@ def run_cells(
     configs, folders, counted = [], {}, []
     for number, (name, cell) in enumerate(cells.items()):
         common = {"ddp_find_unused_parameters": cell.stage == "rm"} if num_ranks > 1 else {}
-        common |= dict(cell.changes)
+        common |= {"model": cell.model, "num_ranks": num_ranks, **cell.changes}
         folders[name] = folder / f"{number}_odb", folder / f"{number}_stock"
-        blocks: tuple[dict[str, Any], dict[str, Any]] = (
-            {"odb": ODB | {"layout": "flat"} | dict(cell.block)},
-            WHOLE.get(cell.stage, {}) | dict(cell.stock),
-        )
-        for output_dir, own in zip(folders[name], blocks):
-            configs.append(config_of(cell.stage, output_dir, model=cell.model, num_ranks=num_ranks, **common | own))
+        of_odb = {"odb": ODB | {"layout": "flat"} | dict(cell.block)}
+        of_stock = WHOLE.get(cell.stage, {}) | dict(cell.stock)
+        for output_dir, own in zip(folders[name], (of_odb, of_stock)):
+            configs.append(config_of(cell.stage, output_dir, **common | own))
         counted += [configs[-2]["output_dir"]] if cell.counts_memory else []
     if num_ranks == 1:
         for config in configs:
@@ -332,9 +310,8 @@ def check_cell(
         assert line["rows"] == 1 and (padding == 0 or (is_kto and padding > 0)), f"no padding: {line}"
     budget = dict(ODB) | dict(cell.block)
     assert all(line["rows"] * line["length"] <= budget["token_budget"] for line in several), "I4"
-    for name in ("patches", "image_patches", "video_patches", "audio_frames"):
-        most = budget.get(f"max_{name}")
-        assert most is None or 0 < max(line[name] for line in several) <= most, f"I4, {name}"
+    most = budget.get("max_patches")
+    assert most is None or 0 < max(line["patches"] for line in several) <= most, "I4"
     return found
 
 
@@ -347,26 +324,17 @@ def configurations(models: Callable[[str], Path], rows_dir: Path) -> Config:
         steps = {"per_device_train_batch_size": 3, "val_size": NUM_EVAL}
         if num_ranks > 1:
             steps = {"per_device_train_batch_size": 2, "val_size": 6, "ddp_backend": "gloo"}
-        return (
-            training_config(
-                models(model),
-                rows_dir,
-                output_dir,
-                stage=stage,
-                dataset=ROWS.get(stage, "pairs"),
-                num_train_epochs=2,
-                learning_rate=3e-4,
-                lr_scheduler_type="cosine",
-                warmup_steps=2,
-                gradient_accumulation_steps=2,
-                per_device_eval_batch_size=2,
-                eval_strategy="steps",
-                eval_steps=3,
-                include_num_input_tokens_seen=stage != "kto",
-                disable_gradient_checkpointing=stage != "sft" or not CHECKPOINTS,
-            )
-            | steps
-            | changes
+        steps |= {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
+        schedule = {"learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+        evaluation = {"per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 3}
+        of_stage = {
+            "stage": stage,
+            "dataset": ROWS.get(stage, "pairs"),
+            "include_num_input_tokens_seen": stage != "kto",
+            "disable_gradient_checkpointing": stage != "sft" or not CHECKPOINTS,
+        }
+        return training_config(
+            models(model), rows_dir, output_dir, **of_stage | steps | schedule | evaluation | changes
         )
 
     return config_of

@@ -52,7 +52,7 @@ class HostCallback(TrainerCallback):
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, LogCallback):  # it reads the number of steps once
                 callback.max_steps = state.max_steps
-        count = self.trainer.odb.training.run.step.rejected[INVALID_ROW] if self._watches_dropped else 0
+        count = self.trainer.odb.training.step.rejected[INVALID_ROW] if self._watches_dropped else 0
         if count:
             self._watches_dropped = False
             logger.info(
@@ -67,8 +67,7 @@ class HostCallback(TrainerCallback):
         """effective_tokens_per_sec: tokens trained on, without padding, a second and rank."""
         training, logs = self.trainer.odb.training, kwargs["logs"]
         if self._counts_tokens and training is not None and "train_runtime" in logs:
-            run = training.run
-            tokens = run.accounting.total["tokens"] / run.loader.world_size
+            tokens = training.accounting.total["tokens"] / training.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
 

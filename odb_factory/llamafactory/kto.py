@@ -74,7 +74,7 @@ class StepKL:
         arguments, is_stock = self.trainer.args, self.trainer.odb.config.loss_scaling == "stock"
         ranks = arguments.world_size if is_stock else 1
         rows = arguments.per_device_train_batch_size * ranks
-        num_batches = -(-self.trainer.odb.training.run.loader.global_batch_size // rows) * ranks if is_stock else 1
+        num_batches = -(-self.trainer.odb.training.loader.global_batch_size // rows) * ranks if is_stock else 1
 
         def batch_of(micro_batch: MicroBatch) -> Tensor:  # of each example
             return torch.tensor(

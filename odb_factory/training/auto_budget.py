@@ -205,7 +205,7 @@ class Trials:
 
     def run(self, samples: Sequence[Sample]) -> Trial:
         """Try a micro-batch. Raises `Unmeasured` if a rank cannot collate it."""
-        odb, groups = self._trainer.odb, self._trainer.odb.training.run.loader.groups
+        odb, groups = self._trainer.odb, self._trainer.odb.training.loader.groups
         failure = Unmeasured("a micro-batch cannot be collated: ")
         measured, batch = together(odb.gather, failure, lambda: groups.collate(list(samples)))
         peak = self._meter.peak(lambda: self._compute(batch, measured), self._held_tensors())
@@ -261,7 +261,7 @@ def trials_of(trainer: Any, key: str) -> Iterator[Trials]:
 
     key: that asks for them.
     """
-    loader = trainer.odb.training.run.loader
+    loader = trainer.odb.training.loader
     if trainer.odb.before_step is not None:
         raise Unmeasured("this stage prepares its optimizer steps as a whole")
     if not (samples := list(loader.first_samples())):
@@ -298,7 +298,7 @@ def choose_budgets(trainer: Any) -> Limits:
 
 def _search(trainer: Any, trials: Trials) -> Limits:
     """Tokens by doubling, then by bisection; patches are those that the data have beside them."""
-    config, rows, loader = trainer.odb.config, trials.rows, trainer.odb.training.run.loader
+    config, rows, loader = trainer.odb.config, trials.rows, trainer.odb.training.loader
     patches = [sample.cost.patches for sample in rows.samples]
     density = HEADROOM * sum(patches) / sum(map(rows.tokens_of, rows.samples))
 
@@ -357,7 +357,7 @@ def rehearse(trainer: Any) -> None:
 
     Collective; leaves nothing behind. Raises `OutOfMemoryError` if memory does not hold it, unless `oom` goes on.
     """
-    loader, watch = trainer.odb.training.run.loader, trainer.odb.training.memory
+    loader, watch = trainer.odb.training.loader, trainer.odb.training.memory
     budget = loader.budget.within(loader.lowered)
 
     tried: list[tuple[Trial, int]] = []

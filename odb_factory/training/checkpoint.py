@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from odb_factory.data.ranks import Channel, ring_of
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.ranks import Channel
 from odb_factory.errors import ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
-from odb_factory.training.arguments import replaced
-from odb_factory.training.run import ODBRun
 
 logger = get_logger(__name__)
 
-TRAINER_STATE = "trainer_state.json"
-
-
-class ODBCursor(TrainerCallback, ExportableState):
-    """The entry of `trainer_state.json` from which a run is resumed: `ODBRun.state_dict` at the end of the optimizer
-    step taken last, the same on all ranks.
-
-    It holds no trainer, so that the Trainer can recreate it (`restore_callback_states_from_checkpoint`).
-    """
-
-    def __init__(self, **saved: Any):
-        self.saved = saved
-
-    def state(self) -> dict[str, Any]:
-        return {"args": self.saved, "attributes": {}}
-
-
-def keep_cursor(trainer: Any, run: ODBRun) -> None:
-    """Every save from here on, up to the end of the next optimizer step, is of this moment."""
-    (cursor,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ODBCursor))
-    cursor.saved = run.state_dict()
-    # The Trainer expects the entry, which the state of a checkpoint without odb has not.
-    trainer.state.stateful_callbacks[ODBCursor.__name__] = cursor.state()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The checkpoint that a training resumes.
+CURSOR = "ODBCursor"
+"""The entry of `trainer_state.json`, among those of callbacks, from which a run is resumed: `Training.state_dict` at
+the end of the optimizer step taken last, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """optimizer_steps, epochs: done, as the Trainer counts. saved: what `ODBCursor` kept; None: written without odb."""
+    """To be resumed. optimizer_steps, epochs: done, as the Trainer counts. saved: its cursor; None: written without
+    odb."""
 
     folder: Path
     optimizer_steps: int
@@ -71,7 +46,7 @@ def find_checkpoint(trainer: Any, resume_from: Any) -> Checkpoint | None:
     problem: ODBError | None = None
     try:
         if resume_from is not None and resume_from is not False and resume_from != "":
-            checkpoint = _read(_folder(resume_from, str(trainer.args.output_dir)), trainer)
+            checkpoint = _read(resume_from, trainer)
     except ODBError as error:
         problem = error
     answers = trainer.odb.gather([problem and str(problem), checkpoint and checkpoint.optimizer_steps])
@@ -89,8 +64,10 @@ def find_checkpoint(trainer: Any, resume_from: Any) -> Checkpoint | None:
 OTHER_CHECKPOINT = "remove that folder, so that the checkpoint before it is resumed if there is one, or name another"
 
 
-def _folder(resume_from: Any, output_dir: str) -> Path:
+def _read(resume_from: Any, trainer: Any) -> Checkpoint:
+    """Raises `DataError` for a folder that is not a whole checkpoint."""
     if resume_from is True:
+        output_dir = str(trainer.args.output_dir)
         resume_from = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
         if resume_from is None:
             raise ConfigError(f"resume_from_checkpoint: True, but {output_dir!r} holds no checkpoint; name one.")
@@ -98,15 +75,11 @@ def _folder(resume_from: Any, output_dir: str) -> Path:
         raise ConfigError(
             f"resume_from_checkpoint: {str(resume_from)!r} is not a folder; name a checkpoint of this training."
         )
-    return Path(os.path.abspath(resume_from))
-
-
-def _read(folder: Path, trainer: Any) -> Checkpoint:
-    """Raises `DataError` for a folder that is not a whole checkpoint."""
-    path = folder / TRAINER_STATE
+    folder = Path(os.path.abspath(resume_from))
+    path = folder / TRAINER_STATE_NAME
     try:
         state = TrainerState.load_from_json(str(path))
-        entry = (state.stateful_callbacks or {}).get(ODBCursor.__name__)
+        entry = (state.stateful_callbacks or {}).get(CURSOR)
         saved = entry and entry["args"]
         # A stock training that has resumed ours carries the entry along, of an older optimizer step.
         saved = saved if saved and saved["optimizer_steps"] == state.global_step else None
@@ -129,54 +102,43 @@ def _read(folder: Path, trainer: Any) -> Checkpoint:
     return Checkpoint(folder, state.global_step, state.epoch or 0.0, saved)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Set a run to where a checkpoint left it.
-
-EPOCHS_ROUNDING = 1e-6
-
-
-def load(run: ODBRun, checkpoint: Checkpoint, *, restarts_epoch: bool) -> None:
-    """restarts_epoch: by `ignore_data_skip`, whatever is done of it. Raises `DataError` that names what differs."""
-    loader, steps, epochs = run.loader, checkpoint.optimizer_steps, checkpoint.epochs
-    an_epoch = loader.num_optimizer_steps
+def go_to_checkpoint(loader: ODBLoader, checkpoint: Checkpoint, *, restarts_epoch: bool) -> float:
+    """Set a loader to where a checkpoint left it; returns the epochs that are done there. restarts_epoch: by
+    `ignore_data_skip`, whatever is done of it. Raises `DataError` that names what differs."""
+    steps, epochs, an_epoch = checkpoint.optimizer_steps, checkpoint.epochs, loader.num_optimizer_steps
     if restarts_epoch:
         epoch = int(epochs) if an_epoch is None else steps // max(an_epoch, 1)  # as the Trainer counts
         loader.go_to(epoch)
-        epochs = float(epoch)
         logger.warning("ignore_data_skip: epoch %d is restarted, whatever was done of it", epoch)
-    elif checkpoint.saved is not None:
+        return float(epoch)
+    if checkpoint.saved is not None:
         try:
             loader.load_state_dict(checkpoint.saved["data"])
         except DataError as error:
             raise DataError(f"{checkpoint.folder}: {error}.") from None
-    else:
-        _check_stock_steps(run, checkpoint)
-        loader.go_to(*divmod(steps, max(an_epoch or 1, 1)))
-        logger.info(
-            "%s was written without odb, whose optimizer steps are the same: the training continues",
-            checkpoint.folder.name,
-        )
-    run.begin_at(steps, epochs, checkpoint.saved)
-
-
-def _check_stock_steps(run: ODBRun, checkpoint: Checkpoint) -> None:
-    """Raise `DataError` for a checkpoint without odb if its optimizer steps are not known to be those of this run."""
-    an_epoch, num_samples, size = run.loader.num_optimizer_steps, run.loader.num_samples, run.loader.global_batch_size
+        return epochs
+    # A checkpoint of stock, whose optimizer steps must be known to be those of this run.
+    num_samples, size = loader.num_samples, loader.global_batch_size
     if an_epoch is None or num_samples is None or size is None:
         raise DataError(
             f"{checkpoint.folder}: it was written without odb, which is continued with kept optimizer steps of a "
             "dataset with a length alone; set `ignore_data_skip: true` to restart the epoch."
         )
-    steps, epochs = checkpoint.optimizer_steps, checkpoint.epochs
     epoch, done = divmod(steps, max(an_epoch, 1))
     expected = done * size / num_samples
-    # Stock counts epochs in micro-steps, of which the last may have fewer samples.
-    if abs(epochs - epoch - expected) > expected * size / max(num_samples - size, 1) + EPOCHS_ROUNDING:
+    # Stock counts epochs in micro-steps, of which the last may have fewer samples, and rounds.
+    if abs(epochs - epoch - expected) > expected * size / max(num_samples - size, 1) + 1e-6:
         raise DataError(
             f"{checkpoint.folder}: it was written without odb, and has {epochs:.4g} epochs in {steps} optimizer steps, "
             f"which with {size} samples each are {epoch + expected:.4g}: set global_batch_size to the samples that an "
             "optimizer step had, or `ignore_data_skip: true` to restart the epoch."
         )
+    loader.go_to(epoch, done)
+    logger.info(
+        "%s was written without odb, whose optimizer steps are the same: the training continues",
+        checkpoint.folder.name,
+    )
+    return epochs
 
 
 def load_sharded_optimizer(trainer: Any, folder: Path) -> None:
@@ -205,36 +167,19 @@ def load_sharded_optimizer(trainer: Any, folder: Path) -> None:
 
 
 class Preemption(TrainerCallback):
-    """Handles SIGTERM during one `train()`; does nothing without `enable_jit_checkpoint`. Runs after callbacks that
-    request an evaluation.
+    """Handles SIGTERM during one `train()`, in place of stock's callback, which records signals and acts on none. Runs
+    after callbacks that request an evaluation.
+
+    manager: of stock's callback. ring: the connections of all ranks.
     """
 
-    def __init__(self, training: Any):
-        self._trainer, silence_s = training.trainer, training.odb.config.exchange_timeout_s
-        callbacks = self._trainer.callback_handler.callbacks
-        self._stock: Any = next((hook for hook in callbacks if getattr(hook, "jit_manager", None) is not None), None)
-        self._manager: Any = getattr(self._stock, "jit_manager", None)
-        self._exchange: Channel | None = None if self._manager is None else ring_of(None, silence_s).main
-        self._is_over = False
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within it stock's callback records signals and acts on none."""
-        if self._exchange is None:
-            yield
-            return
-        try:
-            with replaced(self._stock, jit_manager=None):
-                yield
-        finally:
-            self._stock.on_train_end(self._trainer.args, self._trainer.state, self._trainer.control)
+    def __init__(self, manager: Any, ring: Channel):
+        self._manager, self._ring, self._is_over = manager, ring, False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Collective."""
-        if self._exchange is None:
-            return
         is_asked = bool(self._manager.is_checkpoint_requested)
-        answers = self._exchange.gather(b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}")
+        answers = self._ring.gather(b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}")
         asking = [rank for rank, answer in enumerate(answers) if answer == b"1"]
         if asking:
             self._is_over = control.should_save = control.should_training_stop = True

@@ -10,14 +10,13 @@ Seq2SeqTrainer, as LLaMA-Factory's for sft, counts the repeated ones too (`gathe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,22 +54,6 @@ ROWS_PLANNED = 256
 """Rows of a rank whose micro-batches are planned together."""
 
 
-def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedConfig:
-    """The block of an evaluation: all samples take part, and nothing is written."""
-    return dataclasses.replace(
-        config,
-        token_budget=token_budget,
-        global_batch_size="keep",
-        loss_scaling="stock",
-        lr_scale="none",
-        join=True,
-        overlong="singleton",
-        oom="raise",
-        on_error="raise",
-        audit=False,
-    )
-
-
 class MicroBatchInputs(dict[str, torch.Tensor]):
     """A micro-batch in the place of a batch: as a mapping it has as many rows as samples, and no storage."""
 
@@ -83,9 +66,9 @@ class MicroBatchInputs(dict[str, torch.Tensor]):
 class Evaluation:
     """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
 
-    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it. items:
-        observe its items. mean: what stock's loss of a round is made of, the sum of means divided by its `divisor`.
-        loss_only: no predictions are kept.
+    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it, with
+        the rows that observer reads. mean: what stock's loss of a round is made of, the sum of means divided by its
+        `divisor`. loss_only: no predictions are kept.
     computing: the micro-batch in forward, where its loss is weighed.
     """
 
@@ -95,50 +78,27 @@ class Evaluation:
         stock: Any,
         parts: DataLoaderParts,
         config: ResolvedConfig,
-        items: Observer,
+        observer: Observer,
         mean: StockMean,
         *,
         loss_only: bool,
     ):
+        odb, training = trainer.odb, trainer.odb.training
         self.dataset, self.loss_only = stock.dataset, loss_only
         self.computing: Computing | None = None
         self._trainer, self._stock, self._batch_size = trainer, stock, parts.batch_size
         # No rank waits for another one in a forward.
         self._can_split = not (trainer.is_deepspeed_enabled or shards_parameters(trainer))
-        generates = not loss_only and getattr(trainer.args, "predict_with_generate", False)
-        self._generation = Generation.of(trainer) if generates else None
-        self.loader = loader = self._make_loader(parts, config, items, mean)
-        in_round = parts.batch_size * loader.world_size
-        self._rounds, rest = divmod(len(parts.sampler), in_round)
-        self._rest = 0 if parts.drop_last else rest
-        self._rows = self._rounds * in_round + self._rest
-        gather = getattr(trainer.gather_function, "func", trainer.gather_function)
-        self._counts_repeated = gather.__name__ == "gather"
-        self._counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
-        divisor = loader.rule.stock_mean.divisor
-        assert divisor is not None, "`mean_of_round` has one"
-        self._of_mean = in_round / divisor
-        self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, advises_split=False)
-        self._loss: Tensor | None = None
-        self._rows_without_loss = 0  # of batches of stock without a supervised token, which it leaves out of the mean
-        self._figures: defaultdict[str, float] = defaultdict(float)
-        self._predicted: list[tuple[int, Any, Any]] = []
-        self._num_micro_batches = 0
-
-    def _make_loader(
-        self, parts: DataLoaderParts, config: ResolvedConfig, observer: Observer, mean: StockMean
-    ) -> ODBLoader:
-        """Of full rounds, in the layout of the training."""
-        odb, training = self._trainer.odb, self._trainer.odb.training
-        rows, layout = parts.dataset, Layout("padded", "outside of training, or not checked yet")
-        if odb.eval_rows is not None:
-            rows, observer = odb.eval_rows(rows)
+        # 1. The loader of full rounds, in the layout of the training
+        layout = Layout("padded", "outside of training, or not checked yet")
         if training is not None and not training.is_unchecked:
             layout = training.layout
-        if self._generation is not None:
-            observer, layout = PromptObserver(observer, self._generation), Layout("padded", "tokens are generated")
-        loader: ODBLoader = odb.make_loader(
-            dataclasses.replace(parts, dataset=rows, drop_last=True, persistent_workers=False),
+        self._prompts: PromptObserver | None = None
+        if not loss_only and getattr(trainer.args, "predict_with_generate", False):
+            observer = self._prompts = PromptObserver(trainer, observer)
+            layout = Layout("padded", "tokens are generated")
+        self.loader: ODBLoader = odb.make_loader(
+            dataclasses.replace(parts, drop_last=True, persistent_workers=False),
             config,
             layout,
             observer=observer,
@@ -153,8 +113,24 @@ class Evaluation:
             ),
         )
         if odb.eval_limits is not None:
-            loader.lower(odb.eval_limits)
-        return loader
+            self.loader.lower(odb.eval_limits)
+        self._watch = MemoryWatch(self.loader.config, self.loader.budget, trainer.args.device, advises_split=False)
+        # 2. Its rows: those of full rounds, of the last one, and all that stock counts in its mean
+        in_round = parts.batch_size * self.loader.world_size
+        self._rounds, rest = divmod(len(parts.sampler), in_round)
+        self._rest = 0 if parts.drop_last else rest
+        self._rows, self._num_batches = self._rounds * in_round + self._rest, self._rounds + bool(self._rest)
+        gather = getattr(trainer.gather_function, "func", trainer.gather_function)
+        self._counts_repeated = gather.__name__ == "gather"
+        self._counted = self._num_batches * in_round if self._counts_repeated else self._rows
+        assert mean.divisor is not None, "that of an evaluation has one"
+        self._of_mean = in_round / mean.divisor
+        # 3. What comes of them on this rank
+        self._loss: Tensor | None = None
+        self._rows_without_loss = 0  # of batches of stock without a supervised token, which it leaves out of the mean
+        self._figures: defaultdict[str, float] = defaultdict(float)
+        self._predicted: list[tuple[int, Any, Any]] = []
+        self._num_micro_batches = 0
 
     def __len__(self) -> int:
         return self._rows
@@ -179,9 +155,9 @@ class Evaluation:
             if bar is not None:
                 bar.update(samples)
 
-    @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
-        """While the Trainer's loop runs over this object."""
+    def run(self, loop: Callable[..., Any], description: str, ignore_keys: list[str] | None, prefix: str) -> Any:
+        """`EvalLoopOutput` of the Trainer's own `evaluation_loop` over this object, with the loss and the predictions
+        of all ranks. Collective."""
         trainer, odb = self._trainer, self._trainer.odb
         stored = {"store_metrics": self._store_metrics} if hasattr(trainer, "store_metrics") else {}
         # Within a training it is so already.
@@ -189,7 +165,21 @@ class Evaluation:
         models = (trainer.model, getattr(trainer, "ref_model", None)) if is_alone else ()
         try:
             with replaced(trainer, **stored), replaced(odb, evaluation=self), one_pass(*models):
-                yield
+                output = loop(self, description, True, ignore_keys, prefix)
+                metrics = dict(output.metrics or {})
+                if self._loss is not None:
+                    sums = torch.stack([self._loss.float(), self._loss.new_tensor(self._rows_without_loss).float()])
+                    total, without_loss = trainer.accelerator.reduce(sums.to(trainer.args.device), "sum").tolist()
+                    rest = self._counted - round(without_loss)
+                    metrics[f"{prefix}_loss"] = total / rest if rest else math.nan
+                predictions, labels = None, None
+                if not self.loss_only:
+                    rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
+                    predictions, labels = (_stacked([row[number] for row in rows]) for number in (1, 2))
+                    if trainer.compute_metrics is not None and predictions is not None and labels is not None:
+                        predicted = EvalPrediction(predictions=predictions, label_ids=labels)
+                        more = denumpify_detensorize(trainer.compute_metrics(predicted))
+                        metrics |= {f"{prefix}_{name.removeprefix(f'{prefix}_')}": more[name] for name in more}
             if stored:
                 trainer._stored_metrics["eval"].update({key: [value] for key, value in self._figures.items()})
         except BaseException as error:
@@ -202,8 +192,9 @@ class Evaluation:
             "evaluated %d rows in %d micro-batches on each rank, where stock has %d batches",
             self._rows,
             self._num_micro_batches + bool(self._rest),
-            self._rounds + bool(self._rest),
+            self._num_batches,
         )
+        return output._replace(predictions=predictions, label_ids=labels, metrics=metrics)
 
     def predict(self, step: Callable[..., Any], model: Any, inputs: Any, ignore_keys: Any) -> Any:
         """The loss of what `__iter__` has yielded, if there is one. step: the Trainer's own `prediction_step`."""
@@ -225,7 +216,7 @@ class Evaluation:
 
     def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated]) -> Any:
         """A micro-batch; if memory does not hold it, and no other rank waits in its forward, in two parts."""
-        (micro_batch, measured), before = box[0][:2], dict(self._figures)
+        micro_batch, measured = box[0][:2]
         try:
             return self._predict_micro_batch(forward, *box.pop())
         except RuntimeError as error:
@@ -238,9 +229,9 @@ class Evaluation:
                     "image_max_pixels, or leave the sample out."
                 ) from error
             forget(error)
-        length = measured.length if self._generation is None else self._generation.tokens(measured.length)
+        length = measured.length if self._prompts is None else self._prompts.tokens(measured.length)
         self.loader.lower(self._watch.lower(dataclasses.replace(measured, length=length)))
-        loss, self.computing, self._figures = None, None, defaultdict(float, before)
+        loss, self.computing = None, None
         clear_device_cache(garbage_collection=True)
         logger.warning(
             "out of memory in an evaluation, %d x %d tokens: cut in two, and later plans have %s; set "
@@ -260,8 +251,7 @@ class Evaluation:
         has_loss = any(micro_batch.units)
         weights = [self._of_mean / max(sample.stock_units, 1) for sample in micro_batch.samples] if has_loss else []
         self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units))
-        batch, unpadded = self._trainer.odb.unpadded(batch)
-        with self._trainer.odb.in_forward(measured), unpadded:
+        with self._trainer.odb.in_forward(measured), self._trainer.odb.unpadded(batch) as batch:
             loss, logits, labels = forward(batch)
         if loss is not None and not has_loss:
             loss = torch.zeros_like(loss)  # the mean over no token is not a number
@@ -289,28 +279,8 @@ class Evaluation:
 
     def _store_metrics(self, metrics: dict[str, float], train_eval: str = "train") -> None:
         """Stock takes the mean over the batches of a rank, and over ranks."""
-        batches = self._rounds + bool(self._rest)
         for key, value in metrics.items():
-            self._figures[key] += float(value) * self._share / batches
-
-    def complete(self, output: Any, prefix: str) -> Any:
-        """`EvalLoopOutput` of the Trainer's loop with the loss and the predictions of all ranks. Collective."""
-        trainer, metrics = self._trainer, dict(output.metrics or {})
-        accelerator = trainer.accelerator
-        if self._loss is not None:
-            sums = torch.stack([self._loss.float(), torch.full_like(self._loss, self._rows_without_loss).float()])
-            total, without_loss = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
-            rest = self._counted - round(without_loss)
-            metrics[f"{prefix}_loss"] = total / rest if rest else math.nan
-        predictions, labels = None, None
-        if not self.loss_only:
-            rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
-            predictions, labels = (_stacked([row[number] for row in rows]) for number in (1, 2))
-            if trainer.compute_metrics is not None and predictions is not None and labels is not None:
-                predicted = EvalPrediction(predictions=predictions, label_ids=labels)
-                more = denumpify_detensorize(trainer.compute_metrics(predicted))
-                metrics |= {f"{prefix}_{name.removeprefix(f'{prefix}_')}": more[name] for name in more}
-        return output._replace(predictions=predictions, label_ids=labels, metrics=metrics)
+            self._figures[key] += float(value) * self._share / self._num_batches
 
 
 def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
@@ -339,82 +309,78 @@ def _stacked(rows: list[Any]) -> Any:
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=IGNORE_INDEX).numpy()
 
 
-def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Evaluation | None:
-    """The evaluation in the place of this dataloader; None if it stays stock's, with one line that says why.
+class PromptObserver:
+    """Counts a row from which tokens are generated: its prompt, and the tokens that may follow, in all beams."""
 
-    loss_only: of `Trainer.evaluation_loop`.
-    """
-    odb, token_budget = trainer.odb, trainer.odb.config.eval_token_budget
-    if token_budget is None:
-        return None
-    why = _why_stock(trainer, stock)
-    if why is None:
-        config = odb.resolved
-        assert config is not None
-        config = config_of_evaluation(config, config.token_budget if token_budget == AUTO else token_budget)
-        parts = dismantle(stock, 0)
-        items = odb.observer_of_items(parts, config)
-        items.keeps_unsupervised = True
-        problem = why_not_observed(parts, items) if odb.eval_rows is None else ""
-        if problem:
-            why = f"row 0: {problem}"  # what has no labels is predicted, in stock
-        elif (mean := _mean_of_round(trainer)) is None:
-            why = "how prediction_step makes its loss fits no rule"
-        else:
-            loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-            return Evaluation(trainer, stock, parts, config, items, mean, loss_only=bool(loss_only))
-    logger.info("eval_token_budget: %s has no effect on this evaluation: %s", token_budget, why)
-    return None
-
-
-def _mean_of_round(trainer: Any) -> StockMean | None:
-    """Measured once for a trainer. Collective."""
-    odb, world_size = trainer.odb, trainer.args.world_size
-    if odb.equal_weights or odb.cost_fn is not None:
-        return StockMean("micro_batch", world_size)
-    if odb.eval_mean is None:
-        odb.eval_mean = measure_evaluation(trainer, odb.gather)
-    mean: StockMean | None = odb.eval_mean
-    return mean
-
-
-class Generation(NamedTuple):
-    """How much `generate` makes of a prompt: at most `new_tokens` more or, if that is 0, up to `max_length` in all.
-    num_beams: rows that it computes of one. multiple: to which prompts are padded."""
-
-    new_tokens: int
-    max_length: int
-    num_beams: int
-    multiple: int
-
-    @classmethod
-    def of(cls, trainer: Any) -> Generation:
+    def __init__(self, trainer: Any, observer: Observer):
         gen_kwargs, configured = getattr(trainer, "_gen_kwargs", {}), trainer.model.generation_config
         new_tokens, max_length = gen_kwargs.get("max_new_tokens"), gen_kwargs.get("max_length")
         if new_tokens is None and max_length is None:
             new_tokens, max_length = configured.max_new_tokens, configured.max_length
-        num_beams = gen_kwargs.get("num_beams") or configured.num_beams or 1
-        multiple = 1 if trainer.odb.collation is None else trainer.odb.collation.pad_to_multiple_of
-        return cls(new_tokens or 0, 0 if new_tokens else max_length or 0, num_beams, multiple)
-
-    def tokens(self, of_prompt: int) -> int:
-        """Of a prompt and what is generated after it, in all beams."""
-        padded = -(-of_prompt // self.multiple) * self.multiple
-        return self.num_beams * max(padded + self.new_tokens, self.max_length)
-
-
-class PromptObserver:
-    """Counts a row from which tokens are generated: its prompt, and the tokens that may follow."""
-
-    def __init__(self, observer: Observer, generation: Generation):
-        self.observer, self.generation = observer, generation
+        # At most `new_tokens` more or, if that is 0, up to `max_length` in all.
+        self._new_tokens, self._max_length = new_tokens or 0, 0 if new_tokens else max_length or 0
+        self._num_beams = gen_kwargs.get("num_beams") or configured.num_beams or 1
+        self._multiple = 1 if trainer.odb.collation is None else trainer.odb.collation.pad_to_multiple_of
+        self._observer = observer
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:
-        features, cost = self.observer(item)
-        return features, dataclasses.replace(cost, tokens=self.generation.tokens(cost.tokens), units=1)
+        features, cost = self._observer(item)
+        return features, dataclasses.replace(cost, tokens=self.tokens(cost.tokens), units=1)
+
+    def tokens(self, of_prompt: int) -> int:
+        """Of a prompt and what is generated after it."""
+        padded = -(-of_prompt // self._multiple) * self._multiple
+        return self._num_beams * max(padded + self._new_tokens, self._max_length)
 
     def describe(self, dataset: Any, index: int) -> str:
-        return self.observer.describe(dataset, index)
+        return self._observer.describe(dataset, index)
+
+
+def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Evaluation | None:
+    """The evaluation in the place of this dataloader; None if it stays stock's, with one line that says why.
+    Collective.
+
+    loss_only: of `Trainer.evaluation_loop`.
+    """
+    odb, args, token_budget = trainer.odb, trainer.args, trainer.odb.config.eval_token_budget
+    if token_budget is None:
+        return None
+    why = _why_stock(trainer, stock)
+    if why is None:
+        # All samples take part, and nothing is written.
+        config = dataclasses.replace(
+            odb.resolved,
+            token_budget=odb.resolved.token_budget if token_budget == AUTO else token_budget,
+            global_batch_size="keep",
+            loss_scaling="stock",
+            lr_scale="none",
+            join=True,
+            overlong="singleton",
+            oom="raise",
+            on_error="raise",
+            audit=False,
+        )
+        parts = dismantle(stock, 0)
+        observer = odb.observer_of_items(parts, config)
+        observer.keeps_unsupervised = True
+        if odb.eval_rows is not None:
+            rows, observer = odb.eval_rows(parts.dataset)
+            parts = dataclasses.replace(parts, dataset=rows)
+        elif problem := why_not_observed(parts, observer):
+            why = f"row 0: {problem}"  # what has no labels is predicted, in stock
+    if why is None:
+        # What stock's loss of a round is the mean of, measured once for a trainer
+        mean = odb.eval_mean
+        if odb.equal_weights or odb.cost_fn is not None:
+            mean = StockMean("micro_batch", args.world_size)
+        elif mean is None:
+            mean = odb.eval_mean = measure_evaluation(trainer, odb.gather)
+        if mean is not None:
+            loss_only = args.prediction_loss_only if loss_only is None else loss_only
+            return Evaluation(trainer, stock, parts, config, observer, mean, loss_only=bool(loss_only))
+        why = "how prediction_step makes its loss fits no rule"
+    logger.info("eval_token_budget: %s has no effect on this evaluation: %s", token_budget, why)
+    return None
 
 
 def _why_stock(trainer: Any, stock: Any) -> str | None:

@@ -31,7 +31,6 @@ from odb_factory.model.engine import engine_of
 from odb_factory.planner import Budget, Limits
 from odb_factory.training.arguments import replaced
 from odb_factory.training.recompute import Recompute
-from odb_factory.training.run import ODBRun
 
 logger = get_logger(__name__)
 
@@ -185,9 +184,8 @@ class RestartedSteps:
 
     def __init__(self, training: Any):
         self.training, self.trainer = training, training.trainer
-        self.run: ODBRun = training.run
         self.watch: MemoryWatch = training.memory
-        model, config = self.trainer.model_wrapped, self.run.config
+        model, config = self.trainer.model_wrapped, self.training.config
         self._zero1 = model if engine_of(model) == "deepspeed" else None
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._local: Any = model if self._ddp is None else self._ddp.module
@@ -209,7 +207,7 @@ class RestartedSteps:
 
         Raises `OutOfMemoryError` if memory does not hold a sample alone, `CollectiveError` if another rank ended.
         """
-        step, loader, trainer = _Attempt(), self.run.loader, self.trainer
+        step, loader, trainer = _Attempt(), self.training.loader, self.trainer
         for collated in micro_batches:
             box = [collated]
             del collated  # the box holds the only reference
@@ -224,7 +222,7 @@ class RestartedSteps:
                 trainer.control = trainer.callback_handler.on_substep_end(trainer.args, trainer.state, trainer.control)
         self._agree(step)
         for _, parts in itertools.groupby([part for part, _ in step.done], lambda part: part.micro_batch.index):
-            self.run.accounting.count(list(parts))
+            self.training.accounting.count(list(parts))
         return sum_of_losses([loss for _, loss in step.done], skip_non_finite=trainer.args.logging_nan_inf_filter)
 
     def _runs(self, step: _Attempt, box: list[Collated]) -> bool:
@@ -234,7 +232,7 @@ class RestartedSteps:
         The error refers to the frames that raised it, and these to what fills the memory: it is released after the
         `except`.
         """
-        run, (micro_batch, measured, batch) = self.run, box.pop()
+        run, (micro_batch, measured, batch) = self.training, box.pop()
         recompute, oom = self.training.recompute, self.watch.config.oom
         skips = oom == "skip"
         try:
@@ -275,7 +273,7 @@ class RestartedSteps:
 
     def _no_gathering(self) -> contextlib.AbstractContextManager[None]:
         """Within it accelerate's collectives raise `ConfigError`: a rank that restarts a step is alone in them."""
-        if self.run.loader.world_size == 1:
+        if self.training.loader.world_size == 1:
             return contextlib.nullcontext()
 
         def refuse(name: str, *args: Any, **kwargs: Any) -> None:
@@ -292,14 +290,14 @@ class RestartedSteps:
 
         All raise `OutOfMemoryError` if the step has lost most of its loss.
         """
-        loader = self.run.loader
+        loader = self.training.loader
         answer = {
             "cuts": step.cuts,
             "lost": step.lost,
             "lowered": None if step.lowered is None else asdict(step.lowered),
             "has_gradient": "".join("01"[parameter.grad is not None] for parameter in self._parameters),
         }
-        about = f"optimizer step {self.run.optimizer_steps + 1}"
+        about = f"optimizer step {self.training.optimizer_steps + 1}"
         answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(answer).encode(), about)]
         lost, before = [share for answer in answers for share in answer["lost"]], loader.lowered
         for answer in answers:
@@ -322,8 +320,8 @@ class RestartedSteps:
                     lowered.token_budget,
                     caps,
                 )
-        self.run.accounting.total["oom_cuts"] += sum(answer["cuts"] for answer in answers)
-        self.run.accounting.lose(lost, OUT_OF_MEMORY)
+        self.training.accounting.total["oom_cuts"] += sum(answer["cuts"] for answer in answers)
+        self.training.accounting.lose(lost, OUT_OF_MEMORY)
         self._synchronize(["1" in has for has in zip(*(answer["has_gradient"] for answer in answers))])
 
     def _synchronize(self, have_gradients: Sequence[bool]) -> None:

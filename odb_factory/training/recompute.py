@@ -120,7 +120,7 @@ def find_recompute(trainer: Any) -> Recompute | None:
     training, model = trainer.odb.training, trainer.model_wrapped
     if not can_be_measured(trainer) or not checkpointing_modules(model):
         return None
-    tried, loader = Recompute(model, []), training.run.loader
+    tried, loader = Recompute(model, []), training.loader
     budget = loader.budget.within(loader.lowered)
 
     try:

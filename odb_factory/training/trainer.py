@@ -10,38 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from odb_factory import memory
-from odb_factory.accounting.losses import in_float32, sum_of_losses
+from odb_factory.accounting.losses import sum_of_losses
 from odb_factory.accounting.statistics import Computing
 from odb_factory.config import ODBConfig, ODBKeys, make_config
-from odb_factory.data.collate import Collated
 from odb_factory.data.flat import pads_left
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
 from odb_factory.data.ranks import check_process_group, ring_of
-from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
-from odb_factory.log import get_logger
 from odb_factory.memory import MemoryMeter
-from odb_factory.model.tower import check_batch, images_at_once, one_pass, patch_products
+from odb_factory.model.known import with_known_integers
+from odb_factory.model.tower import check_batch
 from odb_factory.planner import Collation
-from odb_factory.training.arguments import replaced
-from odb_factory.training.checkpoint import (
-    ODBCursor,
-    Preemption,
-    find_checkpoint,
-    keep_cursor,
-    load_sharded_optimizer,
-)
+from odb_factory.training.checkpoint import find_checkpoint, load_sharded_optimizer
 from odb_factory.training.checks import (
     check_arguments,
     check_dummy_media,
@@ -50,137 +40,9 @@ from odb_factory.training.checks import (
     log_what_differs,
 )
 from odb_factory.training.evaluation import evaluation_by_budget
-from odb_factory.training.session import Session, Training, not_reached
-from odb_factory.training.shared_encoder import SharedEncoder
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What the Trainer sees as its train dataloader: its batches are optimizer steps.
-
-
-class StepInputs(dict[str, torch.Tensor]):
-    """An optimizer step in the place of a batch.
-
-    As a mapping it holds what the Trainer counts in a batch: a main input whose `numel` are input tokens (without
-    storage), and an attention mask whose sum are tokens without padding. Its micro-batches are taken from the loader
-    one by one, so that one at a time is in memory.
-    """
-
-    def __init__(self, main_input: str, num_tokens: int, num_real_tokens: int, micro_batches: Iterator[Collated]):
-        main = torch.empty(num_tokens, device="meta")
-        super().__init__({main_input: main, "attention_mask": torch.tensor(num_real_tokens)})
-        self.micro_batches = micro_batches
-
-
-class TrainLoader:
-    """Yields the optimizer steps of an epoch of the run, which is settled when the first step is requested.
-
-    main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used; callbacks are
-    given that one, which they may iterate.
-    """
-
-    def __init__(self, training: Training, main_input: str, stock: Any):
-        self._training, self._main_input, self.stock = training, main_input, stock
-        self.dataset = training.run.loader.dataset
-        self._is_settled = False
-        self._offset: int | None = None
-
-    def __len__(self) -> int:
-        """Optimizer steps of an epoch: exact if they are kept, else a bound, at which the Trainer would end it."""
-        length = self._training.run.epoch_length
-        if length is None:
-            raise TypeError("the number of optimizer steps of an epoch is not known ahead")
-        return length
-
-    def __iter__(self) -> Iterator[StepInputs]:
-        if self._training.run.finished:
-            return
-        if not self._is_settled:
-            self._is_settled = True
-            self._training.settle()
-        run = self._training.run
-        collated = iter(run.loader)
-        while True:
-            box = [run.accounting.next(collated)]
-            if box[0] is None:
-                return
-            step, micro_batches = box[0][0].step, self._micro_batches(box, collated)
-            # Rank 0 reports the sums of all ranks: the Trainer adds up the figures of the ranks.
-            padded, real = (step.padded_tokens, step.tokens) if run.loader.rank == 0 else (0, 0)
-            tokens = padded if step.stock_input_tokens is None else step.stock_input_tokens
-            yield StepInputs(self._main_input, tokens, real, micro_batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """After a resume the Trainer counts epochs from a bound; the first is the one where the loader stands."""
-        if self._offset is None:
-            self._offset = self._training.run.loader.epoch - epoch
-        self._training.run.loader.set_epoch(epoch + self._offset)
-
-    def _micro_batches(self, box: list[Any], collated: Iterator[Collated]) -> Iterator[Collated]:
-        """The micro-batches of one optimizer step, of which the box holds the first; keeps no reference to those handed
-        on."""
-        is_last = False
-        while not is_last:
-            assert box[0] is not None, "an optimizer step is handed out whole"
-            is_last = box[0][0].ends_optimizer_step
-            yield box.pop()
-            if not is_last:
-                box.append(self._training.run.accounting.next(collated))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The callback of a run: sets the Trainer's figures that it cannot know, and logs the first lines.
-
-logger = get_logger(__name__)
-
-
-class ODBCallback(TrainerCallback):
-    """Runs before the other callbacks."""
-
-    def __init__(self, training: Training):
-        self._training: Any = training
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self._training.run
-        keep_cursor(self._training.trainer, run)
-        handler = self._training.trainer.callback_handler
-        handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
-        if run.finished:
-            logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
-            return
-        if not run.config.keeps:
-            state.max_steps = run.expected_steps()
-            an_epoch = run.loader.estimate_optimizer_steps()
-            state.num_train_epochs = math.ceil(run.max_steps / max(an_epoch, 1) if run.max_steps else run.epochs)
-            state.compute_steps(args, state.max_steps)
-        elif run.total_steps not in (None, state.max_steps):  # an epoch was restarted
-            state.max_steps = run.total_steps
-            state.compute_steps(args, state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self._training.run
-        if run.optimizer_steps != state.global_step:
-            raise ConfigError(
-                "training_step: an override of it does not call odb's, so the loss weights would be lost; let it call "
-                "super(), or train without odb."
-            )
-        state.epoch = run.epoch
-        keep_cursor(self._training.trainer, run)
-        if run.config.keeps:
-            return
-        # The Trainer's loop is sized by a bound; this ends it in time.
-        state.max_steps = run.expected_steps()
-        control.should_epoch_stop = control.should_epoch_stop or run.step.last
-        for callback in self._training.trainer.callback_handler.callbacks:
-            bar = getattr(callback, "training_bar", None)
-            if bar is not None:
-                bar.total = state.max_steps
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Other callbacks read the folder, as Ray Train's does on every rank: all ranks have written their files.
-        self._training.trainer.accelerator.wait_for_everyone()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+from odb_factory.training.run import StepInputs, Training, not_reached
+from odb_factory.training.session import Session
+from odb_factory.training.stock import number_like
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -209,46 +71,8 @@ class ODBTrainerMixin(Base):
         check_trainer(self)
         log_what_differs(self)
         checkpoint = find_checkpoint(self, resume_from_checkpoint)
-        odb.training = training = Training(odb, checkpoint)
-        models = (self.model, getattr(self, "ref_model", None))
-        with (
-            contextlib.ExitStack() as parts,
-            self._odb_callbacks(training),
-            contextlib.closing(training.arguments),
-            patch_products(*models),
-            images_at_once(*models if not self.args.torch_compile else ()),
-            one_pass(*models if self.args.world_size > 1 else ()),
-        ):
-            try:
-                for part in odb.parts:
-                    parts.enter_context(part.in_place())
-                training.encoder = SharedEncoder.of(self)
-                resumed = None if checkpoint is None else str(checkpoint.folder)
-                result = super().train(resumed, *args, **kwargs)
-                training.run.finish()
-            except BaseException as error:
-                cause = ending(error, self.args.output_dir)
-                training.close(cause)
-                if cause is error:
-                    raise
-                raise cause from error
-            training.close()
-            return result
-
-    @contextlib.contextmanager
-    def _odb_callbacks(self, training: Training) -> Iterator[None]:
-        """The Trainer's callbacks as a run needs them."""
-        callbacks, preemption = self.callback_handler.callbacks, Preemption(training)
-        # First, so that every other callback reads the right figures.
-        callbacks.insert(0, ODBCallback(training))
-        callbacks += [ODBCursor(), preemption]
-        try:
-            with preemption.in_place():
-                yield
-        finally:
-            ours = (ODBCallback, ODBCursor, Preemption)
-            # In place: the Trainer may have recreated some from a checkpoint.
-            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, ours)]
+        with Training(self, checkpoint).under_way():
+            return super().train(None if checkpoint is None else str(checkpoint.folder), *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
@@ -262,14 +86,16 @@ class ODBTrainerMixin(Base):
                 "Remove the row, or leave the key (train_sampling_strategy) out."
             ) from error
         training.begin(stock)
-        return TrainLoader(training, getattr(self.model, "main_input_name", "input_ids"), stock)
+        return training
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""
         stock: int = super().get_total_train_batch_size(args)
         if (training := self._odb_training) is None:
             return stock
-        return training.run.loader.global_batch_size or stock * training.arguments.accumulation
+        if not training.has_begun:
+            raise ConfigError(not_reached(self, "get_train_dataloader"))
+        return training.loader.global_batch_size or stock * training.accumulation
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -281,8 +107,7 @@ class ODBTrainerMixin(Base):
         training = self._odb_training
         if training is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
-        run, watch, before_step = training.run, training.memory, training.odb.before_step
-        if before_step is not None:
+        if (before_step := training.odb.before_step) is not None:
             whole = list(inputs.micro_batches)
             before_step(model, whole)
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
@@ -290,16 +115,16 @@ class ODBTrainerMixin(Base):
             return training.restarts.take(inputs.micro_batches)
         losses: list[torch.Tensor] = []
         for micro_batch, measured, batch in inputs.micro_batches:
-            computing = run.begin_micro_batch(micro_batch, measured)
+            computing = training.begin_micro_batch(micro_batch, measured)
             box = [batch]
             del batch
             with (
-                watch.named(micro_batch, measured, run.optimizer_steps + 1),
+                training.memory.named(micro_batch, measured, training.optimizer_steps + 1),
                 training.gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
             ):
                 losses.append(self.odb_forward_backward(training, model, computing, box))
-            watch.held(measured)
-            run.accounting.end()
+            training.memory.held(measured)
+            training.accounting.end()
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return sum_of_losses(losses, skip_non_finite=self.args.logging_nan_inf_filter)
@@ -307,16 +132,23 @@ class ODBTrainerMixin(Base):
     def odb_forward_backward(self, training: Training, model: Any, computing: Computing, box: list[Any]) -> Any:
         """Add the gradient of the micro-batch that the run has begun; returns its loss. box: holds the only reference
         to its batch."""
-        measured, ids, encoder = computing.measured, computing.micro_batch.ids, training.encoder
+        odb, measured, ids = training.odb, computing.measured, computing.micro_batch.ids
+        encoder, recompute, number = training.encoder, training.recompute, list[Any]()
         check_batch(self, box[0], ids)
         if training.stock.is_trainers:
             computing.pads_left = pads_left(box[0])
         training.check_first_batch(box[0], measured.segments[: max(len(ids), 1)])
-        shared = contextlib.nullcontext() if encoder is None else encoder.balanced(computing)
-        recompute = contextlib.nullcontext() if training.recompute is None else training.recompute.decided(computing)
-        with training.odb.in_forward(measured), shared, recompute:
-            number = training.odb.stock_number
-            loss = super().training_step(model, training.with_known_integers(model, box.pop()), *number)
+        if odb.way == "number of stock":
+            units = computing.micro_batch.samples[0].stock_units
+            number = [number_like(training.stock.number, units, self.args.device)]
+        with (
+            odb.in_forward(measured),
+            contextlib.nullcontext() if encoder is None else encoder.balanced(),
+            contextlib.nullcontext() if recompute is None else recompute.decided(computing),
+        ):
+            if training.knows_integers:
+                box.append(with_known_integers(box.pop(), self.args.device))
+            loss = super().training_step(model, box.pop(), *number)
         if not computing.is_weighed:
             raise ConfigError(not_reached(self, "compute_loss"))
         return loss
@@ -324,44 +156,12 @@ class ODBTrainerMixin(Base):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        odb, stock = self.odb, functools.partial(super().compute_loss, return_outputs=return_outputs)
         if num_items_in_batch is not None:
             kwargs["num_items_in_batch"] = num_items_in_batch
-        if odb is None:
-            return stock(model, inputs, **kwargs)
-        inputs, unpadded = odb.unpadded(inputs)
-        num_items, computing, way = odb.num_items, odb.computing, odb.way
-        if num_items is None:
-            if isinstance(inputs, StepInputs):
-                raise ConfigError(not_reached(self, "training_step"))
-            with unpadded:
-                return stock(model, inputs, **kwargs)
-        # A custom loss may read the accumulation.
-        shown = contextlib.nullcontext() if odb.training is None else odb.training.arguments.shown()
-        if computing is not None and way == "number of stock":  # handed to `training_step`: nothing is weighed here
-            with unpadded, shown, odb.weighing(model, computing.micro_batch.samples[0].stock_units):
-                computing.is_weighed = True
-                return stock(model, inputs, **kwargs)
-        # Our weights include the number of ranks; those of code of the trainer were measured as stock multiplies.
-        keeps_args = odb.is_measured_with_args
-        args = contextlib.nullcontext() if keeps_args else replaced(self.args, average_tokens_across_devices=False)
-        with unpadded, shown, args:
-            if way == "by sample":
-                kwargs.pop("num_items_in_batch", None)
-                once: Any = functools.partial(super().compute_loss, **kwargs)
-                result = odb.loss_by_sample(once, model, inputs)
-                result = result if return_outputs else result[0]
-            else:
-                # A loss that divides by their number returns a mean, like one that ignores it.
-                kwargs["num_items_in_batch"] = torch.full((), num_items, device=self.args.device)
-                with odb.weighing(model, num_items):
-                    result = stock(model, inputs, **kwargs)
-        scale = 0.0  # of a trial
-        if computing is not None:
-            scale, computing.is_weighed = computing.loss.scale, True
-        if return_outputs:
-            return (in_float32(result[0]) * scale, *result[1:])
-        return in_float32(result) * scale
+        stock = super().compute_loss
+        if self.odb is None:
+            return stock(model, inputs, return_outputs=return_outputs, **kwargs)
+        return self.odb.compute_loss(stock, model, inputs, return_outputs=return_outputs, kwargs=kwargs)
 
     def evaluation_loop(
         self,
@@ -373,14 +173,10 @@ class ODBTrainerMixin(Base):
     ) -> Any:
         """With `eval_token_budget` the same loop over micro-batches, and stock's `eval_loss`."""
         evaluation = None if self.odb is None else evaluation_by_budget(self, dataloader, prediction_loss_only)
+        loop = super().evaluation_loop
         if evaluation is None:
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        with evaluation.under_way():
-            in_its_place: Any = evaluation
-            output = super().evaluation_loop(in_its_place, description, True, ignore_keys, metric_key_prefix)
-            return evaluation.complete(output, metric_key_prefix)
+            return loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        return evaluation.run(loop, description, ignore_keys, metric_key_prefix)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **kwargs: Any
@@ -394,32 +190,21 @@ class ODBTrainerMixin(Base):
         training = self._odb_training
         if training is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        run = training.run
-        steps = run.schedule.steps_of_schedule(run.expected_steps() or num_training_steps, self.args.warmup_steps)
-        scheduler = super().create_scheduler(steps, optimizer)
-        run.schedule.follow(scheduler)
-        return scheduler
+        make, expected = super().create_scheduler, training.expected_steps() or num_training_steps
+        return training.schedule.create(lambda steps: make(steps, optimizer), expected, self.args.warmup_steps)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if (training := self._odb_training) is None:
             super().log(logs, *args, **kwargs)
             return
-        run, accounting = training.run, training.run.accounting
+        accounting = training.accounting
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
             logs.update(accounting.interval_metrics())
         elif "train_runtime" in logs:
             logs.update(accounting.metrics())
-            seconds = logs["train_runtime"]
-            logs["train_samples_per_second"] = round(accounting.total["samples"] / seconds, 3)
-            if training.arguments.user_values.get("include_tokens_per_second"):
-                tokens = accounting.total["padded_tokens"] / run.loader.world_size
-                logs["train_tokens_per_second"] = round(tokens / seconds, 3)
+            logs["train_samples_per_second"] = round(accounting.total["samples"] / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The single integration point. The plugin, patches and scripts all call it.
 
 
 def enable_odb(

@@ -28,21 +28,10 @@ ENV = {"ACCELERATE_TORCH_DEVICE": "cpu"}
 def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     folder.mkdir()
     write_dataset(folder, {"rows": [row(3 + (k * 11) % 38) for k in range(NUM_ROWS)]})
-    return (
-        training_config(
-            model,
-            folder,
-            folder / "out",
-            dataset="rows",
-            ddp_backend="gloo",
-            gradient_accumulation_steps=2,
-            save_strategy="steps",
-            save_steps=SAVE_STEPS,
-            overwrite_output_dir=False,
-            odb={"token_budget": 256, "buffer_size": 32, "audit": True},
-        )
-        | changes
-    )
+    odb = {"token_budget": 256, "buffer_size": 32, "audit": True}
+    defaults = {"dataset": "rows", "ddp_backend": "gloo", "gradient_accumulation_steps": 2, "odb": odb}
+    defaults |= {"save_strategy": "steps", "save_steps": SAVE_STEPS, "overwrite_output_dir": False}
+    return training_config(model, folder, folder / "out", **defaults | changes)
 
 
 def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audits]:
@@ -80,9 +69,7 @@ def checkpoint_of(out: Path) -> int:
 )
 def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: int) -> None:
     """Every row once; only steps behind the last checkpoint come again, as they were; the same weights at the end."""
-    changes = {}
-    if engine == "zero2":
-        changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False}
+    changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False} if engine == "zero2" else {}
     whole = configuration(tiny_text, tmp_path / "whole", save_strategy="no", **changes)
     launch([whole], tmp_path / "whole", num_ranks, env=ENV)
     config = configuration(tiny_text, tmp_path / "killed", **changes)

@@ -20,22 +20,14 @@ from odb_factory import ODBError
 EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
 
-class Lines(logging.Handler):
-    """What this rank logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def as_rank(rank: int) -> Lines:
+def as_rank(rank: int) -> list[str]:
+    """To which is added what this rank logs."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # torch cannot load an optimizer of cpu:0
-    lines = Lines()
-    logging.getLogger("odb_factory").addHandler(lines)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("odb_factory").addHandler(handler)
     return lines
 
 
@@ -62,11 +54,11 @@ def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str,
         at, twice = changes.pop("at")[rank], changes.pop("twice", False)
         event, steps = at or ("on_step_end", -1)
         kind = type("Stopped", (SignalledTwice if twice else Signalled,), {"event": event, "steps": steps})
-        lines.lines.clear()
+        lines.clear()
         stopped = train(Path(model), out, block=KEEP, trainer_class=kind, **changes)
         dist.barrier()
         left = sorted(path.name for path in out.glob("checkpoint-*"))
-        said = [line for line in lines.lines if "SIGTERM" in line]
+        said = [line for line in lines if "SIGTERM" in line]
         again = train(Path(model), out, block=KEEP, resume=True, **changes)
         found[name] = {"steps": stopped.state.global_step, "left": left, "said": said, "history": history(again)}
         dist.barrier()
@@ -102,14 +94,9 @@ PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
 @pytest.mark.timeout(600)
 def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
     """`enable_jit_checkpoint: true` on two ranks: one checkpoint, and the rest of an unbroken run after it."""
-    outcomes = run_ranks(
-        "distributed.test_saving_ranks:preempted",
-        tmp_path,
-        limit_s=500,
-        model=str(tiny_text),
-        out_dir=str(tmp_path),
-        cells={name: cell for name, (cell, _, _) in PREEMPTIONS.items()},
-    )
+    cells = {name: cell for name, (cell, _, _) in PREEMPTIONS.items()}
+    options = {"model": str(tiny_text), "out_dir": str(tmp_path), "cells": cells}
+    outcomes = run_ranks("distributed.test_saving_ranks:preempted", tmp_path, limit_s=500, **options)
     for rank, outcome in enumerate(outcomes):
         for name, (_, step, asking) in PREEMPTIONS.items():
             found = outcome.value[name]
@@ -120,13 +107,8 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        "distributed.test_saving_ranks:resumed_with_other_rows",
-        tmp_path,
-        limit_s=150,
-        model=str(tiny_text),
-        out_dir=str(tmp_path / "out"),
-    )
+    options = {"model": str(tiny_text), "out_dir": str(tmp_path / "out")}
+    outcomes = run_ranks("distributed.test_saving_ranks:resumed_with_other_rows", tmp_path, limit_s=150, **options)
     reasons = {re.sub(r"^rank \d left the training: ", "", outcome.value) for outcome in outcomes}
     (reason,) = reasons  # one of the ranks may learn it from the other
     assert "samples was 60, is 50" in reason and "\n" not in reason

@@ -9,6 +9,7 @@ import transformers
 from model.check_families import class_and_config
 from packaging.version import parse
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory.model.check import quiet
@@ -72,9 +73,8 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, kernel: str | None
         with quiet():
             return tiny_copy(*class_and_config(kind), kernel).to(dtype)
     config = AutoConfig.for_model(kind, **COMMON | (ALLOWED | REFUSED)[kind])
-    for name in ("attention_dropout", "residual_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    for name in [name for name in vars(config) if "dropout" in name or "pdrop" in name]:
+        setattr(config, name, 0.0)
     config._experts_implementation = "eager"  # grouped matrix products know no float64
     torch.manual_seed(1)
     how = {} if kernel is None and kind not in EAGER else {"attn_implementation": kernel or "eager"}
@@ -97,12 +97,11 @@ def samples(lengths: tuple[int, ...] = LENGTHS) -> list[tuple[torch.Tensor, torc
 
 
 def padded_batch(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    length = max(len(ids) for ids, _ in rows)
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    of_row = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels} for ids, labels in rows]
+    ids, labels = zip(*rows)
     return {
-        key: torch.stack([functional.pad(row[key], (0, length - len(row[key])), value=value) for row in of_row])
-        for key, value in fill.items()
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
     }
 
 

@@ -19,7 +19,7 @@ from training.toy_training import ids
 from transformers import Trainer
 
 from odb_factory.errors import ConfigError, DataError, ODBError
-from odb_factory.training.checkpoint import TRAINER_STATE, ODBCursor, find_checkpoint
+from odb_factory.training.checkpoint import CURSOR, TRAINER_STATE_NAME, find_checkpoint
 
 STEPS = 4
 
@@ -33,25 +33,17 @@ def run(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(run: Path, to: Path, *steps: int) -> Path:
-    """A copy of the run with the checkpoints of these steps; returns the last."""
-    to.mkdir(exist_ok=True)
-    shutil.copy(run / "odb_audit_rank0.jsonl", to)
+    """A copy of the checkpoints of these steps; returns the last."""
     for step in steps:
         shutil.copytree(run / f"checkpoint-{step}", to / f"checkpoint-{step}")
     return to / f"checkpoint-{steps[-1]}"
 
 
-def find(
-    asked: Any,
-    *,
-    output_dir: Path | str = "",
-    by_deepspeed: bool = False,
-    gather: Callable[[Any], list[Any]] = lambda message: [message],
-) -> Path | None:
+def find(asked: Any, *, output_dir: Path | str = "", by_deepspeed: bool = False, gather: Any = None) -> Path | None:
     """On one rank, or as changed."""
     trainer = SimpleNamespace(
         args=SimpleNamespace(output_dir=output_dir),
-        odb=SimpleNamespace(gather=gather),
+        odb=SimpleNamespace(gather=gather or (lambda message: [message])),
         is_deepspeed_enabled=by_deepspeed,
     )
     found = find_checkpoint(trainer, asked)
@@ -72,7 +64,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a list": lambda path: path.write_text("[]"),
     "binary": lambda path: path.write_bytes(bytes(range(128, 256))),
     "another entry": lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"stateful_callbacks": {"ODBCursor": 1}})
+        json.dumps(json.loads(path.read_text()) | {"stateful_callbacks": {CURSOR: 1}})
     ),
 }
 
@@ -81,10 +73,10 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 def test_without_a_trainer_state_it_is_no_checkpoint(run: Path, tmp_path, damage: str) -> None:
     """Before any weights are loaded, also if it is the newest of several; no other one is chosen silently."""
     asked = copied(run, tmp_path, 2, 4)
-    DAMAGES[damage](asked / TRAINER_STATE)
+    DAMAGES[damage](asked / TRAINER_STATE_NAME)
     for way in ({"asked": str(asked)}, {"asked": True, "output_dir": tmp_path}):
         line = refused(**way)
-        assert str(asked / TRAINER_STATE) in line and "remove that folder" in line
+        assert str(asked / TRAINER_STATE_NAME) in line and "remove that folder" in line
 
 
 def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path) -> None:
@@ -93,7 +85,7 @@ def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path) -> None:
         (tmp_path / "nowhere", "is not a folder"),
         (5, "is not a folder"),
         (True, "holds no checkpoint"),
-        (run, TRAINER_STATE),
+        (run, TRAINER_STATE_NAME),
     ):
         assert word in refused(asked, output_dir=tmp_path / "empty")
     assert find(None) is find(False) is find("") is None
@@ -108,9 +100,6 @@ def test_a_checkpoint_without_an_optimizer_is_refused(run: Path, tiny_text, tmp_
     assert "model_name_or_path" in refused(run / "checkpoint-4", by_deepspeed=True)
 
 
-# The entry of `trainer_state.json`
-
-
 class OfATrial(Trainer):
     """Saves where a hyper-parameter search lets a trial save."""
 
@@ -119,26 +108,16 @@ class OfATrial(Trainer):
 
 
 def test_a_trial_and_restored_callbacks(tiny_text, tmp_path) -> None:
-    """`restore_callback_states_from_checkpoint` can recreate our callback; nothing of ours is left in the trainer."""
+    """Where the Trainer recreates callbacks, too; nothing of ours is left in it, nor a file in a checkpoint."""
     train(tiny_text, tmp_path, block=BLOCK, stop=STEPS, num_train_epochs=1, trainer_class=OfATrial)
-    checkpoint = tmp_path / "run-7" / "checkpoint-4"
-    trainer = train(
-        tiny_text,
-        tmp_path,
-        resume=str(checkpoint),
-        block=BLOCK,
-        num_train_epochs=1,
-        restore_callback_states_from_checkpoint=True,
-    )
+    options = {"num_train_epochs": 1, "restore_callback_states_from_checkpoint": True}
+    trainer = train(tiny_text, tmp_path, resume=str(tmp_path / "run-7" / "checkpoint-4"), block=BLOCK, **options)
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
-    last = max((tmp_path).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
-    saved = json.loads((last / TRAINER_STATE).read_text())["stateful_callbacks"][ODBCursor.__name__]["args"]
+    last = tmp_path / f"checkpoint-{trainer.state.global_step}"
+    saved = json.loads((last / TRAINER_STATE_NAME).read_text())["stateful_callbacks"][CURSOR]["args"]
     assert saved["optimizer_steps"] == trainer.state.global_step
-    assert not [path for path in last.iterdir() if "odb" in path.name], "no file of ours"
+    assert not [path for path in last.iterdir() if "odb" in path.name]
     assert not [one for one in trainer.callback_handler.callbacks if type(one).__module__.startswith("odb_factory")]
-
-
-# Ranks
 
 
 def on_ranks(asked: list[Any]) -> list[Any]:
@@ -159,12 +138,12 @@ def on_ranks(asked: list[Any]) -> list[Any]:
 def test_all_ranks_resume_the_same_checkpoint(run: Path, tmp_path) -> None:
     """Nodes may have disks of their own."""
     here, there = (copied(run, tmp_path / name, 3, 4) for name in ("here", "there"))
-    assert on_ranks([here, there]) == [here, there]
-    assert on_ranks([None, None]) == [None, None]
-    for others in (None, there.with_name("checkpoint-3")):
-        errors = on_ranks([here, others])
+    for asked in (here, there), (None, None):
+        assert on_ranks(list(asked)) == list(asked)
+    for other in (None, there.with_name("checkpoint-3")):
+        errors = on_ranks([here, other])
         assert all(isinstance(error, ConfigError) and "resume_from_checkpoint" in str(error) for error in errors)
-    (there / TRAINER_STATE).unlink()
+    (there / TRAINER_STATE_NAME).unlink()
     for other in (there, 5):
         errors = on_ranks([here, other])
         assert {str(error) for error in errors} == {str(errors[1])}

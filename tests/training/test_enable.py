@@ -19,32 +19,22 @@ from odb_factory import ConfigError, Cost, ODBTrainer, ODBTrainerMixin, enable_o
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     """Default batch size, two epochs, accumulation: every row once an epoch, figures right, evaluation untouched."""
-    trainer = make(
-        tiny_text,
-        tmp_path,
-        num_train_epochs=2,
-        gradient_accumulation_steps=2,
-        eval_dataset=Rows(num_rows=12),
-        eval_strategy="epoch",
-        dataloader_num_workers=1,
-    )
+    options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
+    trainer = make(tiny_text, tmp_path, eval_dataset=Rows(num_rows=12), eval_strategy="epoch", **options)
     assert enable_odb(trainer, **block) is trainer
-    result = trainer.train()
+    metrics = trainer.train().metrics
     assert ids(tmp_path) == Counter(dict.fromkeys(range(NUM_ROWS), 2))
-    optimizer_steps = max(line["optimizer_step"] for line in audit(tmp_path))
-    assert trainer.state.global_step == trainer.state.max_steps == optimizer_steps
     of_steps = Counter(line["optimizer_step"] for line in audit(tmp_path))
+    assert trainer.state.global_step == trainer.state.max_steps == max(of_steps)
     assert all(line["micro_batches"] == of_steps[line["optimizer_step"]] for line in audit(tmp_path))
     if block is BLOCK:
-        assert optimizer_steps == 2 * math.ceil(NUM_ROWS / 16)
+        assert max(of_steps) == 2 * math.ceil(NUM_ROWS / 16)
     else:
         assert max(of_steps.values()) == 2  # the last of an epoch may have fewer
     assert trainer.state.epoch == 2.0
-    logs = trainer.state.log_history
-    assert [entry["epoch"] for entry in logs if "eval_loss" in entry] == [1.0, 2.0]
-    assert result.metrics["train_samples_per_second"] == pytest.approx(
-        2 * NUM_ROWS / result.metrics["train_runtime"], rel=0.01
-    )
+    assert [entry["epoch"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1.0, 2.0]
+    samples = metrics["train_samples_per_second"] * metrics["train_runtime"]
+    assert samples == pytest.approx(2 * NUM_ROWS, rel=0.01)
     assert [len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()] == [8, 4]
 
 
@@ -59,34 +49,32 @@ def test_a_config_that_is_none_is_refused(tiny_text, tmp_path, arguments: Any) -
 
 def test_without_it_nothing_changes(tiny_text, tmp_path) -> None:
     """The mixin alone is a stock trainer; another trainer in the process stays one."""
-
-    class Mixed(ODBTrainerMixin, Trainer):
-        pass
-
     make(tiny_text, tmp_path / "other", block=BLOCK)
-    mixed = train(tiny_text, tmp_path / "Mixed", max_steps=3, trainer_class=Mixed)
-    stock = train(tiny_text, tmp_path / "Trainer", max_steps=3)
-    assert losses(mixed) == losses(stock)
-    assert not (tmp_path / "Mixed" / "odb_summary.json").exists()
+    kinds = type("Mixed", (ODBTrainerMixin, Trainer), {}), Trainer
+    mixed, stock = (losses(train(tiny_text, tmp_path / "out", max_steps=3, trainer_class=kind)) for kind in kinds)
+    assert mixed == stock and not (tmp_path / "out" / "odb_summary.json").exists()
 
 
 def test_custom_trainers(tiny_text, tmp_path) -> None:
-    class Mine(ODBTrainer):
-        pass
-
-    trainer = train(tiny_text, tmp_path, odb=BLOCK, trainer_class=Mine)
+    trainer = train(tiny_text, tmp_path, odb=BLOCK, trainer_class=type("Mine", (ODBTrainer,), {}))
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
     with pytest.raises(ConfigError, match="already"):
         enable_odb(trainer, **BLOCK)
 
 
-def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> None:
-    class Mine(Trainer):
-        def get_train_dataloader(self) -> DataLoader:
-            return DataLoader(self.train_dataset, batch_size=4, sampler=list(range(10, 20)), collate_fn=pad)
+def own_dataloader(self: Any) -> DataLoader:
+    return DataLoader(self.train_dataset, batch_size=4, sampler=list(range(10, 20)), collate_fn=pad)
 
-    train(tiny_text, tmp_path, trainer_class=Mine, block=BLOCK)
+
+def test_a_dataloader_of_the_trainers_own(tiny_text, tmp_path) -> None:
+    """It is respected; in the place of odb's it is refused."""
+    of_trainer, of_odb = (
+        type("Mine", (kind,), {"get_train_dataloader": own_dataloader}) for kind in (Trainer, ODBTrainer)
+    )
+    train(tiny_text, tmp_path, trainer_class=of_trainer, block=BLOCK)
     assert ids(tmp_path) == Counter(range(10, 20))
+    with pytest.raises(ConfigError, match=r"^get_train_dataloader of Mine overrides odb's without calling super"):
+        train(tiny_text, tmp_path, trainer_class=of_odb, odb=BLOCK)
 
 
 class Weighted(Trainer):
@@ -140,15 +128,6 @@ def test_losses_are_those_of_stock(tiny_text, tmp_path, name: str) -> None:
         trainer.train()
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_dataloader_in_the_place_of_odbs_is_refused(tiny_text, tmp_path) -> None:
-    class Mine(ODBTrainer):
-        def get_train_dataloader(self) -> DataLoader:
-            return DataLoader(self.train_dataset, batch_size=4, collate_fn=pad)
-
-    with pytest.raises(ConfigError, match=r"^get_train_dataloader of Mine overrides odb's without calling super"):
-        train(tiny_text, tmp_path, trainer_class=Mine, odb=BLOCK)
 
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])

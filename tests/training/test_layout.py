@@ -17,7 +17,7 @@ from training.flat_models import LENGTHS, MIXERS, WRONG, flat_batch, make_model,
 from training.toy_training import audit, losses, make
 from transformers import LlamaForCausalLM, Trainer
 
-from odb_factory import ConfigError, ODBConfig, enable_odb
+from odb_factory import ConfigError
 from odb_factory.model import attention
 from odb_factory.model import check as check_module
 from odb_factory.model.check import Layout, Runs, check_rows, models_of, of_flat_batch
@@ -31,25 +31,31 @@ def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "check", lambda *_, installs: None)
 
 
-def config(layout: str = "auto") -> ODBConfig:
-    return ODBConfig(token_budget=BUDGET, layout=layout)
-
-
-def resolve_layout(trainer: Trainer, config: ODBConfig, refused: str | None = None) -> Layout:
-    return check_module.resolve_layout(models_of(trainer), config.layout, trainer.args, refused=refused)
+def resolve_layout(trainer: Trainer, layout: str = "auto", refused: str | None = None) -> Layout:
+    return check_module.resolve_layout(models_of(trainer), layout, trainer.args, refused=refused)
 
 
 # By name, or by a tiny copy
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_refused_before_a_loader_is_made(kind: str, tmp_path: Path) -> None:
-    trainer = make(make_model(kind), tmp_path)
-    layout = resolve_layout(trainer, config())
-    assert layout.name == "padded"
-    assert "computes something else on a flat row" in layout.reason
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        *((kind, "computes something else on a flat row") for kind in WRONG),
+        ("of torch", ""),
+        ("attends to images", ""),  # which the tiny copy, that is given text alone, does not show
+        ("refused by its caller", "the caller"),
+    ],
+)
+def test_refused_before_a_loader_is_made(kind: str, reason: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2) if kind == "of torch" else make_model(kind if kind in WRONG else "llama")
+    if kind == "attends to images":
+        model.config.model_type = "mllama"
+    refused, trainer = reason if kind == "refused by its caller" else None, make(model, tmp_path)
+    layout = resolve_layout(trainer, refused=refused)
+    assert layout.name == "padded" and reason in layout.reason
     with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here.*; set `layout: padded`"):
-        resolve_layout(trainer, config("flat"))
+        resolve_layout(trainer, "flat", refused)
 
 
 def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) -> None:
@@ -66,16 +72,6 @@ def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) 
     assert first.config._attn_implementation == "sdpa" and first.config.use_cache is True
 
 
-@pytest.mark.parametrize("kind", ["of torch", "attends to images", "refused by its caller"])
-def test_a_model_that_is_refused_by_what_it_is(kind: str, tmp_path: Path) -> None:
-    """The tiny copy is given text alone, so it does not show attention to the images of a row."""
-    model = torch.nn.Linear(2, 2) if kind == "of torch" else make_model("llama")
-    if kind == "attends to images":
-        model.config.model_type = "mllama"
-    layout = resolve_layout(make(model, tmp_path), config(), "the caller" if kind == "refused by its caller" else None)
-    assert layout.name == "padded"
-
-
 @pytest.mark.parametrize("layout", ["auto", "flat"])
 def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(layout: str, tmp_path: Path) -> None:
     class Wider(LlamaForCausalLM):
@@ -84,7 +80,7 @@ def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(layout: st
 
     model = make_model("llama")
     model.__class__ = Wider
-    assert resolve_layout(make(model, tmp_path), config(layout)).name == "flat"
+    assert resolve_layout(make(model, tmp_path), layout).name == "flat"
 
 
 # By the kernel
@@ -115,14 +111,12 @@ def test_kernels(
     trainer = make(model, tmp_path)
     model.config.use_cache = True
     trainer.args.__dict__["_setup_devices"] = torch.device(device)  # where torch would keep it
-    found = resolve_layout(trainer, config(layout))
+    found = resolve_layout(trainer, layout)
     assert (found.name, words in found.reason) == (name, True), found.reason
     assert found.with_boundaries == ("flash" in kernel)
     names = {"sdpa": attention.NAME, "eager": attention.EAGER_NAME} if name == "flat" else {}
     assert model.config._attn_implementation == names.get(kernel, kernel)
-    assert model.config.use_cache == (name == "padded"), (
-        "beside a cache transformers does not look for samples in a row"
-    )
+    assert model.config.use_cache == (name == "padded"), "beside one transformers looks for no samples in a row"
     found.undo()
     assert model.config._attn_implementation == kernel and model.config.use_cache
 
@@ -132,22 +126,15 @@ def test_a_model_that_odb_varlen_does_not_fit_keeps_its_kernel(kernel: str, tmp_
     model = make_model("llama", kernel=kernel)
     model.config.model_type = "gemma3"
     trainer = make(model, tmp_path)
-    reason = resolve_layout(trainer, config()).reason
+    reason = resolve_layout(trainer).reason
     assert "square of a whole row" in reason and "tokens of an image see each other" in reason
     assert model.config._attn_implementation == kernel
     trainer.args.__dict__["_setup_devices"] = torch.device("cuda")
-    assert resolve_layout(trainer, config()).name == "padded"
-    assert resolve_layout(trainer, config("flat")).name == "flat"
+    assert resolve_layout(trainer).name == "padded"
+    assert resolve_layout(trainer, "flat").name == "flat"
 
 
 # By the check
-
-
-def check(trainer: Trainer) -> str | None:
-    enable_odb(trainer, config())
-    rows, gather = samples(), trainer.odb.gather
-    runs = Runs(trainer.model_wrapped, trainer._prepare_inputs, gather, trainer.compute_loss_context_manager)
-    return check_rows(runs, lambda: of_flat_batch(flat_batch(rows), LENGTHS))
 
 
 CHECKED = [
@@ -163,11 +150,12 @@ def test_the_check_of_real_rows(kind: str, dtype: torch.dtype, is_right: bool, t
     all families: `tests/model/test_check.py`."""
     trainer = make(make_model(kind, dtype), tmp_path)
     if is_right:
-        layout = resolve_layout(trainer, config())
+        layout = resolve_layout(trainer)
         assert layout.name == "flat" and ("by padded groups of samples" in layout.reason) == (kind in MIXERS)
     trainer.model.lm_head.eval()
     state, modes = torch.get_rng_state(), [module.training for module in trainer.model.modules()]
-    found = check(trainer)
+    runs = Runs(trainer.model, trainer._prepare_inputs, lambda answer: [answer], trainer.compute_loss_context_manager)
+    found = check_rows(runs, lambda: of_flat_batch(flat_batch(samples()), LENGTHS))
     assert (found is None) == is_right, found
     assert [module.training for module in trainer.model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
@@ -238,20 +226,15 @@ def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeyp
         return draw(self, start, end, **more) if more else self.fill_(end)
 
     monkeypatch.setattr(torch.Tensor, "uniform_", largest)
-    changes = {
-        "neftune_noise_alpha": 20.0,
-        "max_steps": 3,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 8,
-    }
-    models = {layout: make_model("llama") for layout in ("stock", "flat", "off")}
-    stock = train(models["stock"], tmp_path / "stock", "stock", **changes)
-    flat = train(models["flat"], tmp_path / "flat", "flat", **changes)
-    off = train(models["off"], tmp_path / "off", "stock", **changes | {"neftune_noise_alpha": None})
+    changes = {"max_steps": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    stock, flat, off = (
+        train(make_model("llama"), tmp_path / layout, layout, neftune_noise_alpha=alpha, **changes)
+        for layout, alpha in (("stock", 20.0), ("flat", 20.0), ("stock", None))
+    )
     assert losses(flat) == pytest.approx(losses(stock), rel=1e-5)
     assert losses(off) != pytest.approx(losses(stock), rel=1e-3)
     assert max(len(line["ids"]) for line in audit(tmp_path / "flat")) > 1
-    assert not models["flat"].get_input_embeddings()._forward_hooks
+    assert not flat.model.get_input_embeddings()._forward_hooks
     (told,) = [message for message in caplog.messages if message.startswith("neftune_noise_alpha: 20: ")]
     assert "per_device_train_batch_size" in told and "\n" not in told
 
@@ -284,9 +267,8 @@ def train_where_one_rank_finds_it_wrong(rank: int, output_dir: str) -> tuple[lis
 
 
 def test_all_ranks_decide_alike(tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        "training.test_layout:train_where_one_rank_finds_it_wrong", tmp_path, limit_s=120, output_dir=str(tmp_path)
-    )
+    function = "training.test_layout:train_where_one_rank_finds_it_wrong"
+    outcomes = run_ranks(function, tmp_path, limit_s=120, output_dir=str(tmp_path))
     (mine, message), (_, its) = (outcome.value for outcome in outcomes)
     assert message == its and "odb.layout: 'flat'" in message and "(rank 1)" in message
     alone = losses(train(make_model("llama"), tmp_path / "one", "padded"))

@@ -64,6 +64,7 @@ class Case(NamedTuple):
     row: Callable[[int], dict[str, Any]] = row
     collate: Callable[..., dict[str, torch.Tensor]] = collate
     is_late: bool = False
+    model: Callable[[], Any] = functools.partial(make_model, "llama")
 
 
 CASES = {
@@ -83,7 +84,7 @@ def run(case: Case, folder: Path, layout: str, on_error: str = "raise", **change
     block = {"token_budget": 128, "layout": layout, "on_error": on_error, "audit": True}
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
     return train(
-        make_model("llama"),
+        case.model(),
         folder,
         Rows(case.row, NUM_ROWS),
         block=None if layout == "stock" else block,
@@ -126,23 +127,16 @@ def test_flat_names_the_row(name: str, on_error: str, tmp_path: Path) -> None:
 def train_on_two_ranks(rank: int, output_dir: str, name: str, num_workers: int) -> dict[str, list[float]]:
     os.environ["LOCAL_RANK"] = str(rank)
     changes = {"per_device_train_batch_size": 1, "dataloader_num_workers": num_workers}
-    return {
-        layout: losses(run(CASES[name], Path(output_dir, layout), layout, **changes)) for layout in ("stock", "auto")
-    }
+    kinds = ("stock", "auto")
+    return {kind: losses(run(CASES[name], Path(output_dir, kind), kind, **changes)) for kind in kinds}
 
 
 @pytest.mark.stock
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_late_row_of_one_rank_pads_a_micro_batch_of_it(num_workers: int, tmp_path: Path) -> None:
     """The number of micro-batches stays that of the other rank (I1), and no sample is lost (I2)."""
-    outcomes = run_ranks(
-        "training.test_layout_falls_back:train_on_two_ranks",
-        tmp_path,
-        limit_s=120,
-        output_dir=str(tmp_path),
-        name="late labels on masked tokens",
-        num_workers=num_workers,
-    )
+    options = {"output_dir": str(tmp_path), "name": "late labels on masked tokens", "num_workers": num_workers}
+    outcomes = run_ranks("training.test_layout_falls_back:train_on_two_ranks", tmp_path, limit_s=120, **options)
     for outcome in outcomes:
         assert outcome.value["auto"] == pytest.approx(outcome.value["stock"], rel=1e-5)
     lines = [audit(tmp_path / "auto", rank) for rank in range(2)]
@@ -158,12 +152,7 @@ def test_a_late_row_of_one_rank_pads_a_micro_batch_of_it(num_workers: int, tmp_p
 def collate_pictures(rows: list[dict[str, Any]], *, with_marks: bool) -> dict[str, torch.Tensor]:
     """with_marks: of media, without which today's transformers counts their tokens as text."""
     batch = collate(rows)
-    pictures = [row for row in rows if "pixel_values" in row]
-    for key in ("pixel_values", "image_grid_thw") if pictures else ():
-        batch[key] = torch.cat([row[key] for row in pictures])
-    if with_marks:
-        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
-    return batch
+    return batch | ({"mm_token_type_ids": (batch["input_ids"] == IMAGE).long()} if with_marks else {})
 
 
 @pytest.mark.stock
@@ -172,20 +161,10 @@ def collate_pictures(rows: list[dict[str, Any]], *, with_marks: bool) -> dict[st
 def test_positions_of_images_are_made_as_the_model_makes_them(
     with_marks: bool, num_workers: int, tmp_path: Path
 ) -> None:
-    def trained(layout: str) -> Trainer:
-        return train(
-            vision_model(),
-            tmp_path / layout,
-            Rows(picture_row, NUM_ROWS),
-            block=None if layout == "stock" else {"token_budget": 128, "layout": layout, "audit": True},
-            collate=functools.partial(collate_pictures, with_marks=with_marks),
-            trainer_class=Sequential,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            remove_unused_columns=False,
-            dataloader_num_workers=num_workers,
-        )
-
-    auto = trained("auto")
-    assert losses(auto) == pytest.approx(losses(trained("stock")), rel=1e-5)
+    collate = functools.partial(collate_pictures, with_marks=with_marks)
+    case = Case(picture_row, collate, model=vision_model)
+    auto, stock = (
+        losses(run(case, tmp_path / layout, layout, dataloader_num_workers=num_workers)) for layout in ("auto", "stock")
+    )
+    assert auto == pytest.approx(stock, rel=1e-5)
     assert all(line["segments"] for line in audit(tmp_path / "auto"))

@@ -17,7 +17,8 @@ from distributed.ranks import run_ranks
 from same_training import RELATIVE, deviation, read
 from support import read_audit
 from toy import Rows, a_micro_batch, pad
-from training.trainings import BLOCK, ODB, SGD, InOrder, Memory, Training, make_odb
+from training.toy_training import Sequential
+from training.trainings import BLOCK, ODB, SGD, Memory, Training, make_odb
 
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader, ODBError
 from odb_factory.data.samples import Measured, Sample
@@ -162,7 +163,7 @@ def train_with_a_gathering_loss(rank: int, path: str, output_dir: str) -> list[s
     os.environ["LOCAL_RANK"] = str(rank)
     errors: list[str] = []
 
-    class Gathers(InOrder):
+    class Gathers(Sequential):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             for method in METHODS:

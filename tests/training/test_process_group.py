@@ -22,34 +22,23 @@ ACCUMULATION = 2
 def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list[tuple[int, ...]]]:
     """Returns the losses of a training in groups of one, and what a process holds after each of some in the world."""
     os.environ["LOCAL_RANK"] = str(rank)
-    of_group = train_in_groups_of_one(rank, model, output_dir)
-    counts = []
-    for k in range(3):
-        make_odb(Path(model), Path(output_dir, f"world{k}")).train()
-        gc.collect()
-        counts.append(held())
-    return of_group, counts
-
-
-def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float]:
-    """Two ranks, each the only one of its group: the engine averages two equal gradients."""
+    # Two ranks, each the only one of its group: the engine averages two equal gradients.
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     trainer = make(Path(model), Path(output_dir, str(rank)), gradient_accumulation_steps=ACCUMULATION)
     assert trainer.accelerator.num_processes == 2
     enable_odb(trainer, process_group=groups[rank], loss_scaling="exact", **BLOCK)
     trainer.train()
-    return losses(trainer)
+    counts = []
+    for k in range(3):
+        make_odb(Path(model), Path(output_dir, f"world{k}")).train()
+        gc.collect()
+        counts.append(held())
+    return losses(trainer), counts
 
 
 def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_text, tmp_path) -> None:
-    outcomes = run_ranks(
-        "training.test_process_group:train_all",
-        tmp_path,
-        world_size=2,
-        limit_s=120,
-        model=str(tiny_text),
-        output_dir=str(tmp_path),
-    )
+    options = {"model": str(tiny_text), "output_dir": str(tmp_path)}
+    outcomes = run_ranks("training.test_process_group:train_all", tmp_path, limit_s=120, **options)
     for rank in range(2):
         folder = tmp_path / str(rank)
         assert ids(folder) == Counter(range(NUM_ROWS))

@@ -21,18 +21,18 @@ import torch.distributed as dist
 from distributed.ranks import run_ranks
 from same_training import RELATIVE, check_same_training, read, report
 from training.trainings import LIMIT_S, ODB, STOCK, Training, train
-from transformers import TrainingArguments
 
 EVERY = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 SCHEDULE = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 2}
 SCHEDULE |= {"include_num_input_tokens_seen": "all"}
 THREE_EPOCHS = EVERY | SCHEDULE | {"num_train_epochs": 3, "load_best_model_at_end": True}
 SMOOTHED = THREE_EPOCHS | {"label_smoothing_factor": 0.1}
-BY_LENGTH: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
-if not BY_LENGTH.keys() <= TrainingArguments.__dataclass_fields__.keys():
-    BY_LENGTH = {"group_by_length": True}
 # One evaluation of one batch, at the end: an evaluation draws random numbers, too, and groups its rows by them.
-BY_LENGTH |= THREE_EPOCHS | {"eval_steps": 12, "save_steps": 12, "per_device_eval_batch_size": 5}
+BY_LENGTH = (
+    {"train_sampling_strategy": "group_by_length"}
+    | THREE_EPOCHS
+    | {"eval_steps": 12, "save_steps": 12, "per_device_eval_batch_size": 5}
+)
 ON_EACH = {"average_tokens_across_devices": False}
 WITH_IMAGES = {"max_patches": 200, "token_budget": 120}
 
@@ -48,9 +48,7 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
     "2_ranks": (
         2,
         {
-            "without balance": Training(
-                batch=4, accumulation=1, rows=24, arguments=THREE_EPOCHS, block={"balance": False}
-            ),
+            "no balance": Training(batch=4, accumulation=1, rows=24, arguments=THREE_EPOCHS, block={"balance": False}),
             "smoothed on each rank": Training(batch=2, rows=24, arguments=SMOOTHED | ON_EACH),
             "by length": Training(batch=2, rows=28, arguments=BY_LENGTH),
             "smoothed, images": Training("vl", batch=3, rows=42, arguments=SMOOTHED, block=WITH_IMAGES),
@@ -67,10 +65,8 @@ def test_the_same_training(trained: Any, name: str, of: str) -> None:
     """Run with -s to see how far it is from stock's."""
     (folder, _), (world_size, trainings) = trained(name, of), SETS[name]
     ours, stock = (read(folder / kind, world_size) for kind in (ODB, STOCK))
-    size = trainings[of].batch * trainings[of].accumulation * world_size
-    assert [len(rows) for rows in stock.rows] == [
-        min(size, trainings[of].rows - k) for k in range(0, trainings[of].rows, size)
-    ] * 3
+    size, num_rows = trainings[of].batch * trainings[of].accumulation * world_size, trainings[of].rows
+    assert [len(rows) for rows in stock.rows] == [min(size, num_rows - k) for k in range(0, num_rows, size)] * 3
     for checkpoint in stock.folders:
         check_checkpoint(folder / ODB / checkpoint, folder / STOCK / checkpoint)
     found = check_same_training(ours, stock)
@@ -124,15 +120,9 @@ def resumed(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind in (STOCK, ODB):
             train(ALONE, model, folder / kind, kind)
             resume_all(0, alone, model, str(folder / kind), str(folder / f"from {kind}"))
-        run_ranks(
-            "training.test_same_training:resume_all",
-            folder,
-            limit_s=LIMIT_S,
-            training=dataclasses.asdict(IN_PAIRS),
-            model=model,
-            source=str(folder / ODB),
-            output_dir=str(folder / "on two ranks"),
-        )
+        options = {"training": dataclasses.asdict(IN_PAIRS), "model": model, "source": str(folder / ODB)}
+        options["output_dir"] = str(folder / "on two ranks")
+        run_ranks("training.test_same_training:resume_all", folder, limit_s=LIMIT_S, **options)
         resume_all(0, alone, model, str(folder / "on two ranks" / "1"), str(folder / "from two ranks"))
     return folder
 

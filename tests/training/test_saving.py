@@ -27,62 +27,53 @@ STEPS = 3
 KEEP = BLOCK | {"token_budget": BUDGET}
 
 
-class SaveAt(TrainerCallback):
-    """Calls `_save_checkpoint` at one event, with `STEPS` optimizer steps done, and keeps a copy of what it wrote."""
-
-    def __init__(self, trainer: Trainer, event: str):
-        self.trainer = trainer
-        setattr(self, event, self.save)
-
-    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        to = Path(args.output_dir) / "saved" / f"checkpoint-{STEPS}"
-        if state.global_step == STEPS and not to.exists():
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-            shutil.copytree(Path(args.output_dir) / f"checkpoint-{STEPS}", to)
-
-
-def saving(event: str) -> type[Trainer]:
-    class Saving(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self.add_callback(SaveAt(self, event))
-
-    return Saving
-
-
-def test_a_save_at_any_event_resumes_exactly(tiny_text: Path, tmp_path: Path) -> None:
-    """The same losses to the last digit. (Random numbers, as of dropout, are saved as they are at that moment.)"""
-    options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1, "save_strategy": "no", "warmup_steps": 2}
-    whole = toy_training.train(tiny_text, tmp_path / "whole", **options)
-    for event in EVENTS:
-        out = tmp_path / event
-        saved = toy_training.train(tiny_text, out, trainer_class=saving(event), **options)
-        assert history(saved) == history(whole), event
-        again = toy_training.train(
-            tiny_text, tmp_path / f"{event}_again", resume=str(out / "saved" / f"checkpoint-{STEPS}"), **options
-        )
-        # At the end of a step stock saves before it logs that step.
-        skipped = STEPS if event == "on_step_end" else 0
-        assert history(again) == [line for line in history(whole) if line[0] != skipped], event
-
-
-class Signalled(Trainer):
-    """Sends this process SIGTERM at an event with `STEPS` optimizer steps done (`enable_jit_checkpoint`)."""
+class ActsAt(Trainer):
+    """Acts at `event`, with `steps` optimizer steps done."""
 
     event, steps = "on_pre_optimizer_step", STEPS
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        managers = (getattr(one, "jit_manager", None) for one in self.callback_handler.callbacks)
-        self.manager = next(manager for manager in managers if manager is not None)
-        self.manager.kill_wait = 0
         callback = TrainerCallback()
-        setattr(callback, self.event, self.signal)
+        setattr(callback, self.event, self.at_event)
         self.add_callback(callback)
 
-    def signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def at_event(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.steps:
-            terminate()
+            self.act()
+
+    def act(self) -> None:
+        """Calls `_save_checkpoint`, and keeps a copy of what it wrote."""
+        to = Path(self.args.output_dir) / "saved" / f"checkpoint-{STEPS}"
+        if not to.exists():
+            self._save_checkpoint(self.model, trial=None)
+            shutil.copytree(Path(self.args.output_dir) / f"checkpoint-{STEPS}", to)
+
+
+def test_a_save_at_any_event_resumes_exactly(tiny_text: Path, tmp_path: Path) -> None:
+    """The same losses to the last digit. (Random numbers, as of dropout, are saved as they are at that moment.)"""
+    options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1, "save_strategy": "no", "warmup_steps": 2}
+    whole = history(toy_training.train(tiny_text, tmp_path / "whole", **options))
+    for event in EVENTS:
+        out, kind = tmp_path / event, type("Saves", (ActsAt,), {"event": event})
+        assert history(toy_training.train(tiny_text, out, trainer_class=kind, **options)) == whole, event
+        checkpoint = str(out / "saved" / f"checkpoint-{STEPS}")
+        again = toy_training.train(tiny_text, tmp_path / f"{event}_again", resume=checkpoint, **options)
+        # At the end of a step stock saves before it logs that step.
+        skipped = STEPS if event == "on_step_end" else 0
+        assert history(again) == [line for line in whole if line[0] != skipped], event
+
+
+class Signalled(ActsAt):
+    """Sends this process SIGTERM (`enable_jit_checkpoint`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        managers = (getattr(one, "jit_manager", None) for one in self.callback_handler.callbacks)
+        next(filter(None, managers)).kill_wait = 0
+
+    def act(self) -> None:
+        terminate()
 
 
 def terminate() -> None:
@@ -113,23 +104,16 @@ def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path) -> 
 
 
 def test_figures_of_numpy_are_saved_with_the_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
-    """Of `compute_metrics`, in an evaluation by budget: the Trainer writes them as JSON."""
+    """Of `compute_metrics`, in an evaluation by budget: the Trainer writes them as JSON. An evaluation without a whole
+    batch (`dataloader_drop_last`) has no figures, as in stock."""
     each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    each |= {"dataloader_drop_last": True, "per_device_eval_batch_size": 4}
     block = BLOCK | {"eval_token_budget": BUDGET}
-    trainer = make(tiny_text, tmp_path, block=block, eval_dataset=Rows(num_rows=16), **each)
-    trainer.compute_metrics = lambda found: {"rows": np.int64(len(found.label_ids)), "half": np.float32(0.5)}
-    trainer.train()
-    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
-    (entry,) = [entry for entry in state["log_history"] if "eval_loss" in entry]
-    assert (entry["eval_rows"], entry["eval_half"]) == (16, 0.5)
-
-
-def test_an_evaluation_without_a_whole_batch_has_no_figures(tiny_text: Path, tmp_path: Path) -> None:
-    """As in stock, with `dataloader_drop_last`."""
-    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "dataloader_drop_last": True}
-    for block in (None, BLOCK | {"eval_token_budget": BUDGET}):
-        rows = {"eval_dataset": Rows(num_rows=3), "per_device_eval_batch_size": 4}
-        trainer = make(tiny_text, tmp_path, block=block, **rows, **options)
-        trainer.compute_metrics = lambda found: {"rows": len(found.label_ids)}
+    for num_rows, given in ((16, block), (3, block), (3, None)):
+        out = tmp_path / f"{num_rows} {given is None}"
+        trainer = make(tiny_text, out, block=given, eval_dataset=Rows(num_rows=num_rows), **each)
+        trainer.compute_metrics = lambda found: {"rows": np.int64(len(found.label_ids)), "half": np.float32(0.5)}
         trainer.train()
-        assert not any(key in entry for entry in trainer.state.log_history for key in ("eval_loss", "eval_rows"))
+        state = json.loads((out / "checkpoint-1" / "trainer_state.json").read_text())
+        found = [entry for entry in state["log_history"] if "eval_loss" in entry or "eval_rows" in entry]
+        assert [(entry["eval_rows"], entry["eval_half"]) for entry in found] == [(16, 0.5)] * (num_rows == 16)

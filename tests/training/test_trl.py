@@ -11,6 +11,7 @@ import llamafactory.extras.packages  # noqa: F401  (trl's trainers import nothin
 import pytest
 from PIL import Image
 from support import read_jsonl
+from training.toy_training import losses
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from odb_factory import enable_odb
@@ -23,27 +24,14 @@ BLOCK = {"token_budget": 512, "audit": True}
 def train(trained: Any, folder: Path, *, odb: dict[str, Any] | None, **arguments: Any) -> list[float]:
     """The losses of four optimizer steps. trained: the model, its processing class and rows."""
     model, processing_class, rows = trained
-    trainer: Any = trl.SFTTrainer(
-        model=model,
-        args=trl.SFTConfig(
-            output_dir=str(folder),
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            bf16=False,
-            **arguments,
-        ),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=processing_class,
-    )
+    arguments |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "use_cpu": True}
+    arguments |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "bf16": False}
+    args, dataset = trl.SFTConfig(output_dir=str(folder), **arguments), datasets.Dataset.from_list(rows)
+    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processing_class)
     if odb is not None:
         enable_odb(trainer, **odb)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses(trainer)
 
 
 def of_text(path: Path) -> tuple[Any, Any, list[dict[str, Any]]]:

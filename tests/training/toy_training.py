@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from support import read_audit
+from torch.nn.utils.rnn import pad_sequence
 from toy import Rows, pad
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -18,16 +19,8 @@ FILL = BLOCK | {"global_batch_size": "fill"}
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    defaults = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "num_train_epochs": 1,
-    }
+    defaults: dict[str, Any] = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "logging_steps": 1}
+    defaults |= {"save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3, "num_train_epochs": 1}
     return TrainingArguments(**defaults | changes)
 
 
@@ -66,19 +59,18 @@ def train(*args: Any, resume: Any = None, **changes: Any) -> Any:
 
 
 def collate(rows: list[dict[str, Any]], side: str = "right") -> dict[str, torch.Tensor]:
-    """Rows of `input_ids` and `labels`, all of whose tokens are seen if they have no mask of their own."""
-    length = max(len(row["input_ids"]) for row in rows)
+    """Rows of `input_ids` and `labels`, and pictures; all tokens are seen if rows have no mask of their own."""
+    rows = [{"attention_mask": [1] * len(row["input_ids"])} | row for row in rows]
 
-    def padded(values: list[int], fill: int) -> list[int]:
-        rest = [fill] * (length - len(values))
-        return values + rest if side == "right" else rest + values
+    def padded(key: str, fill: int) -> torch.Tensor:
+        values = [torch.tensor(row[key]) for row in rows]
+        return pad_sequence(values, batch_first=True, padding_value=fill, padding_side=side)
 
-    masks = [row.get("attention_mask", [1] * len(row["input_ids"])) for row in rows]
-    return {
-        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
-        "labels": torch.tensor([padded(row["labels"], -100) for row in rows]),
-        "attention_mask": torch.tensor([padded(mask, 0) for mask in masks]),
-    }
+    batch = {key: padded(key, -100 if key == "labels" else 0) for key in ("input_ids", "labels", "attention_mask")}
+    for key in ("pixel_values", "image_grid_thw"):
+        if values := [row[key] for row in rows if key in row]:
+            batch[key] = torch.cat(values)
+    return batch
 
 
 audit = read_audit

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import inspect
+import math
 import os
 import random
 import weakref
@@ -24,7 +25,7 @@ from distributed.ranks import run_ranks
 from distributed.shims.training_record import TrainingRecord
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from training import toy_training
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Trainer, set_seed
 from transformers.integrations import unset_hf_deepspeed_config
@@ -73,8 +74,7 @@ class Training:
 
 def make_row(number: int, training: Training, config: Any) -> dict[str, Any]:
     """Each has its own length and its own share of supervised tokens, from one to all."""
-    rng = random.Random(number)
-    shorter = 1 + 2 * (number % max(training.unequal, 1))
+    rng, shorter = random.Random(number), 1 + 2 * (number % max(training.unequal, 1))
     ids = [rng.randrange(TEXT_IDS) for _ in range(max((10 + number * 37 % 40) // shorter, 2))]  # one predicts nothing
     # ZeRO-3 gathers parameters, so there all micro-batches need an image.
     images = rng.choice((1, 1, 2, int(training.zero > 0))) if training.model == "vl" else 0
@@ -106,10 +106,6 @@ class Collator:
         batch = toy_training.collate(rows)
         if self.image_token is not None:
             batch["mm_token_type_ids"] = (batch["input_ids"] == self.image_token).int()
-        for key in ("pixel_values", "image_grid_thw"):
-            values = [row[key] for row in rows if key in row]
-            if values:
-                batch[key] = torch.cat(values)
         return batch
 
 
@@ -126,16 +122,15 @@ def load_model(training: Training, path: str | Path) -> Any:
     return model
 
 
-def divides(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """As functions for the Trainer are: the sum over all supervised tokens, over what they are told is their number."""
-    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / num_items_in_batch
-
-
-def means(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def means(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, reduction: str = "mean") -> Tensor:
     """As LLaMA-Factory's `asft_loss_func`: the mean over the supervised tokens of a batch."""
     logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return cross_entropy(logits, labels, ignore_index=IGNORE)
+    return cross_entropy(logits, labels, ignore_index=IGNORE, reduction=reduction)
+
+
+def divides(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """As functions for the Trainer are: the sum over all supervised tokens, over what they are told is their number."""
+    return means(outputs, labels, reduction="sum") / num_items_in_batch
 
 
 LOSSES = {"divides": divides, "means": means}
@@ -149,7 +144,7 @@ class Memory:
     often it was short. leaked: how often what a failed attempt had in memory was there when the next forward began.
     """
 
-    def __init__(self, model: Any, most: int, phase: str = "forward", *, spares_recomputed: bool = False):
+    def __init__(self, model: Any, most: float, phase: str = "forward", *, spares_recomputed: bool = False):
         self.most, self.phase, self.spares_recomputed = most, phase, spares_recomputed
         self.fails = self.leaked = 0
         self._body = model.get_decoder()
@@ -176,36 +171,11 @@ class Memory:
 # Trainings
 
 
-class InOrder(Trainer):
-    """Rows in their order, so that the share of a rank is known."""
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
-
-
-class InBatches(Trainer):
-    """Takes these rows in each optimizer step."""
-
-    batches: Sequence[list[int]]
-
-    def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator)
-
-
 def zero(stage: int) -> dict[str, Any]:
     """A configuration of DeepSpeed."""
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            "stage3_gather_16bit_weights_on_model_save": stage == 3,
-        },
-    }
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    engine = {"stage": stage, "overlap_comm": False, "stage3_gather_16bit_weights_on_model_save": stage == 3}
+    return dict.fromkeys(auto, "auto") | {"zero_allow_untested_optimizer": True, "zero_optimization": engine}
 
 
 def make(training: Training, path: str | Path, folder: Path, kind: type = Trainer, **changes: Any) -> Any:
@@ -237,16 +207,20 @@ def make(training: Training, path: str | Path, folder: Path, kind: type = Traine
 def make_odb(training: Training, path: str | Path, folder: Path, kind: type | None = None, **changes: Any) -> Any:
     """A Trainer with odb. changes: of `make`, and `meter`: that of its memory."""
     meter = changes.pop("meter", None)
-    trainer = make(training, path, folder, kind or (InOrder if training.unequal else Trainer), **changes)
+    kind = kind or (toy_training.Sequential if training.unequal else Trainer)  # so the share of a rank is known
+    trainer = make(training, path, folder, kind, **changes)
     return enable_odb(trainer, memory_meter=meter, **BLOCK | training.block)
 
 
 def replay(training: Training, path: str, folder: Path, batches: list[list[int]]) -> None:
     """Train in this process on these rows in each optimizer step, as one batch, on the mean over its tokens."""
+
+    class InBatches(Trainer):
+        def get_train_dataloader(self) -> DataLoader:
+            return DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
+
     once = {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "deepspeed": None, "use_cpu": True}
-    plain = dataclasses.replace(training, loss="means")
-    trainer = make(plain, path, folder, InBatches, **once)
-    trainer.batches = batches
+    trainer = make(dataclasses.replace(training, loss="means"), path, folder, InBatches, **once)
     trainer.train()
     trainer.save_state()
     trainer.save_model()
@@ -259,7 +233,7 @@ def train(training: Training, path: str, folder: Path, kind: str, resume: Path |
     # Its hook sees what a step that is restarted computes again, too.
     callbacks = [] if training.memory else [TrainingRecord(f"{folder}_record")]
     trainer = (make_odb if kind == ODB else make)(training, path, folder, callbacks=callbacks)
-    memory = Memory(trainer.model, training.memory[rank], training.phase) if training.memory else None
+    memory = Memory(trainer.model, training.memory[rank] if training.memory else math.inf, training.phase)
     ended: dict[str, Any] = {"error": None, "cause": None}
     try:
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -267,7 +241,7 @@ def train(training: Training, path: str, folder: Path, kind: str, resume: Path |
         trainer.save_model()
     except ODBError as error:
         ended = {"error": str(error), "cause": type(error.__cause__).__name__}
-    return ended | ({"fails": memory.fails, "leaked": memory.leaked} if memory else {})
+    return ended | {"fails": memory.fails, "leaked": memory.leaked}
 
 
 def train_all(rank: int, trainings: list[dict[str, Any]], models: dict[str, str], output_dir: str) -> list[Any]:
