@@ -87,20 +87,15 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
 
 def write_processor(folder: Path) -> None:
     """Write the two processor files of a Qwen3-VL, for smaller pictures."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
+
     common: dict[str, Any] = {"patch_size": PATCH_SIZE, "temporal_patch_size": 2, "merge_size": MERGE_SIZE}
-    common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": "Qwen3VLProcessor"}
-    kinds = {
-        "preprocessor_config.json": ("image_processor_type", "Qwen2VLImageProcessorFast", 64 * 64, MAX_IMAGE_PIXELS),
-        "video_preprocessor_config.json": (
-            "video_processor_type",
-            "Qwen3VLVideoProcessor",
-            4 * 64 * 64,
-            MAX_VIDEO_PIXELS,
-        ),
-    }
-    for file, (key, name, min_pixels, max_pixels) in kinds.items():
-        size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # pixels of a picture, not of an edge
-        (folder / file).write_text(json.dumps(common | {key: name, "size": size}, indent=2) + "\n")
+    common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    # Pixels of a picture, not of an edge.
+    images = {"shortest_edge": 64 * 64, "longest_edge": MAX_IMAGE_PIXELS}
+    videos = {"shortest_edge": 4 * 64 * 64, "longest_edge": MAX_VIDEO_PIXELS}
+    Qwen2VLImageProcessor(**common, size=images).save_pretrained(folder)
+    Qwen3VLVideoProcessor(**common, size=videos).save_pretrained(folder)
 
 
 _MARKER = "tiny_model.json"
