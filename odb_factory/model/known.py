@@ -36,8 +36,7 @@ ON_CPU = "ACCELERATE_TORCH_DEVICE" in os.environ
 
 aten = torch.ops.aten
 _BY_PLACES = {
-    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor,
-    aten._unsafe_index_put.default, aten._index_put_impl_.default,
+    aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
 }  # fmt: skip
 """Operations whose second argument are indices, masks among them."""
 
@@ -239,7 +238,7 @@ def _is_mask(index: Any) -> bool:
 
 def _selected(func: Any, args: Sequence[Any]) -> Tensor | None:
     """The result of an operation that selects values by one known mask; None: this is not such an operation."""
-    if func in (aten.index.Tensor, aten._unsafe_index.Tensor) and len(args[1]) == 1 and _is_mask(args[1][0]):
+    if func is aten.index.Tensor and len(args[1]) == 1 and _is_mask(args[1][0]):
         return _select(ordinary(args[0]), args[1][0])
     if func is aten.masked_select.default and _is_mask(args[1]):
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)

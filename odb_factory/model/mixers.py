@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -47,41 +48,31 @@ EQUAL_GROUPS = 4
 class PaddedGroups:
     """The samples of a flat row in groups of similar length, each a block of right-padded rows.
 
-    segments: lengths of the samples in the row, in order. number: of groups (None: what `WASTE` and `SMALL` make); with
-    fewer lengths the last groups are one empty position each, with more a group may have more padding.
-    shapes: (rows, longest) of each group, longest first.
+    segments: lengths of the samples in the row, in order. number: of groups (None: what `WASTE` and `SMALL` make); each
+    then has as many samples, and a group without samples is one empty position.
+    shapes: (rows, longest) of each group, longest first. positions: of all groups, padding included.
     """
 
     def __init__(self, segments: Sequence[int], number: int | None = None):
-        waste = WASTE
-        starts = self._form(segments, waste)
-        while number is not None and len(self.shapes) > number:
-            waste *= 2
-            starts = self._form(segments, waste)
-        empty = 0 if number is None else number - len(self.shapes)
-        self.shapes += [(1, 1)] * empty
-        self.positions = sum(rows * longest for rows, longest in self.shapes)
-        """Positions of all groups, padding included."""
+        order = sorted(range(len(segments)), key=lambda sample: -segments[sample])
+        ends = [len(order) * group // (number or 1) for group in range((number or 0) + 1)]
+        groups = [order[start:end] for start, end in itertools.pairwise(ends)]
+        tokens = 0  # of the last group
+        for sample in order if number is None else ():
+            tokens += segments[sample]
+            if groups and (len(groups[-1]) + 1) * segments[groups[-1][0]] - tokens <= max(WASTE * tokens, SMALL):
+                groups[-1].append(sample)
+            else:
+                groups.append([sample])
+                tokens = segments[sample]
+        self.shapes = [(len(group), segments[group[0]]) if group else (1, 1) for group in groups]
+        starts, self.positions = [0] * len(segments), 0
+        for group, (rows, longest) in zip(groups, self.shapes):
+            for row, sample in enumerate(group):
+                starts[sample] = self.positions + row * longest
+            self.positions += rows * longest
         self._places = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, segments)])
         self._on_device: dict[torch.device, Tensor] = {}
-
-    def _form(self, segments: Sequence[int], waste: float) -> list[int]:
-        """Set `shapes`; returns where each sample starts among the positions of all groups."""
-        self.shapes: list[tuple[int, int]] = []
-        starts = [0] * len(segments)
-        end = rows = longest = tokens = 0
-        for number in sorted(range(len(segments)), key=lambda number: -segments[number]):
-            length = segments[number]
-            padding = (rows + 1) * longest - (tokens + length)
-            if rows and padding <= max(waste * (tokens + length), SMALL):
-                self.shapes.pop()
-                rows, tokens = rows + 1, tokens + length
-            else:
-                rows, longest, tokens = 1, length, length
-            self.shapes.append((rows, longest))
-            starts[number] = end
-            end += longest
-        return starts
 
     def places(self, device: torch.device) -> Tensor:
         """int64[tokens]: the position of each token of the row among those of all groups."""
