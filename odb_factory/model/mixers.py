@@ -48,9 +48,9 @@ EQUAL_GROUPS = 4
 class PaddedGroups:
     """The samples of a flat row in groups of similar length, each a block of right-padded rows.
 
-    segments: lengths of the samples in the row, in order. number: of groups (None: what `WASTE` and `SMALL` make); each
-    then has as many samples, and a group without samples is one empty position.
-    shapes: (rows, longest) of each group, longest first. positions: of all groups, padding included.
+    segments: lengths of the samples in the row, in order. number: of groups, with equal numbers of samples (None: what
+    `WASTE` and `SMALL` make); a group without samples is one empty position.
+    shapes: (rows, longest) of each group. positions: of all groups, padding included.
     """
 
     def __init__(self, segments: Sequence[int], number: int | None = None):

@@ -79,8 +79,6 @@ def batch_of(family: str, model: Any, media: Media) -> dict[str, Any]:
         batch = make_batch(images, videos)
         if family == "glm4v":  # one token for both
             batch["input_ids"] = batch["input_ids"].where(batch["input_ids"] != IMAGE + 1, IMAGE)
-            if videos:
-                batch["input_ids"] = torch.cat([batch["input_ids"][:, :5], batch["input_ids"][:, 5:]], 1)
         return batch
     batch = {key: value for key, value in make_batch([], []).items() if key != "position_ids"}
     count = len(images) + sum(frames for frames, _, _ in videos)
@@ -136,18 +134,15 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
 
     for name in scenes:
         batch = batch_of(family, model, SCENES[name][rank])
-        no_pixels = (
-            {} if "pixel_values" in batch or "pixels of no image" not in name else {"pixel_values": torch.ones(0)}
-        )
         with one_pass(model):
             loss, gradients = train(model, batch)
             door = EncoderDoor(find_tower(model), group, gather, assign)
             has_images = any(map(any, SCENES[name]))  # else the tower has no gradient, which DDP would wait for
-            known = with_known_integers(batch | no_pixels, torch.device("cpu"))
+            no_pixels = {"pixel_values": torch.ones(0)} if "pixels of no image" in name else {}
+            known = with_known_integers(no_pixels | batch, torch.device("cpu"))
             with door.balanced():
                 shared, of_shared = train(DistributedDataParallel(model) if has_images else model, known)
-            have: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(have, [name for name, one in model.named_parameters() if one.grad is not None])
+            have = gather([name for name, one in model.named_parameters() if one.grad is not None])
             assert all(one == have[0] for one in have), "else DDP waits"
             plan = plans.pop()
             assert not plans, "the tower has run once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from training.flat_models import (
 
 from odb_factory import ConfigError
 from odb_factory.model import attention, mixers
+from odb_factory.model.flat_row import call_all
 from odb_factory.model.mixers import EQUAL_GROUPS, SMALL, WASTE, PaddedGroups
 
 ROUNDING = 2e-7
@@ -37,12 +39,7 @@ def both_doors(model: Any) -> Callable[[], None]:
     undo = [mixers.install(model)]
     if model.config._attn_implementation == "sdpa" and attention.why_unusable(model) is None:
         undo.append(attention.install(model))
-
-    def undo_all() -> None:
-        for one in reversed(undo):
-            one()
-
-    return undo_all
+    return functools.partial(call_all, undo)
 
 
 def alone(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
