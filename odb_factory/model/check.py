@@ -437,18 +437,15 @@ def positions_of_media(model: Any) -> Callable[[Mapping[str, Any]], Tensor] | No
     None if the model makes none, or makes them of something else than arguments of its forward.
     """
     maker = _makes_positions(model)
-    if maker is None or not _named_parameters(maker.get_rope_index) <= _named_parameters(maker.forward):
+    if maker is None:
         return None
-    return functools.partial(_rotary_positions, maker.get_rope_index)
+    takes = inspect.signature(maker.get_rope_index).parameters.keys() - {"kwargs"}
+    if not takes <= inspect.signature(maker.forward).parameters.keys():
+        return None
+    return functools.partial(_rotary_positions, maker.get_rope_index, takes)
 
 
-def _named_parameters(function: Callable[..., Any]) -> set[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-
-
-def _rotary_positions(get_rope_index: Callable[..., Any], batch: Mapping[str, Any]) -> Tensor:
-    takes = _named_parameters(get_rope_index)
+def _rotary_positions(get_rope_index: Callable[..., Any], takes: set[str], batch: Mapping[str, Any]) -> Tensor:
     arguments = {name: value for name, value in batch.items() if name in takes}
     if "mm_token_type_ids" in takes:  # without them the model counts all tokens as text
         arguments.setdefault("mm_token_type_ids", torch.zeros_like(batch["input_ids"]))

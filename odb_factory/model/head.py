@@ -101,7 +101,7 @@ class WithoutLogits:
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
-        values = [kwargs.get(name) for name in _OTHER_FORWARDS]
+        values = [kwargs.get(name) for name in ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")]
         is_other = any(value is not None and not (isinstance(value, int) and not value) for value in values)
         if self.reason is not None or labels is None or is_other:
             return own(*args, **kwargs)
@@ -207,13 +207,6 @@ class WithoutLogits:
             )
 
 
-_OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")
-"""Arguments of forwards that are not a training's."""
-
-
-# Whether the door fits
-
-
 def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None or any(
         type(module).__name__ == "OptimizedModule" for module in outermost.modules()
@@ -275,10 +268,6 @@ def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:
 
 LABELS = ((-100, 5, 6, 7, 8), (-100, -100, 4, 3, -100))
 """Of the trial: [rows, length]. The last token of the second row is padding."""
-SWITCHED_OFF = ("output_router_logits", "skip_logits")
-"""Arguments of forwards: the loss of routers, and Liger's kernel that computes the loss without logits."""
-PROBE_RANGE = (-3, 4)
-"""Powers of ten between which the trial's logits lie: small ones show a factor, large ones a cap."""
 
 
 def model_with_labels(model: nn.Module) -> nn.Module | None:
@@ -297,7 +286,8 @@ def own_loss(model: Any) -> AfterHead | str:
     model: a transformers model that takes labels and has an output embedding, whose loss code is tried.
     """
     parameters = signature(model.forward).parameters
-    switched_off = {name: False for name in SWITCHED_OFF if name in parameters}
+    # the loss of routers, and Liger's kernel that computes the loss without logits
+    switched_off = {name: False for name in ("output_router_logits", "skip_logits") if name in parameters}
     calls: list[Any] = []
 
     def run(logits: Tensor, labels: Tensor | None) -> Any:
@@ -318,7 +308,8 @@ def own_loss(model: Any) -> AfterHead | str:
         mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten()))
         if not math.isclose(float(output["loss"]), mean, rel_tol=1e-5):
             return "its loss is not the mean cross entropy of its tokens"
-        known = torch.logspace(*PROBE_RANGE, size) * (1 - 2 * (torch.arange(size) % 2))  # of both signs
+        # of both signs, from small ones, which show a factor, to large ones, which show a cap
+        known = torch.logspace(-3, 4, size) * (1 - 2 * (torch.arange(size) % 2))
         changed = run(known.to(device).expand(drawn.shape), None)["logits"]
     except Exception as error:  # any code may stand there
         return f"its loss code cannot be tried ({one_line(error)})"

@@ -240,9 +240,6 @@ def _selected(func: Any, args: Sequence[Any]) -> Tensor | None:
     """The result of an operation that selects values by one known mask; None: this is not such an operation."""
     if func is aten.index.Tensor and len(args[1]) == 1 and _is_mask(args[1][0]):
         return _select(ordinary(args[0]), args[1][0])
-    if func is aten.masked_select.default and _is_mask(args[1]):
-        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return _select(ordinary(args[0]).expand(shape), args[1].expand(shape))
     if func is aten.masked_scatter_backward.default and _is_mask(args[1]):
         gradient, mask, sizes = args
         shape = torch.broadcast_shapes(gradient.shape, mask.shape)

@@ -127,14 +127,14 @@ def positions_of_samples(model: nn.Module) -> contextlib.AbstractContextManager[
 
     model: a transformers model; a trainer may hand a reference model nothing but token ids.
     """
-    return forward_replaced(model, _with_positions)
 
+    def with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        row, ids = row_in_progress(), kwargs.get("input_ids")
+        if row is not None and ids is not None and kwargs.get("position_ids") is None and ids.shape == (1, row.tokens):
+            kwargs["position_ids"] = copy_to(positions_of(row.segments)[None], ids.device)
+        return own(*args, **kwargs)
 
-def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    row, ids = row_in_progress(), kwargs.get("input_ids")
-    if row is not None and ids is not None and kwargs.get("position_ids") is None and ids.shape == (1, row.tokens):
-        kwargs["position_ids"] = copy_to(positions_of(row.segments)[None], ids.device)
-    return own(*args, **kwargs)
+    return forward_replaced(model, with_positions)
 
 
 _SELECTING = {

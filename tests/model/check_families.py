@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -111,8 +110,7 @@ FEW = (*_FEW.split(), "phi3, longrope", "llama, dynamic rope")
 """Run with every change."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """What is found of a family. why: flat rows are refused, by name or by the check. difference, mutated: of a flat
     row of the copy, as a multiple of what is allowed, and where lengths are ignored; a text where that fails."""
 
@@ -121,15 +119,6 @@ class Family:
     why: str | None
     difference: float | str
     mutated: float | str
-
-    @property
-    def row(self) -> str:
-        def number(value: float | str) -> str:
-            return value if isinstance(value, str) else f"{value:.0e}"
-
-        layout = "flat" if self.why is None else "padded"
-        cells = (self.name, layout, self.kernel, number(self.difference), number(self.mutated), self.why or "")
-        return "| " + " | ".join(cells) + " |"
 
 
 def class_and_config(name: str) -> tuple[Any, Any]:
@@ -168,8 +157,10 @@ def look_at(name: str) -> Family:
 
 def main() -> None:
     print("| family | layout | attention | difference | lengths ignored | why |\n|---|---|---|---|---|---|")
-    for name in sys.argv[1:] or ALL:
-        print(look_at(name).row, flush=True)
+    for each in map(look_at, sys.argv[1:] or ALL):
+        found = [n if isinstance(n, str) else f"{n:.0e}" for n in (each.difference, each.mutated)]
+        layout = "flat" if each.why is None else "padded"
+        print("|", " | ".join((each.name, layout, each.kernel, *found, each.why or "")), "|", flush=True)
 
 
 if __name__ == "__main__":

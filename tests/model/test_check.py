@@ -29,9 +29,9 @@ PADDED = set(_PADDED.split())
 def test_families(name: str) -> None:
     """Ignored lengths are far off everywhere: the copy's attention and positions matter."""
     family = look_at(name)
-    assert isinstance(family.difference, float), family.row
-    assert (family.why is None) == (name not in PADDED), family.row
-    assert isinstance(family.mutated, str) or family.mutated > 100, family.row
+    assert isinstance(family.difference, float), family
+    assert (family.why is None) == (name not in PADDED), family
+    assert isinstance(family.mutated, str) or family.mutated > 100, family
 
 
 def test_a_model_without_positions_is_refused() -> None:

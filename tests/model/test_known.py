@@ -54,7 +54,6 @@ def test_what_is_computed_from_known_integers_is_known(name: str) -> None:
 SELECTED: dict[str, Callable[[Any, Any], Any]] = {
     "rows": lambda values, mask: values[mask],
     "elements": lambda values, mask: values[mask.unsqueeze(-1).expand_as(values)],
-    "masked_select": lambda values, mask: values.masked_select(mask.unsqueeze(-1)),
     "with a slice": lambda values, mask: values[mask, 1:],
     "of one dimension, with a slice": lambda values, mask: values[0][mask[0], 1:],
     "beside an index": lambda values, mask: values[1, mask[0]],
