@@ -23,9 +23,11 @@ from training.flat_models import (
     samples,
     sum_of_losses,
 )
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from odb_factory.model import attention, mixers
 from odb_factory.model.flat_row import begin_row, flat_row, row_in_progress, row_of_backward
+from odb_factory.model.unpad import LabelLogProbs, positions_of_samples
 
 FIRST, SECOND = (3, 17, 9), (17, 4, 8)
 """Rows of one total, so that nothing but their samples tells them apart."""
@@ -135,3 +137,24 @@ def test_a_forward_of_another_thread(kind: str) -> None:
         assert row_in_progress() is row and of_thread is None
     torch.testing.assert_close(logits, expected)
     assert "not the flat row of 29 tokens" in str(error)
+
+
+def test_a_model_that_is_given_token_ids_alone_takes_the_positions_of_samples() -> None:
+    """Of a table, where it shows whether they restart."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    model = GPT2LMHeadModel(config).double().eval()
+    rows = [torch.randint(0, 99, (1, length)) for length in FIRST]
+    alone = torch.cat([model(input_ids=sample).logits for sample in rows], 1)
+    undo = attention.install(model)
+    with flat_row(FIRST), positions_of_samples(model):
+        flat = model(input_ids=torch.cat(rows, 1)).logits
+    undo()
+    torch.testing.assert_close(flat, alone)
+    assert "forward" not in vars(model)
+
+
+def test_what_needs_logits_says_so() -> None:
+    stand_in = torch.zeros(2, 5, 2).as_subclass(LabelLogProbs)
+    with pytest.raises(TypeError, match="argmax needs logits, and the layout is flat.*set `layout: padded`"):
+        stand_in.argmax(-1)

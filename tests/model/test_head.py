@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from model.check_families import class_and_config
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, pad
@@ -24,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from odb_factory.model import chunked
 from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
-from odb_factory.model.head import WithoutLogits
+from odb_factory.model.head import WithoutLogits, own_loss
+from odb_factory.model.tiny_copy import tiny_copy
 
 VOCABULARY = COMMON["vocab_size"]
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
@@ -440,23 +443,69 @@ def test_lora(saved: list[str]) -> None:
             assert peft(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-11)
 
 
+# Loss code of a model, and heads of other kinds
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "voxtral"])
+def test_families_with_loss_code_of_their_own(kind: str) -> None:
+    model = tiny_copy(*class_and_config(kind), None).float()
+    before = state(model)
+    assert isinstance(own_loss(model), AfterHead)
+    assert state(model) == before
+    batch, weights = batch_of()
+    if kind == "gemma3":
+        batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    check(model, batch, weights, rtol=2e-6)
+    expected = model(**batch).loss
+    with WithoutLogits(model).weighing(1 / int((batch["labels"][:, 1:] != -100).sum())):
+        assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-6), "its own mean"
+
+
+def another_loss(kind: str) -> Callable[..., Any]:
+    """Forwards of remote code."""
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+        output = type(self).forward(self, input_ids, **kwargs)
+        if labels is not None:
+            targets = labels if kind == "not shifted" else pad(labels, (0, 1), value=-100)[:, 1:]
+            output.loss = cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+            if kind == "a further term":
+                output.loss = output.loss + 1e-3 * output.logits.logsumexp(-1).square().mean()
+            if kind == "needs its layers":
+                output.loss = output.loss + self.model.norm(output.hidden_states[-1]).mean()
+        return output
+
+    return forward
+
+
 class Linear4bit(nn.Linear):
     """As the layers of libraries for quantised weights are called."""
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "quantised", "its own function"])
-def test_a_head_that_is_no_plain_linear_layer_keeps_its_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, (batch, weights) = text_model("plain"), batch_of()
-    if kind == "quantised":
-        model.lm_head.__class__ = Linear4bit
-    if kind == "its own function":
-        own = model.lm_head.forward
-        model.lm_head.forward = lambda hidden: 2 * own(hidden)
-    run = with_lora(model, target_modules=["q_proj", "lm_head"]) if kind == "LoRA" else model
+OTHER_LOSSES = ("not shifted", "a further term", "needs its layers", "a function that was set")
+
+
+@pytest.mark.parametrize("kind", [*OTHER_LOSSES, "LoRA", "quantised", "its own function"])
+def test_another_loss_or_head_keeps_its_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    run, (batch, weights) = text_model("plain"), batch_of()
+    if kind == "a function that was set":
+        run.loss_function = lambda logits, labels, **_: logits.square().mean()
+    elif kind == "quantised":
+        run.lm_head.__class__ = Linear4bit
+    elif kind == "its own function":
+        own = run.lm_head.forward
+        run.lm_head.forward = lambda hidden: 2 * own(hidden)
+    elif kind == "LoRA":
+        run = with_lora(run, target_modules=["q_proj", "lm_head"])
+    else:
+        run.forward = MethodType(another_loss(kind), run)
+        batch["output_hidden_states"] = True
     expected = run(**batch)
     caplog.set_level("INFO")
     with WithoutLogits(run).weighing(weights):
         output = run(**batch)
     assert torch.equal(output.loss, expected.loss) and torch.equal(output.logits, expected.logits)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.head"]
-    assert "Qwen2ForCausalLM: " in line and "output embedding" in line and "\n" not in line
+    what = "its loss" if kind in OTHER_LOSSES else "output embedding"
+    assert "Qwen2ForCausalLM: " in line and what in line and "\n" not in line
