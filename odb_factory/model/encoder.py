@@ -104,11 +104,7 @@ class EncoderDoor:
     """
 
     def __init__(
-        self,
-        tower: tuple[Any, str],
-        group: dist.ProcessGroup,
-        gather: Callable[[Any], list[Any]],
-        assign: Assign,
+        self, tower: tuple[Any, str], group: dist.ProcessGroup, gather: Callable[[Any], list[Any]], assign: Assign
     ):
         self._module, self._name = tower
         self.group, self._gather, self._assign = group, gather, assign

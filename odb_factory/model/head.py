@@ -92,12 +92,7 @@ class WithoutLogits:
         return forward_replaced(self._model, forward)
 
     def _forward(
-        self,
-        weights: float | Tensor,
-        num_supervised: int | None,
-        own: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, weights: float | Tensor, num_supervised: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
