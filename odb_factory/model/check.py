@@ -250,7 +250,7 @@ def compare_copy(
         types = {"token_type_ids", "mm_token_type_ids"} & inspect.signature(model.forward).parameters.keys()
 
         def losses_of(batch: Mapping[str, Any], own_segments: tuple[int, ...]) -> Tensor:
-            each, given = copy.deepcopy(model), segments if own_segments else ()  # rotary positions remember a length
+            each, given = copy.deepcopy(model), segments if own_segments else ()  # RoPE remembers the longest row
             if given:
                 batch = {**batch, "position_ids": positions_of(given)[None]}
                 mixers.install(each)
