@@ -257,10 +257,7 @@ def _select(values: Tensor, mask: Known) -> Tensor:
 def _as_places(index: Any) -> Sequence[Any]:
     if not _is_mask(index):
         return [index]
-    places: Sequence[Tensor] = index.places()
-    if len(places) < index.dim():
-        return [Known(indices, index.device).ordinary() for indices in index.host.nonzero(as_tuple=True)]
-    return places
+    return [Known(indices, index.device).ordinary() for indices in index.host.nonzero(as_tuple=True)]
 
 
 # Micro-batches
