@@ -15,7 +15,6 @@ from toy import a_micro_batch
 
 import odb_factory
 from odb_factory.accounting import statistics
-from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.cli.main import COMMANDS
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured
@@ -96,7 +95,7 @@ def test_reference_has_every_public_name() -> None:
     assert first_column("Metrics") == metrics | {"odb/peak_memory_gib"}
     assert {*statistics.SUMMARY, *statistics.ratios_of(defaultdict(float))} < first_column("Summary")
     measured = Measured(rows=2, length=3, media=Media(), units=3)
-    line = statistics.audit_line(statistics.Computing(a_micro_batch(), measured, MicroBatchLoss(1.0, None)), 0, 2, 0.25)
+    line = statistics.audit_line(statistics.Computing(a_micro_batch(), measured, 1.0), 0, 2, 0.25)
     assert first_column("Audit") == line.keys()
     assert (statistics.AUDIT_FILE, statistics.SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
     assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()

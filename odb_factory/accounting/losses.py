@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -19,46 +18,21 @@ from odb_factory.model.chunked import AfterHead, without_autocast
 from odb_factory.model.flat_row import copy_to, forward_replaced
 from odb_factory.model.head import WithoutLogits, has_routers, model_with_labels, own_loss
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The loss that is made of the weights of units (I8, I9).
-
 OTHER_LOSS = (
     "train without odb (with `loss_scaling: exact` all tokens of an optimizer step weigh the same, another loss than "
     "stock's)"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatchLoss:
-    """How the loss of a micro-batch is made: `scale` times the model's loss.
-
-    scale: the micro-batch's share of the loss of its optimizer step, times the ranks that gradients are averaged over;
-        0 on an idle micro-batch.
-    row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number for each
-        sample (a row, or a segment of a flat row): the model's mean is replaced by the sum of row weight x token loss
-        (see `TokenLoss`).
-
-    Auxiliary losses (MoE routers) are multiplied by `scale` too, and weigh as in stock by `TokenLoss.weighing`. They
-    depend on which samples share a micro-batch, so they cannot equal stock's exactly.
-    """
-
-    scale: float
-    row_weights: tuple[float, ...] | None
-
-
-def loss_of(weights: Sequence[float], units: Sequence[int]) -> MicroBatchLoss:
-    """How the loss is made with these weights; the model's own mean if they are all equal.
+def loss_of(weights: Sequence[float], units: Sequence[int]) -> tuple[float, tuple[float, ...] | None]:
+    """How the loss of a micro-batch is made: `scale` times the model's loss, and `row_weights` (see `Computing`).
 
     weights: of each unit of each sample (none: an idle micro-batch); units: their number for each sample.
     """
     if len(set(weights)) <= 1:
-        return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
+        return weights[0] * sum(units) if weights else 0.0, None
     scale = sum(weight * n for weight, n in zip(weights, units))
-    return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Weighted token losses: from logits, and in the forward of a transformers model, there without logits if it can be.
+    return scale, tuple(weight / scale for weight in weights)
 
 
 def weighted_token_loss(
@@ -141,9 +115,9 @@ class TokenLoss:
     Example::
 
         token_loss = TokenLoss(model, "stock")
-        with token_loss.weighing(loss.row_weights, measured.segments, num_units):
+        with token_loss.weighing(row_weights, measured.segments, num_units):
             output = model(**batch)
-        (output.loss * loss.scale).backward()
+        (output.loss * scale).backward()
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from odb_factory.accounting.losses import OTHER_LOSS, MicroBatchLoss, loss_of
+from odb_factory.accounting.losses import OTHER_LOSS, loss_of
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep, SampleInfo
@@ -29,13 +29,22 @@ logger = get_logger(__name__)
 class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
+    scale: times the model's loss: the micro-batch's share of the loss of its optimizer step, times the ranks that
+        gradients are averaged over; 0 on an idle micro-batch.
+    row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number for each
+        sample (a row, or a segment of a flat row): the model's mean is replaced by the sum of row weight x token loss
+        (see `TokenLoss`).
     is_weighed: the loss has been computed with its weights. encoded: runs of the vision tower whose work the ranks have
     shared. pads_left: of each row, whether padding stands before its tokens; empty if unknown.
+
+    Auxiliary losses (MoE routers) are multiplied by `scale` too, and weigh as in stock by `TokenLoss.weighing`. They
+    depend on which samples share a micro-batch, so they cannot equal stock's exactly.
     """
 
     micro_batch: MicroBatch
     measured: Measured
-    loss: MicroBatchLoss
+    scale: float
+    row_weights: tuple[float, ...] | None = None
     is_weighed: bool = False
     encoded: Sequence[EncoderPlan] = ()
     pads_left: Sequence[bool] = ()
@@ -211,9 +220,8 @@ def audit_line(
     optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
     micro-batch that was cut (`oom: split`), from 0.
     """
-    micro_batch, measured, loss = computed.micro_batch, computed.measured, computed.loss
+    micro_batch, measured, weights = computed.micro_batch, computed.measured, computed.row_weights
     encoded = [int(plan.patches[rank]) for plan in computed.encoded]  # for any rank
-    weights = loss.row_weights and [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]]
     return {
         "epoch": micro_batch.step.epoch,
         "optimizer_step": optimizer_step,
@@ -231,7 +239,7 @@ def audit_line(
         **measured.media._asdict(),
         "units": micro_batch.num_units,
         # Of the mean loss of the micro-batch, or of each token loss of each sample.
-        "weight": loss.scale if weights is None else weights,
+        "weight": computed.scale if weights is None else [computed.scale * weight for weight in weights],
         "idle": micro_batch.idle,
         "data_wait_s": round(data_wait_s, 4),
         "time": round(time.time(), 3),
@@ -314,7 +322,7 @@ class StepAccounting:
         self._clock = now
 
     def begin(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
-        """Check a micro-batch whose forward comes next; its loss is made as the answer's `loss` says.
+        """Check a micro-batch whose forward comes next; its loss is made as the answer says.
 
         Raises `DataError` if the collator has changed what was planned.
         """
@@ -326,7 +334,7 @@ class StepAccounting:
         if before and before.epoch == step.epoch and (before is step or before.index < step.index):  # it goes on
             self._begun.pop()
         self._begun.append(step)
-        self.computing = Computing(micro_batch, measured, loss_of(micro_batch.weights, micro_batch.units))
+        self.computing = Computing(micro_batch, measured, *loss_of(micro_batch.weights, micro_batch.units))
         return self.computing
 
     def end(self) -> None:

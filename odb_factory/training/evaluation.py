@@ -250,13 +250,13 @@ class Evaluation:
         self._share = len(micro_batch.ids) / self._batch_size
         has_loss = any(micro_batch.units)
         weights = [self._of_mean / max(sample.stock_units, 1) for sample in micro_batch.samples] if has_loss else []
-        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units))
+        self.computing = Computing(micro_batch, measured, *loss_of(weights, micro_batch.units))
         with self._trainer.odb.in_forward(measured), self._trainer.odb.unpadded(batch) as batch:
             loss, logits, labels = forward(batch)
         if loss is not None and not has_loss:
             loss = torch.zeros_like(loss)  # the mean over no token is not a number
         # Else of the mean over pairs of a `get_batch_loss_metrics`.
-        weight = 1.0 if self.computing.is_weighed else self.computing.loss.scale
+        weight = 1.0 if self.computing.is_weighed else self.computing.scale
         self.computing = None
         self._count(loss, weight, micro_batch.ids, logits, labels, measured.segments)
         self._rows_without_loss += sum(not sample.stock_units for sample in micro_batch.samples)

@@ -83,7 +83,7 @@ class PairMetrics(PreferenceMetrics):
         if computing.micro_batch.begins_optimizer_step:
             self.counts["pairs"] += of_step
         for key, value in metrics.items():
-            self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step
+            self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.scale * of_step
 
     def figures(self) -> dict[str, float]:
         return {key: value / max(self.counts["pairs"], 1) for key, value in self.sums.items()}

@@ -136,7 +136,7 @@ class Session:
         if stock.is_trainers:
             return "by sample"
         # Stock's own number of items makes any cut of the optimizer step stock's.
-        is_stock = self.config.loss_scaling == "stock" and computing.loss.row_weights is None
+        is_stock = self.config.loss_scaling == "stock" and computing.row_weights is None
         return "number of stock" if is_stock and stock.number is not None and stock.mean.over == "step" else "mean"
 
     @contextlib.contextmanager
@@ -193,7 +193,7 @@ class Session:
             computing.is_weighed = True
         if way == "number of stock":
             return result
-        scale = 0.0 if computing is None else computing.loss.scale  # of a trial: 0
+        scale = 0.0 if computing is None else computing.scale  # of a trial: 0
         if return_outputs:
             return (in_float32(result[0]) * scale, *result[1:])
         return in_float32(result) * scale
@@ -210,7 +210,7 @@ class Session:
         row_weights, num_supervised, times = None, None, 1.0
         segments: Sequence[int] = ()
         if computing is not None:
-            row_weights, segments = computing.loss.row_weights, computing.measured.segments
+            row_weights, segments = computing.row_weights, computing.measured.segments
             num_supervised = computing.measured.num_supervised
             if row_weights is None and num_supervised is None:
                 return contextlib.nullcontext()  # the model's own mean
@@ -248,7 +248,7 @@ class Session:
             sizes, pads_left = computing.micro_batch.lengths, computing.pads_left or [False] * rows
             starts = [length - size if is_left else 0 for size, is_left in zip(sizes, pads_left)]
             places = [(row, start, start + size) for row, (start, size) in enumerate(zip(starts, sizes))]
-        weights = computing.loss.row_weights or [1 / computing.num_items] * len(samples)
+        weights = computing.row_weights or [1 / computing.num_items] * len(samples)
 
         def loss_of(number: int, logits: Tensor) -> Tensor:
             sample, alone = samples[number], SampleModel(self.trainer.model, logits)

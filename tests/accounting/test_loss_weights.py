@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 import pytest
 from toy import a_micro_batch
@@ -112,14 +111,14 @@ def test_any_cut_adds_up_to_the_definition(scaling: str, mean: str) -> None:
         total = 0.0
         for of_rank, batches in zip(slots, planned(rows, slots, mean)):
             for own, one in zip(of_rank, batches):
-                loss: Any = loss_of(token_weights(one, scaling, len(slots)), one.units)
+                scale, row_weights = loss_of(token_weights(one, scaling, len(slots)), one.units)
                 if one.idle:
-                    assert (loss.scale, loss.row_weights) == (0.0, None)
-                elif loss.row_weights is None:
-                    total += loss.scale * mean_of(own)
+                    assert (scale, row_weights) == (0.0, None)
+                elif row_weights is None:
+                    total += scale * mean_of(own)
                 else:
                     assert mean in ("rank", "micro_batch")
-                    weighed = list(zip(loss.row_weights, own))
+                    weighed = list(zip(row_weights, own))
                     assert math.fsum(weight * len(row.losses) for weight, row in weighed) == pytest.approx(1)
-                    total += loss.scale * math.fsum(weight * math.fsum(row.losses) for weight, row in weighed)
+                    total += scale * math.fsum(weight * math.fsum(row.losses) for weight, row in weighed)
         assert total / len(slots) == pytest.approx(defined(scaling, rows, slots, mean), rel=1e-12), seed
