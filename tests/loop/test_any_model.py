@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from odb_factory import ConfigError, Cost, ODBDataLoader, pop_step_info
+from odb_factory import Cost, ODBDataLoader, pop_step_info
 
 NUM_ROWS, STEP, EPOCHS = 37, 8, 2
 Pair = namedtuple("Pair", ["inputs", "targets"])
@@ -129,39 +129,6 @@ def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, .
         optimizer.zero_grad()
     for found, value in zip(by_odb.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    ("items", "cost_fn", "words"),
-    [
-        (list(zip(SERIES, SERIES)), None, "found tuple; give cost_fn=..., a function from an item to its size"),
-        ([{"x": x} for x in SERIES], None, "found the keys x, .*give cost_fn=..., a function from an item to its size"),
-        ([[1, 2]] * 9, None, "row 0 .*found list; give cost_fn"),
-        ([{"input_ids": [[1], [2]]}] * 9, None, r"row 0 .*`input_ids`.*found shape \[2, 1\]"),
-        ([{"x": x} for x in SERIES], lambda item: item["x"].shape, "cost_fn returned torch.Size"),
-        ([{"x": x} for x in SERIES], lambda item: 0, "its cost is 0 tokens"),
-        ([{"input_ids": [1, 2, 3], "labels": [4, 5]}] * 9, None, "2 labels for 3 `input_ids`.*give cost_fn"),
-        ([{"input_ids": [1, 2]}] * 9, None, "neither the item nor its collated batch has `labels`.*cost_fn"),
-    ],
-)
-def test_what_is_missing_is_said_when_the_loader_is_made(
-    items: list[Any], cost_fn: Any, words: str, num_workers: int
-) -> None:
-    """One error, of a class that can be imported, which blames no row that could be mended."""
-
-    def collate(items: list[Any]) -> Any:
-        return {key: torch.tensor([len(item[key]) for item in items])[:, None] for key in items[0]}
-
-    with pytest.raises(ConfigError, match=words) as caught:
-        ODBDataLoader(items, STEP, token_budget=64, collate_fn=collate, cost_fn=cost_fn, num_workers=num_workers)
-    assert "remove" not in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_flat_layout_is_refused_without_token_rows() -> None:
-    with loader_of(layout="flat") as loader:
-        with pytest.raises(ConfigError, match="layout.*the collator returned a tuple"):
-            list(loader)
 
 
 @pytest.mark.parametrize(
