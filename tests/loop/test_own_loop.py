@@ -294,9 +294,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"), REFUSED, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
-)
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=["-".join(arguments) for arguments, _ in REFUSED])
 def test_what_cannot_be_is_refused_in_one_line(arguments: dict[str, Any], words: str) -> None:
     budget = {} if "config" in arguments else {"token_budget": BUDGET}
     arguments = {"batch_size": 16, "collate_fn": pad, "dataset": Rows()} | budget | arguments
