@@ -12,15 +12,17 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from odb_factory.config import ODBConfig, refusals_of_auto
 from odb_factory.errors import ConfigError, quoted
 from odb_factory.llamafactory import uncaught
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
-from odb_factory.refusals import Refusal, refuse
+from odb_factory.refusals import Refusal, Settings, refuse
 
 logger = get_logger(__name__)
 
@@ -35,10 +37,14 @@ def is_meant_for_block(key: Any, value: Any) -> bool:
     return is_flat is not None or (isinstance(value, Mapping) and "token_budget" in value)
 
 
+WITHOUT = "odb=null"
+"""The override with which a YAML is trained without its block."""
+
+
 def is_given(args: dict[Any, Any]) -> bool:
-    """Whether arguments have a block, or something in its place. A block that is null, as the override `odb=null`
-    makes it, is taken out of them, because LLaMA-Factory hands the same arguments on."""
-    if args.get("odb", "") is None:
+    """Whether arguments have a block, or something in its place. A block that the override `odb=null` has emptied is
+    taken out of them, because LLaMA-Factory hands the same arguments on; an `odb:` without keys is no such wish."""
+    if WITHOUT in sys.argv and args.get("odb", "") is None:
         del args["odb"]
     return any(is_meant_for_block(key, value) for key, value in args.items())
 
@@ -79,7 +85,8 @@ def checked(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
     args = rewritten(args, logs=logs)
     config = ODBConfig.from_block(args["odb"])
     refuse(BACKENDS, os.environ)
-    refuse((*YAML, *(OPTIONS if args.get("do_train") else ())), {"odb": config}, args, DEFAULTS)
+    rows = (*_wrong_types(args), *YAML, *(OPTIONS if args.get("do_train") else ()))
+    refuse(rows, {"odb": config}, args, DEFAULTS)
     return _by_index(args) if logs else args
 
 
@@ -149,6 +156,43 @@ def is_enabled(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("true", "y", "1")
 
 
+ARGUMENTS = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
+KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+"""Types that a value in quotes, or a list, cannot be given for; the first that a key takes is named."""
+
+
+def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Values that would end in an error of another library which does not name the key.
+
+    By the types that LLaMA-Factory declares, once it has been imported, as it is where its arguments are read.
+    """
+    hparams, declared = sys.modules.get("llamafactory.hparams"), {}
+    for name in ARGUMENTS if hparams is not None else ():
+        declared |= get_type_hints(getattr(hparams, name))
+    for key, value in args.items():
+        kinds = set(get_args(declared.get(key)) or (declared.get(key),)) - {type(None)}
+        if isinstance(value, str | list | dict) and kinds and kinds <= KINDS.keys():
+            kind = next(words for kind, words in KINDS.items() if kind in kinds)
+            yield Refusal(key, lambda _: True, f"is not {kind}", f"write {kind}, without quotes")
+
+
+def _missing_model(s: Settings) -> str | None:
+    """The folder from which a path does not exist; it would be looked up on the hub, where it is not a valid name."""
+    name = s.model_name_or_path
+    is_path = isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
+    return os.getcwd() if is_path and not os.path.exists(name) else None
+
+
+def _missing_checkpoint(s: Settings) -> str | None:
+    """What `output_dir` holds if it lacks the checkpoint that `resume_from_checkpoint` names."""
+    checkpoint = s.resume_from_checkpoint
+    if not checkpoint or not isinstance(checkpoint, str | bool) or os.environ.get("NNODES", "1") != "1":
+        return None  # nodes that see other disks settle it together
+    names = sorted((folder.name for folder in Path(str(s.output_dir)).glob("checkpoint-*")), key=lambda n: (len(n), n))
+    is_there = names if checkpoint is True else os.path.isdir(checkpoint)
+    return None if is_there else f"{s.output_dir} has {', '.join(names[-3:]) or 'none'}"
+
+
 DEFAULTS = {"stage": "sft", "ignore_pad_token_for_loss": True, "dataloader_num_workers": 0}
 """Of LLaMA-Factory, for keys that the YAML leaves out."""
 WHY_NOT_SHIFTED = "it shifts attention along the whole row, across samples"
@@ -169,6 +213,12 @@ YAML = (
     Refusal("dataloader_num_workers",
         lambda s: isinstance(count := s.dataloader_num_workers, bool) or not isinstance(count, int) or count < 0,
         "is not a whole number of at least 0", "write one, without quotes"),
+    Refusal("model_name_or_path", _missing_model, "is not on this machine, seen from {found}",
+        "give the model's folder, or its name on the hub (ORGANIZATION/MODEL)"),
+    Refusal("resume_from_checkpoint", lambda s: not isinstance(s.resume_from_checkpoint, str | bool | None),
+        "is not the path of a checkpoint folder", "name one, or remove the key"),
+    Refusal("resume_from_checkpoint", _missing_checkpoint, "names no checkpoint folder on this machine",
+        "name one (output_dir {found}), or remove the key to start from the beginning"),
 )  # fmt: skip
 """What the YAML alone decides, also if nothing is trained."""
 

@@ -10,12 +10,15 @@ The grid: `pytest -s -m nightly tests/llamafactory/test_precision.py`; -s prints
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from same_training import Config, Training, configurations, deviation, report, train, write_rows
+from distributed.test_engines import ENGINES, deepspeed_config
+from same_training import Config, Training, configurations, deviation, launch, read, report, train, write_rows
+from support import shimmed
 from tiny_models import TinyModels
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -39,23 +42,46 @@ IMAGES = {
 LIMIT_S = 1500
 
 
-CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft": ("sft", BF16),
-    "sft, pure": ("sft", PURE),
-    "sft, lora": ("sft", BF16 | LORA),
-    "sft, images": ("sft", IMAGES | BF16),
-    "sft, images, pure": ("sft", IMAGES | PURE),
-    "sft, images, lora": ("sft", IMAGES | BF16 | LORA),
-    "pt": ("pt", BF16 | {"packing": False}),
-    "rm": ("rm", BF16),
-    "dpo": ("dpo", BF16),
-    "dpo, lora": ("dpo", BF16 | LORA),
-    "dpo, pure, lora": ("dpo", PURE | LORA),
-    "kto": ("kto", BF16),
-    "kto, pure": ("kto", PURE),
-    "kto, lora": ("kto", BF16 | LORA),
+def steps_of(batch: int, num_ranks: int = 1) -> dict[str, int]:
+    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": ROWS // batch // num_ranks}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """float32: the yardstick, in place of other cuts."""
+
+    stage: str
+    changes: dict[str, Any]
+    float32: bool = False
+
+    def trainings(self, num_ranks: int = 1) -> dict[str, dict[str, Any]]:
+        """By their names: with odb, stock, and those that differ from stock by rounding alone."""
+        stock = steps_of(2, num_ranks) | self.changes
+        block = stock.pop("odb", BLOCK)
+        cuts = [steps_of(batch, num_ranks) for batch in (1, 3, 6)]
+        rounding = {} if self.float32 else {f"cut{number}": stock | changes for number, changes in enumerate(cuts)}
+        return {"odb": stock | {"odb": block}, "stock": stock, "float32": stock | FLOAT32, **rounding}
+
+
+IMAGES_IN_BF16 = Cell("sft", IMAGES | BF16, float32=True)
+CELLS = {
+    "sft": Cell("sft", BF16),
+    "sft, pure": Cell("sft", PURE),
+    "sft, lora": Cell("sft", BF16 | LORA),
+    "sft, images, pure": Cell("sft", IMAGES | PURE, float32=True),
+    "sft, images, lora": Cell("sft", IMAGES | BF16 | LORA, float32=True),
+    "pt": Cell("pt", BF16 | {"packing": False}),
+    "rm": Cell("rm", BF16),
+    "dpo": Cell("dpo", BF16),
+    "dpo, lora": Cell("dpo", BF16 | LORA),
+    "dpo, pure, lora": Cell("dpo", PURE | LORA),
+    "kto": Cell("kto", BF16, float32=True),
+    "kto, pure": Cell("kto", PURE, float32=True),
+    "kto, lora": Cell("kto", BF16 | LORA, float32=True),
 }
-"""Stage, and what the YAML says."""
+ON_TWO_RANKS = {"sft": CELLS["sft"], "images": IMAGES_IN_BF16, "dpo": CELLS["dpo, lora"], "kto": CELLS["kto, lora"]}
+
+
 ROUNDING = 2**-9
 """Half the relative distance of bfloat16 numbers: the norm of a gradient may differ by it whatever stock's does."""
 
@@ -63,6 +89,23 @@ ROUNDING = 2**-9
 OF_PREFERENCES = 1e-4
 """What sums of log-probabilities differ by in dpo's cuts. kto has no cut to compare with, for its loss depends on it,
 and one training in float32 may be nearer to stock's by chance."""
+
+
+def check(name: str, trained: dict[str, Training]) -> None:
+    ours, stock = trained["odb"], trained["stock"]
+    found, exact = deviation(ours, stock), deviation(trained["float32"], stock)
+    rounding = [deviation(training, stock) for kind, training in trained.items() if kind.startswith("cut")] or [exact]
+    # Stock rounds the gradients of all labels alike, in every cut, for they are nearly -1 / tokens; odb does not.
+    loss, weights = max(one.loss for one in rounding), max(one.weights for one in rounding)
+    grad_norm = max(one.grad_norm for one in [*rounding, exact])
+    report(name, found)
+    print(f"stock itself: loss {loss:.1e}, grad_norm {grad_norm:.1e}, weights {weights:.1e}")
+    assert ours.rows == stock.rows
+    assert ours.learning_rates == stock.learning_rates
+    assert max(ours.num_micro_batches) > 1
+    assert found.loss <= FACTOR * max(loss, OF_PREFERENCES * ("kto" in name))
+    assert found.grad_norm <= max(FACTOR * grad_norm, ROUNDING)
+    assert found.weights <= FACTOR * weights
 
 
 @pytest.fixture(scope="module")
@@ -98,36 +141,36 @@ def cpu_takes_pure_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamafactory.hparams.parser.is_torch_bf16_gpu_available", lambda: True)
 
 
+def check_one_rank(name: str, cell: Cell, config_of: Config, folder: Path) -> None:
+    trainings = cell.trainings().items()
+    check(name, {kind: train(config_of(cell.stage, folder / kind, **changes)) for kind, changes in trainings})
+
+
+def test_images_in_bf16(config_of: Config, tmp_path: Path) -> None:
+    check_one_rank("sft, images", IMAGES_IN_BF16, config_of, tmp_path)
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize(
-    "name", ["sft, images", *(pytest.param(name, marks=pytest.mark.nightly) for name in CELLS if name != "sft, images")]
-)
-def test_odb_is_as_near_to_stock_as_stock_is_to_itself(name: str, config_of: Config, tmp_path: Path) -> None:
-    stage, changes = CELLS[name]
-    cuts = {
-        number: {"per_device_train_batch_size": number, "gradient_accumulation_steps": ROWS // number}
-        for number in (1, 2, 3, 6)
+@pytest.mark.parametrize("name", CELLS)
+def test_one_rank(name: str, config_of: Config, tmp_path: Path) -> None:
+    check_one_rank(name, CELLS[name], config_of, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(LIMIT_S + 300)
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+def test_two_ranks(engine: str, config_of: Config, tmp_path: Path) -> None:
+    common = dict(ENGINES[engine].changes)
+    if stage := ENGINES[engine].deepspeed_stage:
+        common["deepspeed"] = deepspeed_config(stage, tmp_path)
+    configs = {
+        (name, kind): config_of(cell.stage, tmp_path / f"{name}_{kind}", **changes | common)
+        for name, cell in ON_TWO_RANKS.items()
+        for kind, changes in cell.trainings(2).items()
     }
-    config = cuts.pop(2) | changes
-    block = config.pop("odb", BLOCK)
-    depends_on_the_cut = stage == "kto" or "template" in changes
-
-    def trained(kind: str, changes: dict[str, Any]) -> Training:
-        return train(config_of(stage, tmp_path / kind, **config | changes))
-
-    ours, stock = trained("odb", {"odb": block}), trained("stock", {})
-    found, exact = deviation(ours, stock), deviation(trained("float32", FLOAT32), stock)
-    rounding = [exact]
-    if not depends_on_the_cut:
-        rounding = [deviation(trained(f"cut{number}", cut), stock) for number, cut in cuts.items()]
-    # Stock rounds the gradients of all labels alike, in every cut, for they are nearly -1 / tokens; odb does not.
-    loss, weights = max(one.loss for one in rounding), max(one.weights for one in rounding)
-    grad_norm = max(one.grad_norm for one in [*rounding, exact])
-    report(name, found)
-    print(f"stock itself: loss {loss:.1e}, grad_norm {grad_norm:.1e}, weights {weights:.1e}")
-    assert ours.rows == stock.rows
-    assert ours.learning_rates == stock.learning_rates
-    assert max(ours.num_micro_batches) > 1
-    assert found.loss <= FACTOR * max(loss, OF_PREFERENCES * (stage == "kto"))
-    assert found.grad_norm <= max(FACTOR * grad_norm, ROUNDING)
-    assert found.weights <= FACTOR * weights
+    launch([*configs.values()], tmp_path, limit_s=LIMIT_S, env=shimmed("bf16_on_cpu"))
+    for name in ON_TWO_RANKS:
+        folders = {kind: tmp_path / f"{name}_{kind}" for of, kind in configs if of == name}
+        trained = {kind: read(path, 2) for kind, path in folders.items()}
+        check(f"{name}, 2 ranks, {engine}", trained)

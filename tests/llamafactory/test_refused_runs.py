@@ -38,6 +38,13 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"stage": "dpo", "pref_bco_weight": 0.5}, "pref_bco_weight: 0.5"),
     ({"mixture_of_depths": "convert"}, "mixture_of_depths: 'convert'"),
     ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
+    ({"odb": None}, "odb: None"),
+    # Values of a wrong type
+    ({"cutoff_len": "abc"}, "cutoff_len: 'abc'"),
+    ({"learning_rate": "abc"}, "learning_rate: 'abc'"),
+    ({"gradient_accumulation_steps": [2]}, r"gradient_accumulation_steps: \[2\]"),
+    ({"bf16": "no"}, "bf16: 'no'"),
+    ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
 ]
 """Changes to a YAML, and what the message begins with (a pattern)."""
 WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [

@@ -1,0 +1,15 @@
+"""Let `bf16` and `pure_bf16` be asked for on a CPU, which computes in bfloat16 as well.
+
+With DeepSpeed `use_cpu` is false, and then transformers looks for a GPU; LLaMA-Factory does for `pure_bf16`.
+"""
+
+import sys
+
+from after_import import AfterImport
+
+
+def change(module):
+    module.is_torch_bf16_gpu_available = lambda: True
+
+
+sys.meta_path.insert(0, AfterImport("transformers.utils.import_utils", change))
