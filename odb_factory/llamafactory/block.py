@@ -166,7 +166,8 @@ def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
 
     By the types that LLaMA-Factory declares, once it has been imported, as it is where its arguments are read.
     """
-    hparams, declared = sys.modules.get("llamafactory.hparams"), {}
+    hparams = sys.modules.get("llamafactory.hparams")
+    declared: dict[str, Any] = {}
     for name in ARGUMENTS if hparams is not None else ():
         declared |= get_type_hints(getattr(hparams, name))
     for key, value in args.items():
