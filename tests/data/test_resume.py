@@ -231,6 +231,21 @@ def test_another_dataset_is_refused(mode: dict[str, Any]) -> None:
     refused(state, "fingerprint was", dataset=dataset([*LENGTHS[:-1], 1]), **options)
 
 
+def test_an_order_that_changes_once_a_state_is_loaded_is_refused() -> None:
+    """As that of a generator from which something else draws meanwhile; samples would be lost in silence."""
+    order = list(range(len(LENGTHS)))
+    _, state = run(LENGTHS, stop_after=4, sampler=order, **EIGHT)
+
+    def drive(seat: Any) -> None:
+        with open_loader(LENGTHS, seat, sampler=order, **EIGHT) as loader:
+            loader.load_state_dict(state)
+            order.reverse()
+            loader.begin()
+
+    (ended,) = run_ranks(1, drive)
+    assert isinstance(ended, DataError) and "drawn another order" in str(ended) and "ignore_data_skip" in str(ended)
+
+
 def test_a_stream_that_was_split_goes_on_with_the_same_ranks_alone() -> None:
     whole, _ = run(LENGTHS, world_size=2, stream=SplitStream)
     for stop in (3, 4, 6):
