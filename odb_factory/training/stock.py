@@ -501,8 +501,9 @@ class _MicroBatch:
 
 
 def apart(trainer: Any) -> Any:
-    """A shallow copy of a trainer: the figures that it collects while the copy computes are not the trainer's."""
+    """A shallow copy of a trainer, which logs nothing: the figures that it collects are not the trainer's."""
     copied = copy.copy(trainer)
+    copied.log = lambda *args, **kwargs: None
     for name, value in vars(trainer).items():
         if isinstance(value, dict | list | set | deque | Tensor) and not name.endswith("dataset"):
             with contextlib.suppress(Exception):

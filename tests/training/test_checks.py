@@ -413,6 +413,8 @@ def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_
 def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
     """`odb/...` entries are those of all steps since the Trainer's last log, whatever else is logged."""
 
+    seen: list[Any] = []
+
     class Talks(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             self.log({"loss": 1.0, "mine": 1.0})
@@ -422,11 +424,15 @@ def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             trainer.log({"loss": 2.0, "mine": 2.0})
 
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(logs.get("mine"))
+
     trainer = make(tiny_text, tmp_path, logging_steps=5, callbacks=[Talker()], trainer_class=Talks, block=BLOCK)
     trainer.train()
     history = trainer.state.log_history
     name = "odb/micro_batches"
     assert not [entry for entry in history if "mine" in entry and name in entry]
+    assert seen.count(1.0) == len(audit(tmp_path)), "the measurement logs nothing"
     (first, *_) = [entry for entry in history if name in entry]
     lines = [line for line in audit(tmp_path) if line["optimizer_step"] <= first["step"]]
     assert first["step"] > 1
