@@ -37,9 +37,6 @@ from odb_factory.training.stock import Unmeasured, apart, together
 
 logger = get_logger(__name__)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A trial leaves the training as it was.
-
 
 @contextlib.contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
@@ -62,10 +59,6 @@ def untouched(trainer: Any) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The memory that the optimizer will take.
 
 
 def state_bytes(trainer: Any) -> int:
@@ -94,10 +87,6 @@ def state_bytes(trainer: Any) -> int:
     state = [value for value in optimizer_copy.state[largest].values() if isinstance(value, Tensor)]
     size = sum(value.numel() * value.element_size() for value in state if value.device == largest.device)
     return math.ceil(size * total / largest.numel())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What is tried.
 
 
 class FirstRows:
@@ -270,7 +259,6 @@ def trials_of(trainer: Any, key: str) -> Iterator[Trials]:
         yield Trials(trainer, FirstRows(samples, loader, trainer.odb.config), key)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The budgets of `auto`, and the rehearsal of given ones.
 
 MOST_TOKENS = 2**20

@@ -35,7 +35,6 @@ from odb_factory.training.arguments import replaced
 
 logger = get_logger(__name__)
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
 
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
@@ -306,9 +305,6 @@ def deepspeed_config(args: Any) -> dict[str, Any]:
     return {} if plugin is None else plugin.deepspeed_config
 
 
-# Methods
-
-
 def check_methods(trainer: Any) -> None:
     """Refuse a trainer whose methods have been replaced, so that odb's would not be called or would not be right."""
     for name in METHODS:
@@ -355,7 +351,6 @@ def why_logits(trainer: Any) -> str | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: what a user may not expect of the model and its loss.
 
 
@@ -381,7 +376,6 @@ def log_what_differs(trainer: Any) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # What the ranks of a training compare before the first step: arguments, the model's config (I11).
 
 NOT_COMPARED = {

@@ -130,7 +130,6 @@ class MemoryWatch:
         return f"a sample alone cannot be cut: {shorten}, or set {drop} to leave out such samples"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # `oom: split` and `skip`: an optimizer step whose micro-batches are cut in two, or left out, if memory does not hold
 # them; `recompute: auto`: one whose micro-batch ran without gradient checkpointing, and runs with it now. A backward
 # that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped, and all its

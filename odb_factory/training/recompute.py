@@ -103,10 +103,6 @@ def _is_of_torch(function: Any) -> bool:
     return function is checkpoint
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The search
-
-
 def can_be_measured(trainer: Any) -> bool:
     """Whether a training of this trainer decides by micro-batch, if its model checkpoints: not on a CPU, whose memory
     is not counted."""

@@ -106,7 +106,6 @@ def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
     return list(itertools.islice(chosen, ROWS))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The rules, and what a sample weighs by each of them.
 
 
@@ -164,10 +163,6 @@ def _losses_by(mean: StockMean, answers: Sequence[Any]) -> Iterator[tuple[float,
 
 def _is_near(value: float, expected: float, tolerance: float = TOLERANCE) -> bool:
     return abs(value - expected) <= tolerance * max(abs(value), abs(expected))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The measurement.
 
 
 class Unmeasured(Exception):
@@ -585,7 +580,6 @@ def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], super
     return labels
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Evaluation: `prediction_step` on one micro-batch of each rank.
 
 
@@ -614,8 +608,7 @@ def measure_evaluation(trainer: Any, gather: Callable) -> StockMean | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The loss of one sample, by code of the trainer: in the measurement, and in training if it does not add up.
+# The loss of one sample, by code of the trainer: in the measurement and in training.
 
 
 class SampleModel(StandIn):
