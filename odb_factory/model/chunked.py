@@ -204,11 +204,12 @@ class _Pass:
         bytes_of_row = vocabulary * self.dtype.itemsize
         most = max(sizes.chunk // bytes_of_row, width // 4) // sizes.rows * sizes.rows or sizes.rows
         size = math.ceil(tokens / max(math.ceil(tokens / most), 1) / sizes.rows) * sizes.rows
-        memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)[:, :vocabulary]
+        memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)
+        memory[:, vocabulary:] = 0  # products of bfloat16 on a CPU read it: NaN there would be NaN in their results
         with without_autocast(hidden.device.type):
             for some in _parts(tokens, size):
                 x = hidden[some].to(self.dtype)
-                logits = memory[: len(x)]
+                logits = memory[: len(x), :vocabulary]
                 if bias is None:
                     torch.mm(x, weight.T, out=logits)
                 else:

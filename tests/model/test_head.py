@@ -9,7 +9,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -48,9 +48,12 @@ def in_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the few tokens of these models make several."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also the few tokens of these models make several. Memory that nothing is written to is NaN."""
     in_chunks(monkeypatch, 5)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
