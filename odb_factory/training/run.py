@@ -247,7 +247,9 @@ class Training(TrainerCallback):
         if odb.observer is None:
             parts = with_all_columns(parts, dataset, odb.cost_fn)
         self._parts, self._sampler_at_begin = parts, SamplerState(parts.sampler)
-        # 2. How stock makes the loss of an optimizer step. No row of a stream is read, which can be read once.
+        # 2. How stock makes the loss of an optimizer step. No row of a stream is read, which can be read once. A
+        #    refusal is raised once the loader has read rows and found its checkpoint, whose error may be the cause.
+        refusal: ConfigError | None = None
         if odb.equal_weights:
             self.stock = assumed(trainer)
         else:
@@ -259,8 +261,9 @@ class Training(TrainerCallback):
             except ConfigError as error:
                 is_own = isinstance(error, UnknownWeights)  # then other weights can be given to the losses of samples
                 if odb.config.loss_scaling == "stock" or (odb.config.loss_scaling != "none" and not is_own):
-                    raise
-                logger.warning("%s", error)
+                    refusal = error
+                else:
+                    logger.warning("%s", error)
                 self.stock = assumed(trainer)
         # 3. The loader, in the layout to begin with
         config = self._first_config()
@@ -271,6 +274,8 @@ class Training(TrainerCallback):
         is_estimated = not config.keeps and self.max_steps is None
         self.schedule = FillSchedule(is_shuffled=is_shuffled, is_estimated=is_estimated)
         self._make_loader(layout, config)
+        if refusal is not None:
+            raise refusal
         self.user_values = self._ends.enter_context(run_arguments(trainer))
 
     def _first_config(self) -> ResolvedConfig:
