@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, count_media
-from odb_factory.llamafactory.stages import MEDIA
 from odb_factory.log import get_logger
 from odb_factory.planner import Media
 
@@ -241,7 +240,7 @@ class MediaObserver:
 
     def count_media(self, features: Mapping[str, Any], input_ids: list[int]) -> Media:
         """Media of one row, as the collator would make them and the model would take them."""
-        images, videos, audios = (features.get(kind) or [] for kind in MEDIA)
+        images, videos, audios = (features.get(kind) or [] for kind in ("images", "videos", "audios"))
         inputs: Answer = {}
         if videos and self._by_formula:
             # As newer releases of LLaMA-Factory expand placeholders: by the metadata of videos.
