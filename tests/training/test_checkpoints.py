@@ -125,7 +125,7 @@ def on_ranks(asked: list[Any]) -> list[Any]:
 
     def drive(seat: Any) -> Any:
         def gather(message: Any) -> list[Any]:
-            return [json.loads(one) for one in seat.compare(json.dumps(message).encode())]
+            return [json.loads(one) for one in seat.ring.main.gather(json.dumps(message).encode(), "checkpoint")]
 
         try:
             return find(asked[seat.rank], gather=gather)
