@@ -203,7 +203,7 @@ WRITTEN_OUT = "its text contains the placeholder {}, which the model would read 
 class MediaObserver:
     """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
 
-    The stand-in keeps what the real processor answered about a row until its media are counted, so that token expansion
+    The stand-in keeps what it has answered about a row until its media are counted, so that token expansion
     and patch count share one look at each file.
     """
 
@@ -265,19 +265,21 @@ class MediaObserver:
         return DEFAULT_PATCH_SIZE
 
     def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of the plugin's own: images by their sizes; for all else the real processor is asked, once."""
-        inputs: Answer = {}
-        if images and self._images and (self._by_formula or not videos):
-            inputs |= self._images.answer([_size_of(image) for image in images], *args, **kwargs)
-            images = []
+        """In place of the plugin's own: images by their sizes, for all else the real processor is asked. Once for what
+        a row has."""
+        by_size = self._images if self._by_formula or not videos else None
         kinds: Any = ((images, videos, []), ([], [], audios))
-        for media in kinds:
-            if not any(media):
-                continue
+        if by_size is not None:
+            kinds = ((images, [], []), ([], videos, []), ([], [], audios))
+        inputs: Answer = {}
+        for media in filter(any, kinds):
             key = tuple(tuple(id(item) for item in kind) for kind in media), repr((args, kwargs))
             if key not in self._answers:
                 of_images, *others = media
-                answer = self.original._get_mm_inputs(decoded(of_images), *others, processor, *args, **kwargs)
-                self._answers[key] = media, dict(answer)  # so that no other medium takes one of these ids
+                if of_images and by_size is not None:
+                    answer = by_size.answer([_size_of(image) for image in of_images], *args, **kwargs)
+                else:
+                    answer = dict(self.original._get_mm_inputs(decoded(of_images), *others, processor, *args, **kwargs))
+                self._answers[key] = media, answer  # so that no other medium takes one of these ids
             inputs |= self._answers[key][1]
         return inputs
