@@ -109,7 +109,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
 
         training = read(Path("my.yaml"), ["odb.token_budget=8192"], ranks=8)
     """
-    from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten
+    from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten, without_null
     from odb_factory.llamafactory.hooks import arguments_of
 
     # What is wrong with the YAML is reported before anything heavy is imported.
@@ -117,7 +117,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
         why = "not a YAML file" if path.exists() else "there is no such file"
         raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
     keys = arguments_of(str(path), overrides)
-    if is_given(keys):
+    if is_given(without_null(keys)):
         checked(keys, logs=False)
     if not keys.get("do_train"):
         raise ConfigError(f"{path}: do_train is not true, so it trains nothing; give the YAML that you train with.")

@@ -41,11 +41,15 @@ WITHOUT = "odb=null"
 """The override with which a YAML is trained without its block."""
 
 
-def is_given(args: dict[Any, Any]) -> bool:
-    """Whether arguments have a block, or something in its place. A block that the override `odb=null` has emptied is
-    taken out of them, because LLaMA-Factory hands the same arguments on; an `odb:` without keys is no such wish."""
+def without_null(args: dict[Any, Any]) -> dict[Any, Any]:
+    """Arguments without a block that the override `odb=null` has emptied; an `odb:` without keys is no such wish."""
     if WITHOUT in sys.argv and args.get("odb", "") is None:
-        del args["odb"]
+        del args["odb"]  # in place: LLaMA-Factory hands the same arguments on
+    return args
+
+
+def is_given(args: Mapping[Any, Any]) -> bool:
+    """Whether arguments have a block, or something in its place."""
     return any(is_meant_for_block(key, value) for key, value in args.items())
 
 

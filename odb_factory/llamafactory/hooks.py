@@ -91,7 +91,7 @@ def launch(original: Callable[[], Any]) -> Any:
 
     command, *arguments = sys.argv[1:] or [""]
     args = read(*arguments[:1], overrides=arguments[1:])
-    if not block.is_given(args):
+    if not block.is_given(block.without_null(args)):
         return original()
     is_v1 = ".v1." in original.__module__
     if command not in ("train", *(block.V1_COMMANDS if is_v1 else ())):
@@ -147,7 +147,7 @@ def read_block(original: Callable, args: Any = None) -> Any:
     from odb_factory.llamafactory import block
 
     args = read(*sys.argv[1:2], overrides=sys.argv[2:]) or None if args is None else args
-    if not isinstance(args, dict) or not block.is_given(args):
+    if not isinstance(args, dict) or not block.is_given(block.without_null(args)):
         return original(args)
     if is_v1 := ".v1." in original.__module__:
         importlib.import_module("llamafactory.v1.core.base_trainer")
@@ -200,7 +200,7 @@ def read_ray(original: Callable, args: Any = None) -> Any:
     global _num_ray_workers
     from odb_factory.llamafactory import block
 
-    has_block = isinstance(args, dict) and block.is_given(args)
+    has_block = isinstance(args, dict) and block.is_given(block.without_null(args))
     _num_ray_workers, parsed = 0, original(args)
     if has_block and parsed.use_ray:
         block.checked(args, logs=False)
