@@ -1,7 +1,7 @@
-"""Online dynamic batching for LLM and VLM fine-tuning. The public names, nothing else.
+"""Online dynamic batching for LLM and VLM fine-tuning: the public names.
 
-Names are loaded on first use: this package is on the path of every `import torch` (see
-`odb_factory.llamafactory.activation`), so importing it must cost nothing.
+Names are loaded on first use: every `import torch` imports this package (see
+`odb_factory.llamafactory.activation`), so the import must cost nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
-if not TYPE_CHECKING:  # to a type checker it would make any name an Any
+if not TYPE_CHECKING:  # for a type checker it would make any name an Any
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""`ODBConfig`: every key of the `odb:` block, its type, default and rules. What a key means: docs/keys.md.
+"""`ODBConfig`: every key of the `odb:` block, its type, default and rules. docs/keys.md explains the keys.
 
 Standard library only: the block is checked before anything heavy is imported.
 """
@@ -20,7 +20,7 @@ from odb_factory.refusals import Refusal, Settings, refuse
 AUTO = "auto"
 """The value of a budget that is chosen before training."""
 BUDGETS = ("token_budget", "max_patches")
-"""Keys that may be `auto`: what the memory of the accelerator allows."""
+"""Keys that may be `auto`: as large as the memory of the accelerator allows."""
 LARGEST = 2**32 - 1
 """The largest number a key takes."""
 
@@ -29,20 +29,9 @@ LOSS_SCALINGS: tuple[str, ...] = get_args(LossScaling)
 _UNSET: Any = ""
 
 NEAR = 0.7
-"""Similarity (of difflib, 0 to 1) from which an unknown key is taken for a misspelt one."""
+"""Similarity (difflib, 0 to 1) from which the message suggests a key for an unknown key."""
 INSTEAD = {
-    # Of earlier releases (CHANGELOG.md).
-    **dict.fromkeys(
-        ("max_image_patches", "max_video_patches", "max_audio_frames"),
-        "set `max_patches`, which counts images, videos and audio",
-    ),
-    **dict.fromkeys(
-        ("length_buckets", "cost_model", "balance_group_size", "lr_reference_samples", "rehearse"), "leave it out"
-    ),
-    "seed": "set `data_seed` beside the odb: block (in a loop: `generator` of the DataLoader)",
-    "collate_workers": "set `dataloader_num_workers` beside the odb: block (in a loop: `num_workers`)",
-    "resume": "leave it out; `ignore_data_skip: true` beside the odb: block restarts the epoch",
-    # Of the package online-dynamic-batching (docs/migration.md).
+    # Keys of the package online-dynamic-batching (docs/migration.md).
     "max_input_length": "it is called `token_budget`",
     "prefetch_factor": "it is called `buffer_size`",
     "join_mode": "it is called `join`, and has an effect with `global_batch_size: fill` only",
@@ -51,28 +40,23 @@ INSTEAD = {
     "no_warmup": "leave it out: the buffer is full from the first plan on",
     "group_order_flip": "leave it out: the planner decides about the order",
     "version": "leave it out: there is one planner",
-    **dict.fromkeys(
-        ("train_dataloader", "train_dataset", "training_args"),
-        "leave it out: the trainer is enough",
-    ),
-}
-"""What to do instead of keys that people know from elsewhere."""
-OF_THE_TRAINING = {
+    **dict.fromkeys(("train_dataloader", "train_dataset", "training_args"), "leave it out: the trainer is enough"),
+    # Keys of the training.
     "micro_batch_size": "set `per_device_train_batch_size` beside the odb: block",
     **dict.fromkeys(
         ("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers"),
         "it is one of the training's arguments, which stand beside the odb: block",
     ),
 }
-"""The same of keys that are meant for the training."""
+"""What to do instead of keys that the block does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ODBConfig:
-    """The `odb:` block of a training YAML; docs/keys.md says what each key means.
+    """The `odb:` block of a training YAML; docs/keys.md explains the keys.
 
-    Tokens are counted after expansion, truncation and padding; patches are vision-tower input
-    patches. Raises `ConfigError` (a `ValueError`) with a one-line message for a bad value.
+    Tokens are counted after expansion, truncation and padding; patches are vision-tower input patches.
+    Raises `ConfigError` (a `ValueError`) with a one-line message for a bad value.
     """
 
     token_budget: int | Literal["auto"]
@@ -115,23 +99,23 @@ class ODBConfig:
 
     @property
     def auto_keys(self) -> list[str]:
-        """The budgets that are still to be chosen."""
+        """The budgets that are `auto`, so not yet chosen."""
         return [key for key in BUDGETS if getattr(self, key) == AUTO]
 
     def resolved(self, **budgets: int | None) -> ResolvedConfig:
-        """The same with these budgets in the place of `auto`."""
+        """This config with these budgets instead of `auto`."""
         return ResolvedConfig(**{name: getattr(self, name) for name in _keys()} | budgets)
 
     @classmethod
     def from_block(cls, block: Any) -> ODBConfig:
-        """Make a config from what stands under `odb:` in the YAML (a mapping of keys to values)."""
+        """Make a config from the value of `odb:` in the YAML, a mapping of keys to values."""
         if not isinstance(block, Mapping):
             raise ConfigError(
                 f"odb: {quoted(block)} is not a block of keys; write `odb:` with at least `token_budget: 8192` under "
                 "it, or take it out (as the override `odb=null` does) to train without odb_factory."
             )
         keys = _keys()
-        # YAML's own word for nothing is `null`; people write the word, as YAML or as Python spells it.
+        # YAML's word for nothing is `null`, but people write `none` or Python's `None`.
         values: dict[str, Any] = {
             name: None if value in ("none", "None") and keys[name].is_optional else value
             for name, value in block.items()
@@ -184,7 +168,7 @@ CONTRADICTIONS = (
         "lets ranks run short together, and with `join: false` the epoch ends when one does",
         "set `join: true`, or leave balance out"),
 )  # fmt: skip
-"""Keys that contradict each other. Each of them alone has been checked."""
+"""Keys that contradict each other. Each key alone has been checked before."""
 NO_AUTO = Refusal(
     "odb.memory_fraction",
     lambda s: s.odb.memory_fraction != ODBConfig.memory_fraction and not s.odb.auto_keys,
@@ -194,7 +178,7 @@ NO_AUTO = Refusal(
 
 
 def refusals_of_auto(applies: Callable[[Any], Any], why: str, way_out: str) -> list[Refusal]:
-    """Of every budget that is `auto` while `applies`: there is nothing to choose it by."""
+    """Refusals of each budget that is `auto` while `applies` is true, because nothing can measure a budget then."""
 
     def of_budget(key: str) -> Refusal:
         return Refusal(f"odb.{key}", lambda s: getattr(s.odb, key) == AUTO and applies(s), why, way_out)
@@ -228,7 +212,7 @@ class ODBKeys(TypedDict, total=False):
 
 
 class ResolvedConfig(ODBConfig):
-    """A config whose budgets are numbers: what a run, its loader and its plans are made from."""
+    """A config whose budgets are numbers. Runs, loaders and plans take this config."""
 
     if TYPE_CHECKING:
         token_budget: int
@@ -240,7 +224,7 @@ class ResolvedConfig(ODBConfig):
 
 
 def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
-    """The config given whole, or made of its keys."""
+    """`config`, or a config made of the keys in `block`."""
     if not isinstance(config, ODBConfig | None):
         raise ConfigError(f"config: {quoted(config)} is not an ODBConfig; give its keys, such as token_budget=8192.")
     if config is None:
@@ -251,11 +235,11 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The rules of one key, from its type.
+# The rules of a key, derived from its type.
 
 
 class _Key(NamedTuple):
-    """kind: bool, int (at least 1) or float; None if `choices` are all there is."""
+    """kind: bool, int (at least 1) or float; None if only `choices` are allowed."""
 
     kind: type | None
     choices: tuple[str, ...]
@@ -263,7 +247,7 @@ class _Key(NamedTuple):
     default: Any
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value and how to put it right, without key and value; None if it is right."""
+        """The fault of a value and its correction, without key and value; None if the value is right."""
         if (value is None and self.is_optional) or (isinstance(value, str) and value in self.choices):
             return None
         if self.kind is float:
@@ -312,20 +296,20 @@ def _is_whole(value: Any) -> bool:
 
 
 def _problems(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the values of keys that exist, each in one sentence."""
+    """The faults of the values of existing keys, one sentence each."""
     keys = _keys()
     faults = {name: keys[name].problem(value) for name, value in values.items()}
     return [f"odb.{name}: {quoted(values[name])} {problem}." for name, problem in faults.items() if problem is not None]
 
 
 def _unknown_key(name: Any, value: Any) -> str:
-    """The message about a key that does not exist: the nearest one, or what it seems to be instead."""
+    """The message for a key that does not exist: advice, or the most similar key."""
     keys, shown = _keys(), " ".join(str(name).split())
     key, colon, value_text = shown.partition(":")
     if colon and value is None and key in keys:
         return f"odb.{shown}: YAML takes this for a key; put a space after the colon, `{key}: {value_text or 8192}`."
     near = difflib.get_close_matches(name.lower(), keys, n=1, cutoff=NEAR) if isinstance(name, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(keys)}."
-    if (instead := (INSTEAD | OF_THE_TRAINING).get(name)) is not None:
+    if (instead := INSTEAD.get(name)) is not None:
         hint = f"{instead}."
     return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"

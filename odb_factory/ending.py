@@ -1,4 +1,4 @@
-"""Why a run ends: errors of known cause are replaced by one line that names cause, place and remedy."""
+"""Why a run ends: replace errors of known cause by one line that names cause, place and remedy."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ LESS_MEMORY = (
 
 
 def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseException:
-    """The error to raise in place of `error`, which ends the run: an `ODBError` if the cause is known, else `error`.
+    """The error to raise instead of `error`, which ends the run: an `ODBError` if the cause is known, else `error`.
 
-    Waits briefly for the cause if a collective has failed. output_dir: of the run, if there is one.
+    Waits briefly for the cause if a collective has failed. output_dir: folder of the run, if it has one.
     """
     if isinstance(error, ODBError) or not isinstance(error, Exception):
         return error
     if (lost := lost_rank(error)) is not None:
         return lost
-    for one in _chain(error):
-        if isinstance(one, MemoryError):
+    for cause in _chain(error):
+        if isinstance(cause, MemoryError):
             return DataError(f"this process ran out of memory: {LESS_MEMORY}")
-        if (why := why_no_space(one, output_dir)) is not None:
+        if (why := why_no_space(cause, output_dir)) is not None:
             return DataError(why)
     return error
 
 
 def lost_rank(error: BaseException) -> CollectiveError | None:
-    """Why a collective of the training, or of the framework before it, has failed; None if not known."""
-    for one in _chain(error):
-        has_sign = isinstance(one, RuntimeError) and any(sign in str(one) for sign in SIGNS_OF_A_COLLECTIVE)
-        if has_sign or type(one).__name__.startswith("Dist"):
+    """Why a collective of the training, or of the framework before it, has failed; None if unknown."""
+    for cause in _chain(error):
+        has_sign = isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in SIGNS_OF_A_COLLECTIVE)
+        if has_sign or type(cause).__name__.startswith("Dist"):
             failure = known_failure()
             return None if failure is None else CollectiveError(failure)
     return None
 
 
 def why_worker_died(pid: int, code: int | None, place: str) -> str:
-    """What happened to a data worker, and what to do. code: its exit code, or minus a signal; place: where it was."""
+    """What ended a data worker, and what to do. code: its exit code, or minus a signal. place: the row it was at."""
     who = f"a data worker (pid {pid}), {place},"
     if code == -signal.SIGBUS:
         return f"{who} crashed: {_full_shared_memory()}"
@@ -75,7 +75,7 @@ def why_worker_died(pid: int, code: int | None, place: str) -> str:
 
 
 def why_no_space(error: BaseException, output_dir: str | Path | None = None) -> str | None:
-    """Which disk, or memory that processes share, is full; None for an error of another kind."""
+    """Which disk or shared memory is full; None for an error of another kind."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not is_full and not any(sign in str(error) for sign in SIGNS_OF_A_FULL_DISK):
         return None
@@ -85,7 +85,7 @@ def why_no_space(error: BaseException, output_dir: str | Path | None = None) -> 
         return f"{_full_shared_memory()} ({one_line(error)})"
     named = Path(os.fsdecode(error.filename)).parent if isinstance(error, OSError) and error.filename else None
     folders = [folder for folder in (named, output_dir, tempfile.gettempdir()) if folder and Path(folder).is_dir()]
-    folder = folders[0] if named in folders else min(folders, key=lambda one: shutil.disk_usage(one).free)
+    folder = folders[0] if named in folders else min(folders, key=lambda path: shutil.disk_usage(path).free)
     free = shutil.disk_usage(folder).free / MIB
     return (
         f"the disk of {folder} is full, or a quota on it ({free:.0f} MiB are free): free some space or set another "

@@ -1,21 +1,21 @@
-"""The errors a user can meet. Each message says what, where, and what to do, in one line."""
+"""The errors that users can meet. Each message says what, where, and what to do, in one line."""
 
 
 class ODBError(Exception):
-    """Base of every error odb_factory raises on purpose. Its message has no control characters."""
+    """Base of the errors that odb_factory raises. Messages have no control characters."""
 
     def __init__(self, message: str = ""):
         super().__init__(printable(message))
 
 
 class ConfigError(ODBError, ValueError):
-    """A key of the `odb:` block, or its combination with another setting, cannot work."""
+    """A key of the `odb:` block, alone or together with another setting, cannot work."""
 
 
 class LayoutError(ConfigError):
-    """What is to be computed cannot be one flat row; `layout: auto` takes padded rows there.
+    """A model, trainer or batch cannot use flat rows; `layout: auto` takes padded rows then.
 
-    reason: why, in a few words. row: number of the row of the collated batch that is the reason, if one is.
+    reason: why, in a few words. row: number of the row in the collated batch that is the reason, or None.
     """
 
     def __init__(self, reason: str, row: int | None = None):
@@ -28,11 +28,11 @@ class DataError(ODBError, RuntimeError):
 
 
 class CollectiveError(DataError):
-    """An error that every rank knows of and raises: no rank waits, and none has to be informed."""
+    """An error that every rank raises, so that no rank waits and none has to be informed."""
 
 
 class OutOfMemoryError(ODBError, RuntimeError):
-    """The accelerator's memory does not hold a micro-batch; the error of the framework is its cause."""
+    """A micro-batch does not fit into the memory of the accelerator. `__cause__`: the error of the framework."""
 
 
 LONGEST = 300
@@ -43,13 +43,13 @@ def quoted(value: object) -> str:
     """The `repr` of a value for a message, shortened in the middle to 200 characters."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no whole number of more than some thousand digits
+    except ValueError:  # Python does not print integers of more than some thousand digits
         return f"a number of type {type(value).__name__} with too many digits"
     return _shortened(text, LONGEST_VALUE)
 
 
 def printable(text: str) -> str:
-    """Text with control characters shown as escapes, so that a file name cannot command a terminal; lines stay."""
+    """Text with control characters as escapes, so that a file name cannot command a terminal; line breaks stay."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
         for character in text
@@ -59,8 +59,8 @@ def printable(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """One line: the message of an `ODBError`, else "Type: message", shortened in the middle to 300 characters.
 
-    An error with causes is followed by the first of them, because the outermost often has no details. Messages of
-    tokenizers, PIL and torch often have several lines; those of LLaMA-Factory quote whole conversations.
+    The first cause of an error, if any, follows, because the outermost error often has no details. Messages of
+    tokenizers, PIL and torch often have several lines; messages of LLaMA-Factory quote whole conversations.
     """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"

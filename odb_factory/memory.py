@@ -1,4 +1,4 @@
-"""Peak memory of a function on an accelerator, and which errors say that memory was short."""
+"""Peak memory of a function on an accelerator, and errors that mean out of memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from odb_factory.errors import ODBError
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the messages of accelerators without an error class of their own, of the CPU's allocator and of libraries that
-allocate beside torch's."""
+"""Parts of messages of accelerators without a separate error class, of the CPU's allocator, and of libraries with a
+separate allocator."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short; False for an error of ours that reports it."""
+    """Whether the error means out of memory; False for an `ODBError` that reports it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     is_ours = isinstance(error, ODBError)
@@ -24,25 +24,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 COUNTED = ("mem_get_info", "memory_reserved", "reset_peak_memory_stats", "max_memory_allocated")
-"""What `MemoryMeter` asks of a device's module of torch."""
+"""Functions of torch's module of a device that `MemoryMeter` calls."""
 
 
 class MemoryMeter:
-    """Of an accelerator whose torch module counts allocations (`torch.cuda` and those like it)."""
+    """Measures the memory of an accelerator whose torch module counts allocations, such as `torch.cuda`."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def limit(self, fraction: float) -> int:
-        """Bytes that may be in use: this fraction of the memory, and no more than other processes leave free."""
+        """Bytes that may be in use: this fraction of the memory, at most what other processes leave free."""
         module = torch.get_device_module(self._device)
         free, total = module.mem_get_info(self._device)
         return min(int(fraction * total), free + module.memory_reserved(self._device))
 
     def peak(self, run: Callable[[], None], held: Iterable[Tensor]) -> int | None:
-        """Peak of bytes in use while `run` runs, everything included; None if there was not enough memory.
+        """Peak of all bytes in use while `run` runs; None if memory was not enough.
 
-        held: tensors that exist before and stay, for a meter that does not count them by itself.
+        held: tensors that exist before `run` and stay, for a meter that counts only new tensors.
         """
         module = torch.get_device_module(self._device)
         module.empty_cache()
@@ -63,7 +63,7 @@ def find_meter(device: torch.device) -> MemoryMeter | None:
 
 
 def fits(run: Callable[[], None]) -> bool:
-    """Whether memory held the run. A run that failed keeps nothing alive, not even by its error."""
+    """Whether memory was enough for `run`. A failed run keeps nothing alive, not even by its error."""
     try:
         run()
     except RuntimeError as error:
@@ -71,5 +71,5 @@ def fits(run: Callable[[], None]) -> bool:
             raise
     else:
         return True
-    gc.collect()  # after `except`, which has dropped the error and its frames
+    gc.collect()  # after `except`, when the error and its frames are gone
     return False

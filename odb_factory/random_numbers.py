@@ -1,4 +1,4 @@
-"""The states of all random number generators that a training draws from."""
+"""States of all random number generators that a training uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_states(device: torch.device | None = None) -> tuple[Any, ...]:
 
 
 def set_random_states(states: tuple[Any, ...], device: torch.device | None = None) -> None:
-    """Undo whatever was drawn since `random_states(device)` returned `states`."""
+    """Set the generators to `states`, which `random_states(device)` returned."""
     python, numpy, cpu, on_device = states
     random.setstate(python)
     np.random.set_state(numpy)
@@ -38,10 +38,7 @@ def kept_random_numbers(
     *,
     states: tuple[Any, ...] | None = None,
 ) -> Iterator[None]:
-    """Afterwards the generators are as before, whatever was drawn within.
-
-    states: what the generators are set to within (None: they stay as they are).
-    """
+    """Restore the generators at the end. states: states of the generators within (None: unchanged)."""
     before = random_states(device)
     if states is not None:
         set_random_states(states, device)
@@ -52,12 +49,12 @@ def kept_random_numbers(
 
 
 def random_seed(*key: int) -> int:
-    """A seed (0 to 2**63 - 1) that follows from these numbers; other numbers have an independent one."""
+    """A seed (0 to 2**63 - 1) derived from these numbers, independent of the seeds of other numbers."""
     return _words(key)[0] >> 1
 
 
 def seed_random_numbers(*key: int) -> None:
-    """Set the generators of Python, numpy, and torch on the CPU to what follows from these numbers."""
+    """Seed the generators of Python, numpy, and torch on the CPU with seeds derived from these numbers."""
     words = _words(key)
     random.seed(words[1])
     np.random.seed(words[2] & 0xFFFFFFFF)
@@ -78,13 +75,14 @@ CHANGED_IN_PLACE: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], A
         lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
 )
-"""Attributes of samplers, how their state is read, and how it is set."""
+"""Types of generators in attributes of samplers, with the functions that read and set their state."""
 
 
 class SamplerState:
-    """The attributes of a sampler, of samplers in it, and the generators among them, as they are now.
+    """The current attributes of a sampler and of the samplers in it, with the states of generators among them.
 
-    Torch's samplers have their randomness in a generator; custom ones may have Python's or numpy's, or count epochs.
+    The samplers of torch draw from a generator of torch; custom samplers may draw from Python's or numpy's, or count
+    epochs.
     """
 
     def __init__(self, sampler: Any):

@@ -1,7 +1,7 @@
-"""Settings that cannot work, as tables with one row for each.
+"""Settings that cannot work, as tables with a row for each.
 
-The tables: of the block in `odb_factory.config`, of a loop in `odb_factory.loop.dataloader`, of LLaMA-Factory's YAML in
-`odb_factory.llamafactory.block`, of every Trainer in `odb_factory.training.checks`.
+The tables: for the block in `odb_factory.config`, for a loop in `odb_factory.loop.dataloader`, for LLaMA-Factory's YAML
+in `odb_factory.llamafactory.block`, for every Trainer in `odb_factory.training.checks`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from odb_factory.version import installed_version
 
 
 class Settings:
-    """What the rows of a table read: a name is the attribute or key of the first owner that has it, else None."""
+    """Attributes for the rows of a table: the attribute or key of the first owner that has the name, else None."""
 
     def __init__(self, *owners: Any):
         self._owners = owners
@@ -32,7 +32,7 @@ class Settings:
         return None
 
     def at(self, key: str) -> Any:
-        """The value of a dotted key, such as `accelerator_config.split_batches`; None if there is none."""
+        """The value of a dotted key, such as `accelerator_config.split_batches`; None if the key is missing."""
         value: Any = self
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
@@ -41,10 +41,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One setting that cannot work: `{key}: {its value} {why}; {way_out}.`
+    """A setting that cannot work. Message: `{key}: {its value} {why}; {way_out}.`
 
-    key: as the user writes it, dotted if it lies in another. applies: settings -> whether they are refused. What it
-    returns stands as `{found}` in `why` and `way_out`, and a setting as `{s.NAME}`.
+    key: as the user writes it, dotted if it is nested. applies: settings -> whether they are refused. In `why` and
+    `way_out`, `{found}` is the value that `applies` returns and `{s.NAME}` is a setting.
     """
 
     key: str
@@ -54,7 +54,7 @@ class Refusal:
 
 
 def refuse(rows: Iterable[Refusal], *owners: Any) -> None:
-    """Raise one `ConfigError` that names every row that applies to the settings of these owners."""
+    """Raise one `ConfigError` for all rows that apply to the settings of these owners."""
     settings = Settings(*owners)
     refused = [(row, value) for row in rows if (value := row.applies(settings))]
     if refused:
@@ -68,20 +68,20 @@ def refuse(rows: Iterable[Refusal], *owners: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Of a loop and of a Trainer.
+# For a loop and for a Trainer.
 
 SUMS_OFFLOADED_GRADIENTS = "0.19.0"
 """The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
-ones keep the first and the last (its pull request 7967), or the last only if the accumulation is 1 (7981)."""
+releases keep the first and the last (pull request 7967), or only the last if the accumulation is 1 (7981)."""
 
 
 def offloads_optimizer(zero: Mapping[str, Any]) -> bool:
-    """zero: the section `zero_optimization` of a configuration of DeepSpeed."""
+    """zero: the section `zero_optimization` of a DeepSpeed configuration."""
     return bool((zero.get("offload_optimizer") or {}).get("device", "none") != "none")
 
 
 def _loses_gradients(deepspeed: Mapping[str, Any]) -> str | None:
-    """The installed release of DeepSpeed, if it does not add up those of all micro-batches with this configuration."""
+    """The installed release of DeepSpeed, if it does not add up the gradients of all micro-batches."""
     zero, release = deepspeed.get("zero_optimization", {}), installed_version("deepspeed")
     is_hit = zero.get("stage") == 2 and offloads_optimizer(zero)
     return release if is_hit and release and Version(release) < Version(SUMS_OFFLOADED_GRADIENTS) else None

@@ -1,4 +1,4 @@
-"""The release of this package, and of others as they are installed."""
+"""The release of this package and of installed packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __version__ = "0.2.0"
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None if it is not installed. This package may run from a folder that is not."""
+    """The release of a package; None if it is not installed. This package may run without an installation."""
     if package == "odb_factory":
         return __version__
     try:

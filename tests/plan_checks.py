@@ -1,4 +1,4 @@
-"""One checker for all plans in both layouts: of an optimizer step, of a round of `fill`, of `plan_micro_batches`."""
+"""A checker of plans in both layouts: of an optimizer step, of a round of `fill`, of `plan_micro_batches`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from odb_factory.planner import (
 from odb_factory.planner.cost import STEP_COST
 
 World = Sequence[Sequence[Cost]]
-"""Of each rank the samples of the optimizer step that it holds."""
+"""For each rank the samples of the optimizer step that it holds."""
 
 
 def numbered(world: World) -> tuple[list[Cost], list[int]]:
@@ -31,7 +31,7 @@ def numbered(world: World) -> tuple[list[Cost], list[int]]:
 
 
 def check_groups(groups: Sequence[Sequence[Sequence[Cost]]], budget: Budget) -> None:
-    """I1, I4 of a plan: [rank][micro_step] of the costs of a group."""
+    """I1, I4. groups: [rank][micro_step], the costs of the samples."""
     assert len({len(own) for own in groups}) == 1, "I1: the same K on all ranks"
     for group in filter(None, itertools.chain(*groups)):
         assert len(group) == 1 or within(group, budget), "I4"
@@ -46,7 +46,7 @@ def check_micro_batches(
     complete: bool = True,
 ) -> None:
     """I1, I2, I4, I7. micro_batches: [rank][micro_step], numbers of samples. owner: the rank that each sample stays on;
-    None: ranks share them. complete: all samples have to be there; else (`fill`) some may wait."""
+    None: ranks share samples. complete: no sample may wait (`fill`)."""
     times = Counter(i for own in micro_batches for group in own for i in group)
     assert set(times.values()) <= {1} and set(times) <= set(range(len(costs))), "I2: no sample twice"
     assert not complete or len(times) == len(costs), "I2: every sample"
@@ -58,7 +58,7 @@ def check_micro_batches(
         assert busy == sorted(busy, reverse=True), "I7: a rank idles after its last micro-batch"
     if not complete:
         return
-    # Ranks that share samples idle only if a modality has too few of them: then each is alone in its micro-batch.
+    # Ranks that share samples idle only if a modality has too few: then each sample is alone in its micro-batch.
     every = {cost.modality for cost in costs}
     for groups in [list(itertools.chain(*micro_batches))] if owner is None else micro_batches:
         shared = {costs[group[0]].modality for group in groups if len(group) > 1}
@@ -66,7 +66,7 @@ def check_micro_batches(
 
 
 def totals_of(groups: Sequence[Sequence[Cost]], budget: Budget) -> MicroStepTotals:
-    """What loss weights and metrics rest on, counted again. groups: the micro-batches of a micro-step."""
+    """The totals of a micro-step, counted independently. groups: its micro-batches."""
     groups = [group for group in groups if group]
     shapes = [shape_of(group, budget) for group in groups]
     lengths = [cost.tokens for group in groups for cost in group]
@@ -83,7 +83,7 @@ def totals_of(groups: Sequence[Sequence[Cost]], budget: Budget) -> MicroStepTota
 
 
 def check_plan(plan: Plan, world: World, budget: Budget, shares: bool, complete: bool = True) -> None:
-    """What the plans of an optimizer step and of a round promise, and their totals. shares: ranks share samples."""
+    """The promises and the totals of plans of optimizer steps and rounds. shares: ranks share samples."""
     costs, owner = numbered(world)
     check_micro_batches(plan.groups, costs, None if shares else owner, budget, complete)
     for step, totals in zip(zip(*plan.groups), plan.totals, strict=True):
@@ -95,17 +95,17 @@ def check_plan(plan: Plan, world: World, budget: Budget, shares: bool, complete:
 
 
 def planned(world: World, budget: Budget, *, balance: bool) -> Plan:
-    buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
+    buffers = [make_metadata(own, exhausted=False) for own in world]
     return plan_optimizer_step(buffers, budget, balance=balance)
 
 
 def step_costs(plan: Plan) -> list[int]:
-    """What ranks wait for in each micro-step, in tokens."""
+    """The cost of each micro-step, in tokens."""
     return [STEP_COST + step.max_rank_tokens for step in plan.totals]
 
 
 def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True) -> Plan:
-    """Plan it, and check all that the plan of an optimizer step promises."""
+    """Plan an optimizer step, and check all its promises."""
     plan = planned(world, budget, balance=balance)
     shares = balance and len(world) > 1
     check_plan(plan, world, budget, shares)
@@ -121,28 +121,28 @@ def check_optimizer_step(world: World, budget: Budget, *, balance: bool = True) 
 
 
 class Window(NamedTuple):
-    """The samples a rank holds: costs, ages in rounds (none: all are new), and whether its sampler is exhausted."""
+    """The samples a rank holds, their positions (none: 0, 1, 2, ...), and whether its sampler is exhausted."""
 
     costs: Sequence[Cost]
-    ages: Sequence[int] = ()
+    positions: Sequence[int] = ()
     exhausted: bool = False
 
 
 def plan_round(world: Sequence[Window], budget: Budget, **options: Any) -> Plan:
     """options: of `plan_buffers`."""
     options = {"seed": 0, "epoch": 0, "round_index": 0} | options
-    buffers = [make_metadata(costs, ages or [0] * len(costs), exhausted) for costs, ages, exhausted in world]
+    buffers = [make_metadata(costs, exhausted, positions=positions) for costs, positions, exhausted in world]
     return plan_buffers(buffers, budget, **options)
 
 
 def emitted_of(plan: Plan, rank: int) -> list[int]:
-    """The samples that leave the window of a rank, as positions in it."""
+    """The samples that leave the window of a rank, as indices in the window."""
     start, end = plan.starts[rank : rank + 2]
     return [i - start for steps in plan.groups for group in steps for i in group if start <= i < end]
 
 
 def check_round(world: Sequence[Window], budget: Budget, *, balance: bool = False, **options: Any) -> Plan:
-    """Plan a round with join, and check all that it promises."""
+    """Plan a round with join, and check all its promises."""
     plan = plan_round(world, budget, balance=balance, **options)
     balance = balance and len(world) > 1
     assert plan.final is all(window.exhausted for window in world)

@@ -1,7 +1,4 @@
-"""Costs, budgets and the yardstick of the batching tests.
-
-`shape_of` builds the rows of a group as a collator would, and knows nothing of `Budget.collated`.
-"""
+"""Strategies for costs and budgets, and `shape_of`: the collated shape of a group, independent of `Budget.collated`."""
 
 from __future__ import annotations
 
@@ -32,17 +29,17 @@ flat_budgets = st.builds(Budget, layout=st.just("flat"), pad_to_multiple_of=st.s
 
 @st.composite
 def costs(draw: st.DrawFn, num_modalities: int = 1) -> Cost:
-    """A text sample, or one with media, audio or both; now and then beyond every budget above."""
+    """A sample with or without media and audio; sometimes beyond every budget above."""
     tokens = draw(st.integers(1, 30) | st.sampled_from([1, 50, 99, 100, 101, 300]))
     patches = draw(st.just(0) | st.integers(0, 8) | st.sampled_from([12, 13, 40]))
-    of_videos, of_audio = draw(st.just((0, 0)) | st.tuples(st.integers(0, patches), st.integers(0, patches)))
-    of_videos = min(of_videos, patches - of_audio)
-    has_media = patches > of_audio or draw(st.booleans())
+    video, audio = draw(st.just((0, 0)) | st.tuples(st.integers(0, patches), st.integers(0, patches)))
+    video = min(video, patches - audio)
+    has_media = patches > audio or draw(st.booleans())
     modality = draw(st.integers(0, num_modalities - 1)) if has_media and num_modalities > 1 else 0
-    media: Media | None = Media(patches - of_videos - of_audio, of_videos, 2 * of_audio)
-    if of_videos == of_audio == 0 and modality != VIDEO:
+    media: Media | None = Media(patches - video - audio, video, 2 * audio)
+    if video == audio == 0 and modality != VIDEO:
         media = None
-    units, has_audio = draw(st.integers(1, tokens)), of_audio > 0 or draw(st.booleans())
+    units, has_audio = draw(st.integers(1, tokens)), audio > 0 or draw(st.booleans())
     return Cost(tokens, patches, units, has_media, modality, has_audio=has_audio, media=media)
 
 

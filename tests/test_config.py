@@ -1,4 +1,4 @@
-"""Every way to get the `odb:` block wrong ends in one line that names key and value, and whose cure works."""
+"""Every mistake in the `odb:` block ends in one line that names key and value, and its correction works."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEFAULTS = {
     "exchange_timeout_s": 600,
     "audit": False,
 }
-"""What a block with nothing but `token_budget` means."""
+"""The config of a block with `token_budget` only."""
 OPTIONAL = ["max_patches", "eval_token_budget", "pad_to_multiple_of", "balance"]
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL[:3], "buffer_size", "exchange_timeout_s"]
 WORDS = {
@@ -64,9 +64,8 @@ VALUES: list[tuple[str, list[Any], list[Any]]] = [
     ("memory_fraction", [0.5, 1], [0, -0.5, 1.01, 90, float("nan"), True, "0.9", None]),
     *((key, [], [None, "none"]) for key in ("token_budget", "buffer_size", "join", "audit", "overlong", "on_error")),
 ]
-"""Values that a key takes, and does not take."""
+"""Values that a key accepts, and values that it refuses."""
 FILL = {"global_batch_size": "fill"}
-MEDIA = ("max_image_patches", "max_video_patches", "max_audio_frames")
 
 yaml_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -76,7 +75,7 @@ yaml_values = st.recursive(
 
 
 def block(**keys: Any) -> dict[str, Any]:
-    """A right block with these keys: some are right with `fill` only."""
+    """A valid block with these keys, of which some need `fill`."""
     needed: dict[str, Any] = {}
     if "memory_fraction" in keys:
         needed["token_budget"] = "auto"
@@ -114,7 +113,7 @@ def test_defaults() -> None:
     ],
 )
 def test_what_follows_from_the_optimizer_steps(keys: dict[str, Any], resolved: tuple[Any, ...]) -> None:
-    """Whether they are kept, and the loss and the balance that go with that by default."""
+    """Whether optimizer steps are kept, and the default loss and balance."""
     config = ODBConfig.from_block(block(**keys))
     assert (config.global_batch_size, config.keeps, config.loss_scaling, config.balance) == resolved
     assert ODBConfig.from_block(config.to_dict()) == config
@@ -127,22 +126,15 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"loss_scaling": None}, "loss_scaling", {"loss_scaling": "none"}),
     # Spelling
     ({"token_budget": ..., "tokenbudget": 8192}, "tokenbudget", {"tokenbudget": ..., "token_budget": 8192}),
-    (
-        {"token_budget": ..., "token_budget:100": None},
-        "token_budget:100",
-        {"token_budget:100": ..., "token_budget": 100},
-    ),
+    ({"token_budget:100": None}, "token_budget:100", {"token_budget:100": ..., "token_budget": 100}),
     ({"loss-scaling": "exact"}, "loss-scaling", {"loss-scaling": ..., "loss_scaling": "exact"}),
-    ({"maxpatches": 7}, "maxpatches", {"maxpatches": ..., "max_patches": 7}),
     ({"Join": True}, "Join", {"Join": ..., "join": True}),
     ({"overlength": "drop"}, "overlength", {"overlength": ..., "overlong": "drop"}),
     ({"two\nlines": 1}, "two lines", {"two\nlines": ...}),
     # Missing
     ({"token_budget": ...}, "token_budget", {"token_budget": 8192}),
-    ({"token_budget": ..., "max_patches": 100}, "token_budget", {"token_budget": 8192}),
     # Contradictions
     ({"balance": True, "join": False}, "balance", {"balance": ...}),
-    ({"join": False, "global_batch_size": "keep"}, "join", {"join": ...}),
     ({"join": False, "global_batch_size": 64}, "join", {"global_batch_size": "fill"}),
     ({"lr_scale": "sqrt", "global_batch_size": 64}, "lr_scale", {"global_batch_size": "fill"}),
     (FILL | {"loss_scaling": "stock"}, "loss_scaling", {"loss_scaling": ...}),
@@ -152,25 +144,19 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"layout": "padded", "pad_to_multiple_of": 16}, "pad_to_multiple_of", {"layout": "flat"}),
     ({"layout": "flat", "row_multiple": 4}, "row_multiple", {"row_multiple": ...}),
     ({"oom": "split", "balance_encoder": "auto"}, "oom", {"oom": ...}),
-    ({"oom": "skip", "balance_encoder": True}, "oom", {"balance_encoder": False}),
     ({"memory_fraction": 0.5, "token_budget": 64}, "memory_fraction", {"token_budget": "auto"}),
-    # Keys and values of earlier releases; those that are left out: `INSTEAD`
-    *(({key: 1}, key, {key: ..., "max_patches": 1}) for key in MEDIA),
+    # Keys of the training
     ({"micro_batch_size": 4}, "micro_batch_size", {"micro_batch_size": ...}),
     ({"cutoff_len": 4}, "cutoff_len", {"cutoff_len": ...}),
-    ({"loss_scaling": "sample"}, "loss_scaling", {"loss_scaling": "stock"}),
-    ({"loss_scaling": "square"}, "loss_scaling", {"loss_scaling": "exact"}),
-    # Those of online-dynamic-batching
+    # Keys and values of online-dynamic-batching
     ({"token_budget": ..., "max_input_length": 64}, "max_input_length", {"max_input_length": ..., "token_budget": 64}),
     ({"join_mode": False}, "join_mode", {"join_mode": ..., "join": False} | FILL),
     ({"loss_scaling": "token_exact"}, "loss_scaling", {"loss_scaling": "exact"}),
     ({"loss_scaling_approx": True}, "loss_scaling_approx", {"loss_scaling_approx": ..., "loss_scaling": "approx"}),
     ({"no_sync": True}, "no_sync", {"no_sync": ..., "balance": False}),
     ({"prefetch_factor": 256}, "prefetch_factor", {"prefetch_factor": ..., "buffer_size": 256}),
-    # Keys of others
-    ({"checkpoint_with": "accelerator"}, "checkpoint_with", {"checkpoint_with": ...}),
 ]
-"""What people write, the key that the message names first, and the cure: keys to change. `...` leaves a key out."""
+"""Mistakes, the key that the message names first, and the correction: keys to change. `...` leaves a key out."""
 
 
 def without_ellipses(content: dict[str, Any]) -> dict[str, Any]:
@@ -206,13 +192,13 @@ def test_a_key_unlike_any_other_is_answered_with_all(key: Any) -> None:
     assert message.startswith(f"odb.{key}: 17 ") and all(name in message for name in DEFAULTS)
 
 
-def test_keys_from_elsewhere_are_answered_with_what_to_do() -> None:
-    """Never with a key that has another meaning; the documentation has the name, too."""
-    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("docs/migration.md", "CHANGELOG.md"))
+def test_keys_from_elsewhere_are_answered_with_advice() -> None:
+    """The message never suggests a key with another meaning; the documentation has the name."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/*.md"))
     for name, advice in INSTEAD.items():
         message = refusal(block(**{name: 17}))
         assert name not in DEFAULTS and message.startswith(f"odb.{name}: ") and message.endswith(f"{advice}.")
-        assert f"`{name}`" in pages or f"{name}=" in pages
+        assert name in pages
 
 
 @pytest.mark.parametrize(("key", "right", "wrong"), VALUES, ids=lambda value: value if isinstance(value, str) else "")
@@ -221,7 +207,7 @@ def test_values(key: str, right: list[Any], wrong: list[Any]) -> None:
         assert getattr(ODBConfig.from_block(block(**{key: value})), key) == value
     for value in wrong:
         assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} is ")
-    for nothing in (None, "none", "None") if key in OPTIONAL else ():  # YAML's own word is null, people write none
+    for nothing in (None, "none", "None") if key in OPTIONAL else ():  # YAML's word is null, people write none
         assert getattr(ODBConfig.from_block(block(**{key: nothing})), key) is DEFAULTS[key]
 
 
@@ -265,7 +251,7 @@ def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
 
 
 def test_budgets_of_auto_are_resolved() -> None:
-    """With the other keys; a share of the memory has no effect where no budget is chosen by it."""
+    """Other keys stay; `memory_fraction` is allowed without a budget of auto then."""
     asked = ODBConfig.from_block(
         {"token_budget": "auto", "max_patches": "auto", "memory_fraction": 0.5, "row_multiple": 3}
     )
@@ -277,7 +263,7 @@ def test_budgets_of_auto_are_resolved() -> None:
 
 
 def test_the_block_is_checked_before_anything_heavy_is_imported() -> None:
-    """A typo is answered at once: neither the package nor the config brings in torch or numpy."""
+    """A typo is reported at once: neither the package nor the config imports torch or numpy."""
     code = (
         "import sys, odb_factory; odb_factory.ODBConfig.from_block({'token_budget': 1});"
         "print(sorted({'torch', 'numpy', 'transformers', 'llamafactory'} & set(sys.modules)))"

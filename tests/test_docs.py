@@ -1,4 +1,4 @@
-"""README and docs/ hold together: links resolve, snippets are valid, every public name is explained."""
+"""README and docs/ are consistent: links resolve, snippets are valid, every public name is documented."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REFERENCE = "".join(
 
 
 def text_of(page: Path) -> str:
-    """Without code: what stands between fences is no heading and no link."""
+    """The page without code blocks, which have no headings and links."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -64,7 +64,7 @@ def test_links_resolve_and_snippets_are_valid(page: Path) -> None:
 
 
 def test_every_public_name_is_in_the_api_page() -> None:
-    """mkdocstrings makes the entries of the docstrings; `mkdocs build --strict` (.ci/run) finds names that are gone."""
+    """mkdocstrings makes the entries from docstrings; `mkdocs build --strict` (.ci/run) finds names that are gone."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     entries = set(re.findall(r"^::: odb_factory\.(\w+)$", page, re.MULTILINE))
     assert entries == set(odb_factory.__all__) - {"__version__"}
@@ -86,7 +86,7 @@ def test_guarantees_name_tests_that_are_there() -> None:
 
 
 def test_reference_has_every_public_name() -> None:
-    """The public surface is frozen by these pages: a change is one for every user."""
+    """These pages freeze the public names: a change affects every user."""
     assert first_column("The `odb:` block") == {item.name for item in dataclasses.fields(ODBConfig)}
     assert get_type_hints(ODBKeys) == get_type_hints(ODBConfig)
     fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}

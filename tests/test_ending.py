@@ -1,4 +1,4 @@
-"""Errors whose cause is known end a run in one line that says what, where and what to do."""
+"""Errors of known cause end a run in one line that says what, where and what to do."""
 
 from __future__ import annotations
 
@@ -25,22 +25,16 @@ CASES: dict[str, tuple[BaseException, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_cause_is_said(name: str, tmp_path: Path) -> None:
+def test_the_message_names_the_cause(name: str, tmp_path: Path) -> None:
     error, words = CASES[name]
     reported = ending(error, tmp_path)
     assert isinstance(reported, ODBError) and all(word in str(reported) for word in words), str(reported)
     assert "\n" not in str(reported)
 
 
-def test_another_error_stays_what_it_is() -> None:
-    for error in (
-        ValueError("no"),
-        RuntimeError("no"),
-        OSError(errno.EACCES, "no"),
-        KeyboardInterrupt(),
-        ODBError("x"),
-    ):
-        assert ending(error) is error
+def test_other_errors_are_not_replaced() -> None:
+    others = (ValueError("no"), RuntimeError("no"), OSError(errno.EACCES, "no"), KeyboardInterrupt(), ODBError("x"))
+    assert all(ending(error) is error for error in others)
 
 
 LOCKS = """
@@ -55,7 +49,7 @@ except OSError as error:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small /dev/shm is mounted by root")
 def test_no_room_for_a_lock_names_shared_memory() -> None:
-    """No worker process can be started then."""
+    """A full /dev/shm, with which no worker process can start."""
     small = "mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "
     command = ["unshare", "--mount", "sh", "-c", f'{small} "$0" -c "$1"', sys.executable, LOCKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

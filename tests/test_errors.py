@@ -1,4 +1,4 @@
-"""Errors on one line."""
+"""Classes of errors, and errors in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_an_error_of_ours_is_its_message_and_another_has_its_type() -> None:
 
 
 def test_the_first_cause_is_named() -> None:
-    """A library's outermost error often says no more than that something failed."""
+    """The outermost error of a library often has no details."""
     try:
         try:
             raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")

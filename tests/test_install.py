@@ -1,4 +1,4 @@
-"""What the metadata asks for, and the line that names an extra whose packages are missing."""
+"""The requirements of the metadata, and the line that names an extra whose packages are missing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_the_core_is_small_and_has_no_upper_bounds() -> None:
 
 
 def test_the_test_extra_repeats_the_llamafactory_extra() -> None:
-    """Named by `odb_factory[llamafactory]` alone, pip reads these bounds last and backtracks for minutes."""
+    """With `odb_factory[llamafactory]` alone in the extra, pip reads these bounds last and backtracks for minutes."""
     extras = PROJECT["optional-dependencies"]
     assert set(extras["llamafactory"]) < set(extras["test"])
 
 
 def test_the_pin_lets_the_main_branch_live() -> None:
-    """pip would take away a clone whose version the pin does not hold."""
+    """pip would replace a clone whose version is outside the pin."""
     extra = map(Requirement, PROJECT["optional-dependencies"]["llamafactory"])
     (pin,) = [requirement.specifier for requirement in extra if requirement.name == "llamafactory"]
     assert pin == SpecifierSet(SUPPORTED)

@@ -1,4 +1,4 @@
-"""What odb_factory logs reaches the user once, whatever logging they have, and information from one rank only."""
+"""Every line reaches the user once, whatever their logging configuration; information comes from one rank only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger("odb_factory.test")
 
 
 def printed(code: str) -> list[str]:
-    """What a new process with this code in it prints to stderr."""
+    """The lines that a new process with this code prints to stderr."""
     code = f"import logging, sys\nfrom odb_factory.log import get_logger\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return done.stderr.splitlines()
@@ -34,7 +34,7 @@ QUIET = "logging.getLogger('odb_factory').setLevel(logging.ERROR)"
     ("code", "lines"),
     [
         (LOG, ["[odb] a line"]),
-        # The user's console handler prints each line once in their format, made before the logger or after.
+        # A console handler of the user prints each line once in its format, whether it exists before the logger or not.
         (f"logging.basicConfig(format='mine %(name)s %(message)s'); {LOG}", ["mine odb_factory.x a line"]),
         (
             "log = get_logger('odb_factory.x'); logging.basicConfig(format='mine %(message)s'); log.info('a line')",
@@ -82,14 +82,13 @@ def _log(rank: int, folder: Path) -> None:
 
 @pytest.mark.integration
 def test_ranks_that_are_spawned_know_their_number(tmp_path: Path) -> None:
-    """RANK is not set there, and was not known when the logger was made."""
+    """RANK is not set in spawned processes, and the rank is unknown when the logger is made."""
     torch.multiprocessing.spawn(_log, (tmp_path,), nprocs=2)
     lines = [(tmp_path / str(rank)).read_text().splitlines() for rank in range(2)]
     assert lines == [["[odb] a line", "[odb] a warning"], ["[odb] a warning"]]
 
 
-def test_the_console_is_whatever_stderr_is_by_then(capsys: pytest.CaptureFixture) -> None:
-    """One that was closed is not asked again."""
+def test_lines_go_to_the_current_stderr(capsys: pytest.CaptureFixture) -> None:
     with io.StringIO() as before, contextlib.redirect_stderr(before):
         logger.info("a line")
     logger.info("another")

@@ -1,4 +1,4 @@
-"""What a type checker sees of the package, from an editable install and from a wheel, as `pip` makes them."""
+"""A type checker sees the types of the package, installed by `pip` from a folder (editable) and as a wheel."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ odb_factory.scale_loss  # attr-defined
 
 
 def installed(folder: Path, *options: str) -> Path:
-    """The interpreter of a new environment with odb_factory as pip installs it, and all else from this one."""
+    """The interpreter of a new environment with odb_factory installed by pip, and all other packages of this one."""
     source = folder / "source"
     shutil.copytree(ROOT / "odb_factory", source / "odb_factory", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -1,4 +1,4 @@
-"""Every file of yaml_configs/ is accepted by LLaMA-Factory's real parser and says what it promises."""
+"""LLaMA-Factory's real parser accepts every file of yaml_configs/, with the promised values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMISED = {"model": "Qwen/Qwen3-VL-2B-Instruct", "method": "full", "cutoff_len"
 PROMISED |= {"learning_rate": 1e-5, "scheduler": "cosine", "warmup": 0.03}
 NAMES = {"tiny_cpu", *FULL, "mm_mix_lora", "qwen2_5_vl_qlora", "two_nodes", *PAPER}
 
-# As `odb-factory plan` reads a YAML, which is through LLaMA-Factory's parser, for 16 ranks: two nodes of eight GPUs.
+# `odb-factory plan` reads a YAML through LLaMA-Factory's parser. 16 ranks: two nodes of eight GPUs.
 READ = """
 import json, sys
 from pathlib import Path
@@ -35,7 +35,7 @@ from odb_factory.llamafactory import activation
 activation.activate()
 for path in map(Path, sys.argv[1:]):
     overrides = []
-    if "model_name_or_path: ./" in path.read_text():  # one that is to be made first is not here
+    if "model_name_or_path: ./" in path.read_text():  # a model that has to be made first
         overrides.append("model_name_or_path=.")
     planned = read(path, overrides, ranks=16)
     model, data, training, finetuning = planned.arguments
@@ -57,7 +57,7 @@ def keys_of(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def configs() -> dict[str, dict[str, Any]]:
-    """What each file means, by its stem; read from the root of the repository, as it says."""
+    """The parsed values of each file by its stem, read from the root of the repository."""
     command = [sys.executable, "-P", "-c", READ, *(str(path.relative_to(ROOT)) for path in CONFIGS.values())]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -80,7 +80,7 @@ def test_what_the_files_mean(configs: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_batch_size(name: str, configs: dict[str, dict[str, Any]]) -> None:
-    """Optimizer steps hold what people train with."""
+    """Optimizer steps have usual batch sizes."""
     keys = keys_of(name)
     samples = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"]
     assert samples >= 8 and configs[name]["step_size"] == 16 * samples
@@ -90,7 +90,7 @@ def test_batch_size(name: str, configs: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(("name", "stage"), [("ds_z2", 2), ("ds_z3", 3)])
 def test_deepspeed_file(name: str, stage: int) -> None:
-    """Read by accelerate's own reader; sizes are left to the Trainer, which knows them."""
+    """accelerate's own reader reads the file; sizes are `auto`, because the Trainer knows them."""
     path = f"yaml_configs/deepspeed/{name}.json"
     config = HfDeepSpeedConfig(str(ROOT / path))
     assert (config.is_zero2(), config.is_zero3()) == (stage == 2, stage == 3)

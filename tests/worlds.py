@@ -1,5 +1,5 @@
-"""Epochs of ranks that are threads, by the loader of the core over rows that are lengths or costs; and one checker of
-what came out: I1 to I7, I9."""
+"""Epochs of the core loader over rows that are lengths or costs, with threads as ranks; and a checker of the result:
+I1 to I7, I9."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from odb_factory.errors import CollectiveError
 from odb_factory.planner import Budget, Collation, Cost
 
 Row = int | Cost | str
-"""A sample of so many tokens or of this cost; 0, or the name of a fate (of `toy.Observer`): it is left out."""
+"""A sample with this number of tokens or this cost. 0, or the name of a fate (of `toy.Observer`): it is left out."""
 LENGTHS = [3 + k * 7 % 23 if k % 11 else 0 for k in range(60)]
 KEEP: dict[str, Any] = {"global_batch_size": "keep", "balance": True, "accumulation": 4}
 DEFAULTS = {"token_budget": 32, "global_batch_size": "fill", "balance": False}
@@ -33,7 +33,7 @@ IGNORE, DUMMY = -100, 999
 
 @dataclass
 class Ended:
-    """What one rank was handed, the error that ended it, its last state."""
+    """The micro-batches of a rank, the error that ended it, and its last state."""
 
     items: list[Any] = field(default_factory=list)
     error: Exception | None = None
@@ -41,11 +41,11 @@ class Ended:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        return [one for one, _, _ in self.items]
+        return [micro_batch for micro_batch, _, _ in self.items]
 
 
 class Stream(IterableDataset):
-    """One that all ranks iterate alike; has no length."""
+    """A stream that all ranks iterate alike. It has no length."""
 
     is_split = False
 
@@ -57,13 +57,13 @@ class Stream(IterableDataset):
 
 
 class SplitStream(Stream):
-    """One that gives each rank a part of its own."""
+    """A stream that gives each rank a different part."""
 
     is_split = True
 
 
 class Claims:
-    """An order that is longer or shorter than it says."""
+    """An order that is longer or shorter than its `__len__`."""
 
     def __init__(self, order: Sequence[int], length: int):
         self.order, self.length = order, length
@@ -76,7 +76,7 @@ class Claims:
 
 
 def collate(items: list[dict[str, Any]], collation: Collation) -> dict[str, torch.Tensor]:
-    """As LLaMA-Factory's collator: without media the first row is given a dummy image, masked."""
+    """Like LLaMA-Factory's collator: without media the first row gets a masked dummy image."""
     grids = [[1, 1, item["patches"]] for item in items if item["patches"]]
     dummies = [[DUMMY] * (0 if grids or k else collation.dummy_media_tokens) for k in range(len(items))]
     length = max(len(item["input_ids"]) + len(dummy) for item, dummy in zip(items, dummies))
@@ -118,10 +118,10 @@ def train(
     leaves: Mapping[int, int] = {},
     **options: Any,
 ) -> list[Ended]:
-    """Train from `state` on; of each rank how it ended.
+    """Train from `state`; returns the result of each rank.
 
-    stop_after: optimizer steps. go_to: (epoch, optimizer steps), as of `ODBLoader.go_to`. leaves: {rank: optimizer
-    steps after which it leaves}. options: of `open_loader`.
+    stop_after: optimizer steps. go_to: (epoch, optimizer steps), arguments of `ODBLoader.go_to`. leaves: {rank: number
+    of optimizer steps after which it leaves}. options: of `open_loader`.
     """
     ranks = [Ended() for _ in range(world_size)]
 
@@ -134,10 +134,9 @@ def train(
                 loader.go_to(*go_to)
             while loader.epoch < epochs:
                 for item in loader:
-                    one = item[0]
                     rank.items.append(item)
-                    if one.ends_optimizer_step:
-                        loader.consume(one.step)
+                    if item[0].ends_optimizer_step:
+                        loader.consume(item[0].step)
                         num_steps += 1
                         if num_steps in (stop_after, leaves.get(seat.rank)):
                             rank.state = loader.state_dict()
@@ -151,7 +150,7 @@ def train(
 
 
 def run(rows: Sequence[Row], **options: Any) -> tuple[list[list[MicroBatch]], dict[str, Any]]:
-    """`train`, shuffled, to a good end: the micro-batches of each rank, and the state, which is the same on all."""
+    """`train`, shuffled and without errors: the micro-batches of each rank, and the state, which is the same on all."""
     ranks = train(rows, **{"shuffle": True} | options)
     failed = [rank.error for rank in ranks if rank.error is not None]
     if failed:
@@ -161,7 +160,7 @@ def run(rows: Sequence[Row], **options: Any) -> tuple[list[list[MicroBatch]], di
     return [rank.micro_batches for rank in ranks], states[0] or {}
 
 
-# What came out
+# The checker
 
 
 def usable(rows: Sequence[Row]) -> Counter[int]:
@@ -169,23 +168,23 @@ def usable(rows: Sequence[Row]) -> Counter[int]:
 
 
 def ids_of(taken: Sequence[Sequence[MicroBatch]], epoch: int = 0) -> Counter[int]:
-    return Counter(id for rank in taken for one in rank if one.step.epoch == epoch for id in one.ids)
+    return Counter(id for rank in taken for batch in rank if batch.step.epoch == epoch for id in batch.ids)
 
 
 def num_steps(taken: Sequence[Sequence[MicroBatch]]) -> int:
-    return sum(one.ends_optimizer_step for one in taken[0])
+    return sum(batch.ends_optimizer_step for batch in taken[0])
 
 
 def of_steps(taken: Sequence[Sequence[MicroBatch]]) -> dict[tuple[int, int], tuple[int, ...]]:
-    """The ids of all ranks of each optimizer step."""
+    """The ids of each optimizer step, on all ranks."""
     steps: dict[tuple[int, int], list[int]] = {}
-    for one in itertools.chain(*taken):
-        steps.setdefault((one.step.epoch, one.step.index), []).extend(one.ids)
+    for batch in itertools.chain(*taken):
+        steps.setdefault((batch.step.epoch, batch.step.index), []).extend(batch.ids)
     return {key: tuple(sorted(ids)) for key, ids in sorted(steps.items())}
 
 
 def check_epoch(rows: Sequence[Row], ranks: Sequence[Ended], **options: Any) -> None:
-    """I1 to I7, I9 of a whole epoch, given as to `train`."""
+    """I1 to I7, I9 of a whole epoch. rows, options: arguments of `train`."""
     costs = {k: cost_of(rows[k]) for k in usable(rows)}  # type: ignore[arg-type]
     options = DEFAULTS | options
     budget = Budget(
@@ -203,6 +202,12 @@ def check_epoch(rows: Sequence[Row], ranks: Sequence[Ended], **options: Any) -> 
         return
     assert [rank.error for rank in ranks] == [None] * len(ranks)
     steps = _optimizer_steps(ranks, costs, budget)
+    shares = options["balance"] and len(ranks) > 1
+    for number, rank in enumerate(ranks):
+        for batch in rank.micro_batches:
+            assert shares or all(id % len(ranks) == number for id in batch.ids), "a rank keeps its samples"
+            few = shares and batch.totals.active_ranks < len(ranks)
+            assert not few or batch.totals.samples == batch.totals.active_ranks, "I7: too few samples for all ranks"
     emitted = ids_of([rank.micro_batches for rank in ranks])
     assert set(emitted.values()) <= {1} and set(emitted) <= set(costs), "I2, I3: no sample twice"
     last = steps[-1][0][0].step
@@ -218,9 +223,9 @@ def check_epoch(rows: Sequence[Row], ranks: Sequence[Ended], **options: Any) -> 
 
 
 def _optimizer_steps(ranks: Sequence[Ended], costs: Mapping[int, Cost], budget: Budget) -> list[list[list[MicroBatch]]]:
-    """[optimizer step][rank][micro-step]. I1, I4, I6: the same steps on all ranks, each of as many micro-batches as it
-    says, with the totals of all ranks, by which losses are weighed; tensors as planned; an idle one has a real sample.
-    """
+    """[optimizer step][rank][micro-step]. I1, I4, I6: all ranks have the same steps with the stated number of
+    micro-batches and the totals of all ranks, which loss weights depend on; tensors are as planned; an idle micro-batch
+    has a real sample."""
     by_rank = [
         [list(group) for _, group in itertools.groupby(rank.micro_batches, lambda one: one.step.index)]
         for rank in ranks
@@ -269,11 +274,9 @@ def _check_filled(rows: Sequence[Row], steps: list[Any], emitted: Counter[int], 
     assert sizes[:-1] == [accumulation] * (len(steps) - 1), "I1"
     assert sizes[-1] == accumulation or (join and 0 < sizes[-1] < accumulation), "only the last may be smaller"
     for rank in range(world_size):
-        own = [one for of_ranks in steps for one in of_ranks[rank]]
-        idle = [one.idle for one in own]
+        idle = [batch.idle for of_ranks in steps for batch in of_ranks[rank]]
         assert join or not any(idle), "I3"
         assert is_balanced or idle == sorted(idle), "I7: a rank idles after its last sample"
-        assert is_balanced or all(id % world_size == rank for one in own for id in one.ids), "a rank keeps its samples"
     if join:
         assert emitted == usable(rows), "I2"
     else:
@@ -287,13 +290,10 @@ def _check_filled(rows: Sequence[Row], steps: list[Any], emitted: Counter[int], 
         assert (step.num_stock_means, step.stock_input_tokens) == (0, None), "no stock step to compare with"
         assert step.done == (len(rows) if step.last else num_emitted + step.rejected.total())
         assert step.progress == (None if options.get("stream") else step.done / len(rows))
-        for totals in [one.totals for one in of_ranks[0]]:
-            few = is_balanced and totals.active_ranks < world_size
-            assert not few or totals.samples == totals.active_ranks, "I7: there are too few for all ranks"
 
 
 def _ran_short(rows: Sequence[Row], emitted: Counter[int], world_size: int, options: Mapping[str, Any]) -> bool:
-    """Whether a rank has left too few samples for an optimizer step."""
+    """Whether a rank has too few samples left for an optimizer step."""
     left = Counter(id % world_size for id in usable(rows) - emitted)
     return min(left[rank] for rank in range(world_size)) < options.get("accumulation", 1)
 
@@ -301,8 +301,8 @@ def _ran_short(rows: Sequence[Row], emitted: Counter[int], world_size: int, opti
 def _check_kept(
     rows: Sequence[Row], steps: list[Any], costs: Mapping[int, Cost], budget: Budget, options: Mapping[str, Any]
 ) -> None:
-    """Step t has the samples [tN, (t+1)N) of the order; what stock would have done, accelerate's own
-    `BatchSamplerShard` tells, which deals its batches to the ranks."""
+    """Step t has the samples [tN, (t+1)N) of the order. The batches of stock come from accelerate's own
+    `BatchSamplerShard`, which deals them to the ranks."""
     world_size, batch_size = len(steps[0]), options.get("batch_size", 1)
     of_stock = batch_size * world_size * options.get("accumulation", 1)
     size = options["global_batch_size"] if options["global_batch_size"] != "keep" else of_stock
@@ -320,14 +320,9 @@ def _check_kept(
         assert step.epoch_steps == (len(steps) if is_known or step.last else 0)
         if not ids:
             assert step.num_micro_batches == 1 and step.active_ranks == 0
-        for rank, own in enumerate(of_ranks):
-            idle = [one.idle for one in own]
+        for own in of_ranks:
+            idle = [batch.idle for batch in own]
             assert idle == sorted(idle), "I7: a rank idles after its last sample of the step"
-            if not options["balance"]:
-                assert all(id % world_size == rank for one in own for id in one.ids), "none leaves its rank"
-        for totals in [one.totals for one in of_ranks[0]] if options["balance"] else ():
-            few = totals.active_ranks < world_size
-            assert not few or totals.samples == totals.active_ranks, "I7: there are too few for all ranks"
     if size == of_stock:
         _check_stock(steps, costs, len(rows), options)
 
@@ -337,7 +332,7 @@ def _reason(row: Row) -> str:
 
 
 def _check_stock(steps: list[Any], costs: Mapping[int, Cost], num_rows: int, options: Mapping[str, Any]) -> None:
-    """I9: what stock's means are taken of, its padded tokens, its progress."""
+    """I9: the divisors of stock's means, its padded tokens, its progress."""
     world_size, batch_size, mean = len(steps[0]), options.get("batch_size", 1), options.get("stock_mean")
     accumulation = options.get("accumulation", 1)
     batches = BatchSampler(range(num_rows), batch_size, bool(options.get("drop_last")))
@@ -345,7 +340,7 @@ def _check_stock(steps: list[Any], costs: Mapping[int, Cost], num_rows: int, opt
     dealt: list[list[list[int]]] = []
     for micro_step in zip(*(BatchSamplerShard(batches, world_size, rank) for rank in range(world_size))):
         dealt.append([])
-        for batch in micro_step:  # without those that it repeats, and those that are left out
+        for batch in micro_step:  # without repeated rows and rows that are left out
             dealt[-1].append([k for k in dict.fromkeys(batch) if k not in seen and k in costs])
             seen.update(batch)
     over, counts = ("step", "tokens") if mean is None else (mean.over, mean.counts)

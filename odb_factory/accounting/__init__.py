@@ -1,1 +1,1 @@
-"""What was trained on: loss weights, checks, figures, audit. Trainers and custom loops use the same."""
+"""Loss weights, checks of micro-batches, figures and audit of a training; for trainers and custom loops."""

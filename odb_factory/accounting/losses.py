@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: the weight of each unit in its optimizer step, and weighted token losses (I8, I9)."""
+"""The loss of a micro-batch: weights of units in their optimizer step, and weighted token losses (I8, I9)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OTHER_LOSS = (
 
 
 def loss_of(weights: Sequence[float], units: Sequence[int]) -> tuple[float, tuple[float, ...] | None]:
-    """How the loss of a micro-batch is made: `scale` times the model's loss, and `row_weights` (see `Computing`).
+    """`scale` and `row_weights` of a micro-batch (see `Computing`).
 
-    weights: of each unit of each sample (none: an idle micro-batch); units: their number for each sample.
+    weights: the weight of each unit of each sample (none: an idle micro-batch). units: number of units of each sample.
     """
     if len(set(weights)) <= 1:
         return weights[0] * sum(units) if weights else 0.0, None
@@ -44,25 +44,21 @@ def weighted_token_loss(
     shift_labels: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Sum over the rows of row weight x the sum of the row's token losses, in float32 also in autocast (float64 stays).
+    """Sum over rows of row weight x the sum of token losses of the row, in float32 also in autocast (float64 stays).
 
-    logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` if there is no loss. The token at t
-    predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
-    row_weights: one for each row; of a flat micro-batch one for each sample. segments: of a flat one, as in `Measured`;
-    segments after the samples weigh 0.
-    The memory peak is that of the mean plus one number a token. Nothing waits for the device.
-    Raises `DataError` if the logits are not those of these rows or segments.
+    logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where a token has no loss. The token at t
+    predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are already shifted.
+    row_weights: one for each row, or one for each sample of a flat micro-batch. segments: token counts of the samples
+    of a flat micro-batch, as in `Measured`; segments after the samples have weight 0.
+    The memory peak is that of the mean plus one number for each token. Nothing waits for the device.
+    Raises `DataError` if the logits do not belong to these rows or segments.
     """
     rows, length = logits.shape[:2]
-    if segments and (rows, length) != (1, sum(segments)):
+    expected = (1, sum(segments)) if segments else (len(row_weights), length)
+    if (rows, length) != expected:
         raise DataError(
-            f"the model computes its loss over logits of {rows} rows of {length} tokens and the micro-batch is one row "
-            f"of {sum(segments)}, so its samples cannot be weighed; {OTHER_LOSS}."
-        )
-    if not segments and rows != len(row_weights):
-        raise DataError(
-            f"the model computes its loss over logits of {rows} rows and the micro-batch has {len(row_weights)} "
-            f"samples, so these cannot be weighed; {OTHER_LOSS}."
+            f"the model computes its loss over logits of {rows} rows of {length} tokens and the micro-batch has "
+            f"{expected[0]} rows of {expected[1]}, so its samples cannot be weighed; {OTHER_LOSS}."
         )
     if shift_labels is None:
         assert labels is not None
@@ -78,7 +74,7 @@ def weighted_token_loss(
 
 
 def by_position(row_weights: Sequence[float], segments: Sequence[int]) -> np.ndarray:
-    """The weights as [rows, 1] or, of a flat row, as [1, length]."""
+    """The weights as [rows, 1], or as [1, length] for a flat row."""
     if not segments:
         return np.asarray(row_weights, dtype=np.float64)[:, None]
     return np.repeat([*row_weights, *[0.0] * (len(segments) - len(row_weights))], segments)[None]
@@ -92,8 +88,8 @@ def in_float32(values: Tensor) -> Tensor:
 def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
     """The loss of an optimizer step: the sum of the weighted losses of its micro-batches, in float32 (float64 stays).
 
-    losses: one scalar a micro-batch. skip_non_finite: leave out NaN and infinite losses unless all are, as the
-    Trainer's `logging_nan_inf_filter` does, which gets one loss an optimizer step here. Does not wait for the device.
+    losses: one scalar for each micro-batch. skip_non_finite: leave out NaN and infinite losses, unless all are, like
+    the Trainer's `logging_nan_inf_filter`, which sees one loss for each optimizer step. Does not wait for the device.
     """
     stacked = in_float32(torch.stack(tuple(losses)))
     total = stacked.sum()
@@ -104,12 +100,12 @@ def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
 
 
 class TokenLoss:
-    """Lets a model's own forward compute the weighted loss, so that auxiliary losses (of routers) are included.
+    """Lets the forward of a model compute the weighted loss, so that auxiliary losses (of routers) are included.
 
     model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. The loss is computed
     without logits (`odb_factory.model.head`) if the model allows it. Otherwise causal models call
     `self.loss_function(logits, labels, ...)`, which is replaced within `weighing`. One object serves a whole run.
-    loss_scaling: for error messages. needs_logits: why the logits are needed, if they are. is_measured: the loss of the
+    loss_scaling: for error messages. needs_logits: the reason if logits are needed. is_measured: the loss of the
     model is known to be the cross entropy of its logits, whatever code computes it.
 
     Example::
@@ -148,12 +144,12 @@ class TokenLoss:
         num_supervised: int | None = None,
         routers_weigh: float = 1.0,
     ) -> Iterator[None]:
-        """For one forward with labels. row_weights: one for each row of the micro-batch, or each sample of a flat one
-        with these segments (`Measured.segments`); None: all tokens weigh 1 / num_units, as in the model's own mean.
+        """Weight the loss of one forward with labels.
 
-        num_supervised: tokens with a loss, if known. routers_weigh: times the coefficient that the model gives the
-        losses of its routers.
-        Raises `ConfigError` at the end if the model has computed its loss otherwise and the weights differ.
+        row_weights: one for each row of the micro-batch, or one for each sample of a flat micro-batch with these
+        segments (`Measured.segments`); None: all tokens weigh 1 / num_units, as in the model's own mean.
+        num_supervised: tokens with a loss, if known. routers_weigh: factor of the model's coefficient of router losses.
+        Raises `ConfigError` at the end if the weights differ and the model has computed its loss in another way.
         """
         door = self.without_logits
         if row_weights is None:
@@ -171,20 +167,18 @@ class TokenLoss:
             shift_labels: Tensor | None = None,
             **_: Any,
         ) -> Tensor:
-            """Called by the model in place of `ForCausalLMLoss`."""
+            """Replaces `ForCausalLMLoss`."""
             nonlocal num_calls
             num_calls += 1
             options: dict[str, Any] = {"shift_labels": shift_labels, "ignore_index": ignore_index}
             return weighted_token_loss(logits, labels, row_weights, segments=segments, **options)
 
         def from_logits(own: Callable[..., Any], *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
-            """In the place of a forward that computes a loss of its own."""
+            """Replaces a forward that computes another loss."""
             output = own(*args, **kwargs)
-            return (
-                output
-                if labels is None
-                else type(output)(**{**output, "loss": loss_function(output["logits"], labels)})
-            )
+            if labels is None:
+                return output
+            return type(output)(**{**output, "loss": loss_function(output["logits"], labels)})
 
         def with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs, skip_logits=False)
@@ -211,7 +205,7 @@ class TokenLoss:
 
 
 def _has_loss_function(module: nn.Module) -> bool:
-    """Whether it is a transformers model that takes labels (a vision tower takes none)."""
+    """Whether the module is a transformers model that takes labels (a vision tower takes none)."""
     kind = type(module)  # the class has the signature, even if the module's own forward is wrapped
     function = getattr(kind, "loss_function", None)
     return (

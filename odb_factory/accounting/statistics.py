@@ -1,4 +1,4 @@
-"""What was trained on: checks of micro-batches, sums and figures, the audit, the summary."""
+"""Checks of micro-batches before they are trained on; then sums, figures of the log, audit and summary."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Computing:
-    """A micro-batch, or a part of one, in forward and backward.
+    """A micro-batch, or a part of a micro-batch, in forward and backward.
 
-    scale: times the model's loss: the micro-batch's share of the loss of its optimizer step, times the ranks that
-        gradients are averaged over; 0 on an idle micro-batch.
+    scale: factor of the model's loss: the share of the micro-batch in the loss of its optimizer step x the number of
+        ranks that gradients are averaged over; 0 for an idle micro-batch.
     row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number for each
-        sample (a row, or a segment of a flat row): the model's mean is replaced by the sum of row weight x token loss
-        (see `TokenLoss`).
+        sample (a row, or a segment of a flat row): the sum of row weight x token loss replaces the mean (see
+        `TokenLoss`).
     is_weighed: the loss has been computed with its weights. encoded: runs of the vision tower whose work the ranks have
-    shared. pads_left: of each row, whether padding stands before its tokens; empty if unknown.
+    shared. pads_left: for each row, whether padding precedes its tokens; empty if unknown.
 
-    Auxiliary losses (MoE routers) are multiplied by `scale` too, and weigh as in stock by `TokenLoss.weighing`. They
-    depend on which samples share a micro-batch, so they cannot equal stock's exactly.
+    Auxiliary losses (MoE routers) are multiplied by `scale` too, and `TokenLoss.weighing` weights them as in stock.
+    They depend on the samples of a micro-batch, so they cannot equal stock's exactly.
     """
 
     micro_batch: MicroBatch
@@ -59,11 +59,11 @@ class Computing:
 # Before the training of a micro-batch.
 
 FEW_SAMPLES = 1.5
-"""Samples of a micro-batch, in the mean, up to which most have one sample."""
+"""If micro-batches have fewer samples than this on average, most have a single sample."""
 
 
 def log_first_step(loader: ODBLoader, first: OptimizerStep, *, in_loop: bool = False) -> None:
-    """Log what one optimizer step is, and how it is cut. first: the first one. in_loop: of a custom loop."""
+    """Log the size of an optimizer step and how the first one is cut. in_loop: the training is a custom loop."""
     limits = loader.budget.limits.least(loader.lowered)
     fill = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
     size, patches = loader.global_batch_size, limits.max_patches
@@ -113,22 +113,22 @@ WARNINGS = {
     "the plan knows of, or cost_fn returns less than there is; give what it adds (collation=) or lower the budget if "
     "memory is short",
 }
-"""Each is logged once."""
+"""Each is logged once for a run."""
 
 
 def warnings_of(micro_batch: MicroBatch, measured: Measured, loader: ODBLoader) -> dict[str, dict[str, Any]]:
-    """The `WARNINGS` about a micro-batch whose collated tensors measure this, and the values in them.
+    """The `WARNINGS` that apply to a collated micro-batch, and the values in their texts.
 
-    Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
-    or if the samples' weights differ and it does not make one row (flat: segment) of each.
+    Raises `DataError` if the collator has left out samples, if it has left out or moved labels that the loss weights
+    depend on, or if the samples have different weights and not one row (flat: segment) each.
     """
     if micro_batch.idle:
         return {}
     ids, planned, scaling = list(micro_batch.ids), list(micro_batch.units), loader.config.loss_scaling
-    rows = len(ids) if measured.segments else measured.rows  # in which samples stand
+    rows = len(ids) if measured.segments else measured.rows
     units = None if measured.units_by_row is None or rows != len(ids) else list(measured.units_by_row)
     is_reordered = units is not None and units != planned + [0] * (len(units) - len(ids))
-    # One row a sample, or all in one row; a collator of pairs may make more rows.
+    # One row for each sample, or one row for all; a collator of pairs may make more rows.
     if rows < len(ids) and not (rows == 1 and measured.length >= micro_batch.tokens):
         raise DataError(
             f"rows {ids}: the collator made {measured.rows} rows of {measured.length} tokens of "
@@ -161,26 +161,26 @@ def warnings_of(micro_batch: MicroBatch, measured: Measured, loader: ODBLoader) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The names here are public: figures of the log, lines of the audit, entries of the summary.
+# Public names: figures of the log, lines of the audit, entries of the summary.
 
 Sums = defaultdict[str, float]
-"""By name, all ranks together: those of `SUMMARY`, skipped (rows left out) and awaited_tokens (padded_tokens if every
-rank had as many as the fullest one in each micro-step)."""
+"""Sums over all ranks by name: those of `SUMMARY`, skipped (rows left out), and awaited_tokens (padded_tokens if every
+rank had as many as the fullest rank of each micro-step)."""
 FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "moved")
-"""Sums of fields of `MicroStepTotals`."""
+"""Sums of these fields of `MicroStepTotals`."""
 SUMMARY = (
     "optimizer_steps", "micro_steps", "idle_micro_batches", "samples", "tokens", "padded_tokens", "units", "moved",
     "oom_cuts", "lost_weight", "data_wait_s", "seconds",
 )  # fmt: skip
-"""Sums that are entries of `odb_summary.json`. tokens are real, padded_tokens as collated.
-oom_cuts: how often a micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the
-loss of late rows, as a share of the loss of an optimizer step."""
+"""Sums that are entries of `odb_summary.json`. tokens are real, padded_tokens are collated.
+oom_cuts: how often a micro-batch, or a part of one, was cut in two because it did not fit into memory. lost_weight: the
+loss of rows left out after their plan, as a share of the loss of an optimizer step."""
 AUDIT_FILE, SUMMARY_FILE = "odb_audit_rank{rank}.jsonl", "odb_summary.json"
 
 
 def ratios_of(sums: Sums) -> dict[str, float]:
-    """padding_ratio: share of the collated tokens that is padding (or dummy media), 0 to 1. balance: padded tokens of
-    all ranks as a share of awaited_tokens, 0 to 1: 1 if no rank waits for another."""
+    """padding_ratio: share of padding and dummy media in the collated tokens, 0 to 1. balance: padded_tokens /
+    awaited_tokens, 0 to 1; 1 if no rank waits for another."""
     padded, awaited = sums["padded_tokens"], sums["awaited_tokens"]
     return {
         "padding_ratio": 1 - sums["tokens"] / padded if padded else 0.0,
@@ -191,8 +191,8 @@ def ratios_of(sums: Sums) -> dict[str, float]:
 def metrics_of(sums: Sums, token_budget: int, world_size: int) -> dict[str, float]:
     """The `odb/...` entries of a log line.
 
-    odb/micro_batches: micro-batches of an optimizer step on each rank, mean. odb/idle: idle micro-batches.
-    odb/skipped: rows left out. odb/peak_memory_gib: of this process on its GPU, since it began.
+    odb/micro_batches: mean number of micro-batches of an optimizer step on each rank. odb/idle: idle micro-batches.
+    odb/skipped: rows left out. odb/peak_memory_gib: peak of this process on its GPU since its start.
     """
     seconds, ratios = sums["seconds"] or math.inf, ratios_of(sums)
     budgets = max(sums["micro_steps"], 1) * world_size * token_budget
@@ -215,13 +215,13 @@ def metrics_of(sums: Sums, token_budget: int, world_size: int) -> dict[str, floa
 def audit_line(
     computed: Computing, rank: int, optimizer_step: int, data_wait_s: float = 0.0, part: int = 0, parts: int = 1
 ) -> dict[str, Any]:
-    """The line of a micro-batch that this rank has trained on.
+    """The audit line of a micro-batch that this rank has trained on.
 
-    optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
-    micro-batch that was cut (`oom: split`), from 0.
+    optimizer_step: number in the run, from 1. data_wait_s: wait for data since the previous line. part, parts: number
+    of the part, from 0, and of all parts of a micro-batch that `oom: split` has cut.
     """
     micro_batch, measured, weights = computed.micro_batch, computed.measured, computed.row_weights
-    encoded = [int(plan.patches[rank]) for plan in computed.encoded]  # for any rank
+    encoded = [int(plan.patches[rank]) for plan in computed.encoded]  # images of any rank
     return {
         "epoch": micro_batch.step.epoch,
         "optimizer_step": optimizer_step,
@@ -238,7 +238,7 @@ def audit_line(
         "encoder_patches": sum(encoded) if encoded else measured.patches,
         **measured.media._asdict(),
         "units": micro_batch.num_units,
-        # Of the mean loss of the micro-batch, or of each token loss of each sample.
+        # The weight of the mean loss of the micro-batch, or of each token loss of each sample.
         "weight": computed.scale if weights is None else [computed.scale * weight for weight in weights],
         "idle": micro_batch.idle,
         "data_wait_s": round(data_wait_s, 4),
@@ -247,7 +247,7 @@ def audit_line(
 
 
 def summary_line(summary: Mapping[str, Any], steps: int) -> str:
-    """summary: as `StepAccounting.summary` returns it. steps: optimizer steps since the run began or was resumed."""
+    """summary: of `StepAccounting.summary`. steps: optimizer steps since the run began or was resumed."""
     before = summary["optimizer_steps"] - steps
     resumed = f" after {before} of a run before" if before else ""
     parts = [
@@ -267,14 +267,13 @@ def summary_line(summary: Mapping[str, Any], steps: int) -> str:
 
 
 class StepAccounting:
-    """The accounting of one run of a loader, in a trainer or in a custom loop: all that is checked, counted and written
-    while optimizer steps are taken.
+    """Checks, counts and writes the micro-batches of one run of a loader, in a trainer or in a custom loop.
 
-    audit_dir: folder of `odb_audit_rank{r}.jsonl`; None: not written.
-    encoder_patches: encoded by each rank since the run began or was resumed; empty if they do not share this work.
-    optimizer_steps: taken in the run, those before a resume included.
-    computing: the micro-batch between `begin` and `end`. total: the sums since the run began or was resumed.
-    For each micro-batch of the loader call `next`, then `begin`, make its loss as the answer says, and call `end`.
+    audit_dir: folder of `odb_audit_rank{r}.jsonl`; None: no audit.
+    encoder_patches: patches that each rank has encoded since the start or resume; empty if ranks do not share images.
+    optimizer_steps: optimizer steps of the run, those before a resume included.
+    computing: the micro-batch between `begin` and `end`. total: the sums since the start or resume.
+    For each micro-batch call `next`, then `begin`, compute its loss with the returned weights, then call `end`.
     """
 
     def __init__(self, loader: ODBLoader, audit_dir: str | Path | None = None):
@@ -290,17 +289,17 @@ class StepAccounting:
         self._at_log: Sums = defaultdict(int)
         self._clock: float | None = None
         self._has_logged = True
-        self._waited = 0.0  # since the audit's last line
-        self._begun: list[OptimizerStep] = []  # last, of each pass over an epoch
-        self._left_out: Counter[str] = Counter()  # after their plan, by reason; `COLLATION`: of this rank
-        # Of this rank: micro-batches of two or more samples that the collator made larger than the budget, and those of
-        # which every row has been left out after the plan.
+        self._waited = 0.0  # since the last line of the audit
+        self._begun: list[OptimizerStep] = []  # the last step of each pass over an epoch
+        self._left_out: Counter[str] = Counter()  # rows left out after their plan, by reason; `COLLATION`: of this rank
+        # Micro-batches of this rank: those of two or more samples that the collator made larger than the budget, and
+        # those whose rows were all left out after the plan.
         self._over_budget = self._emptied = 0
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
-        """The loader's next micro-batch, None after the last; counts the time spent waiting for it."""
+        """The next micro-batch of the loader, None after the last. Counts the wait for it."""
         self._tick()
-        if self._has_logged:  # an interval has no seconds of an evaluation or a save between two optimizer steps
+        if self._has_logged:  # no interval includes an evaluation or a save between two optimizer steps
             self._has_logged, self._at_log["seconds"] = False, self.total["seconds"]
         before = self.total["seconds"]
         item = next(collated, None)
@@ -316,13 +315,13 @@ class StepAccounting:
         return item
 
     def _tick(self) -> None:
-        """Bring `seconds` up to date; they count from the first call on."""
+        """Update `seconds`, which count from the first call."""
         now = time.perf_counter()
         self.total["seconds"] += 0.0 if self._clock is None else now - self._clock
         self._clock = now
 
     def begin(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
-        """Check a micro-batch whose forward comes next; its loss is made as the answer says.
+        """Check the micro-batch whose forward comes next, and return its loss weights.
 
         Raises `DataError` if the collator has changed what was planned.
         """
@@ -331,20 +330,20 @@ class StepAccounting:
                 self._warned.add(kind)
                 logger.warning("%s", WARNINGS[kind].format(**values))
         step, before = micro_batch.step, self._begun[-1] if self._begun else None
-        if before and before.epoch == step.epoch and (before is step or before.index < step.index):  # it goes on
+        if before and before.epoch == step.epoch and (before is step or before.index < step.index):  # the same pass
             self._begun.pop()
         self._begun.append(step)
         self.computing = Computing(micro_batch, measured, *loss_of(micro_batch.weights, micro_batch.units))
         return self.computing
 
     def end(self) -> None:
-        """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
+        """Count the micro-batch whose backward is done, and its optimizer step after the last micro-batch."""
         computed, self.computing = self.computing, None
         assert computed is not None, "begin comes first"
         self.count([computed])
 
     def count(self, parts: Sequence[Computing]) -> None:
-        """Count a micro-batch as `end` does, which was trained on in these parts.
+        """Count a micro-batch that was trained on in these parts, like `end`.
 
         Raises `ConfigError` if the audit cannot be written.
         """
@@ -379,7 +378,7 @@ class StepAccounting:
         self._audit.write(json.dumps(line).encode() + b"\n")
 
     def metrics(self, before: Sums | None = None) -> dict[str, float]:
-        """The `odb/...` entries of the whole run. before: sums to be taken off."""
+        """The `odb/...` entries of the whole run. before: sums to subtract."""
         self._tick()
         self.total["skipped"], before = self.left_out.total(), before or defaultdict(int)
         sums = defaultdict(int, {name: value - before[name] for name, value in self.total.items()})
@@ -392,9 +391,9 @@ class StepAccounting:
         return metrics
 
     def leave_out(self, failed: Iterable[tuple[SampleInfo, str]], reason: str) -> list[float]:
-        """Log that late rows are left out, and why.
+        """Log rows that are left out after their plan, and why.
 
-        Returns the share of each in the loss of its optimizer step, which is lost: the others keep their weights.
+        Returns the share of each in the loss of its optimizer step. It is lost: the other rows keep their weights.
         """
         lost = []
         for sample, cause in failed:
@@ -405,14 +404,14 @@ class StepAccounting:
         return lost
 
     def lose(self, shares: Sequence[float], reason: str) -> None:
-        """Count rows that were left out after their optimizer step had begun. shares: of the loss of that step."""
+        """Count rows that were left out after their step began. shares: their shares in the loss of that step."""
         self._left_out[reason] += len(shares)
         self.total["samples"] -= len(shares)
         self.total["lost_weight"] += sum(shares)
 
     @property
     def left_out(self) -> Counter[str]:
-        """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
+        """Rows left out on all ranks, by reason; for the current epoch until its last plan."""
         return sum((step.rejected for step in self._begun), self._left_out)
 
     def summary(self) -> dict[str, Any]:
@@ -434,16 +433,16 @@ class StepAccounting:
         }
 
     def resume_at(self, optimizer_steps: int) -> None:
-        """Continue after that many optimizer steps of the run.
+        """Continue after this number of optimizer steps of the run.
 
-        The audit is appended to: what the run wrote after its last checkpoint is then in the file twice.
+        Appends to the audit: lines written after the last checkpoint are then in the file twice.
         """
         self.optimizer_steps, self._audit_mode = optimizer_steps, "ab"
 
     def finish(self, folder: Path, epochs: float) -> None:
-        """Write `odb_summary.json` and log its line, at the end of a run of this many epochs. Collective."""
-        of_rank = Counter(collation=self._left_out[COLLATION], over_budget=self._over_budget, emptied=self._emptied)
-        counts = self.loader.over_all_ranks(of_rank)
+        """Write `odb_summary.json` and log its line at the end of a run. epochs: of the run. Collective."""
+        own = Counter(collation=self._left_out[COLLATION], over_budget=self._over_budget, emptied=self._emptied)
+        counts = self.loader.over_all_ranks(own)
         self._left_out[COLLATION], self._over_budget = counts["collation"], counts["over_budget"]
         self.total["samples"] -= counts["collation"]
         self.total["idle_micro_batches"] += counts["emptied"]

@@ -90,12 +90,10 @@ class EpochContext:
 
 
 class Held(NamedTuple):
-    """A sample of this rank that can be planned. position: in the order of the epoch. since: the plan before which it
-    was drawn."""
+    """A sample of this rank that can be planned, and its position in the order of the epoch."""
 
     sample: Sample
     position: int
-    since: int
 
 
 class Planned(NamedTuple):
@@ -156,7 +154,7 @@ class EpochPlanner(ABC):
                 context.leave_out(row.reason, row.message)
             else:
                 self.overlong += context.budget.overlong(row.cost)
-                self.held.append(Held(row, position, index))
+                self.held.append(Held(row, position))
             self._next = next(self._rows, None)
         held = self.held
         samples = [entry.sample for entry in held]
@@ -167,7 +165,6 @@ class EpochPlanner(ABC):
         # Gather: every rank learns what all hold, as integers.
         buffer = make_metadata(
             [sample.cost for sample in samples],
-            [index - entry.since for entry in held],
             exhausted=self._next is None,
             sizes=[len(content) for content in packed],
             positions=[entry.position - index * self.step_size for entry in held],

@@ -1,4 +1,4 @@
-"""What a sample costs, what a group of samples costs once collated, and the budgets that bound it (I4)."""
+"""The cost of a sample, the size of a collated group of samples, and the budgets that bound it (I4)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MEASURES = ("tokens", "patches", "has_media", "has_audio")
-"""Fields of `Cost` whose sums over a group say, with the lengths of padded rows, what is collated of it."""
+"""Fields of `Cost` whose sums over a group, with the lengths of padded rows, give the collated size of the group."""
 
 
 def by_number(numbers: np.ndarray, values: np.ndarray, count: int, operation: np.ufunc = np.add) -> np.ndarray:
-    """int64[count, ...]: the sum (or `operation`, from 0 on) of the values of each number. bincount adds up floats."""
+    """int64[count, ...]: the sum (or `operation`, starting at 0) of the values of each number. bincount adds floats."""
     result = np.zeros((count, *values.shape[1:]), dtype=np.int64)
     operation.at(result, numbers, values)
     return result
 
 
 STEP_COST = 500
-"""What a micro-step costs beside its tokens, in tokens as collated."""
+"""Cost of a micro-step in addition to its tokens, in collated tokens."""
 FRAMES_PER_PATCH = 2
-"""Spectrogram frames that count as one patch in a sum: what audio encoders make a position of, or fewer."""
+"""Spectrogram frames that count as one patch. Audio encoders make a position of at least as many."""
 
 
 class Media(NamedTuple):
-    """What a sample or a micro-batch gives to encoders, by modality.
+    """Encoder inputs of a sample or a micro-batch, by modality.
 
-    image_patches, video_patches: input patches of the vision tower. audio_frames: of spectrograms (10 ms each); an even
-    number for each clip.
+    image_patches, video_patches: input patches of the vision tower. audio_frames: spectrogram frames (10 ms each), an
+    even number for each clip.
     """
 
     image_patches: int = 0
@@ -45,7 +45,7 @@ class Media(NamedTuple):
         return Media(*(number * size for size in self))
 
     def __str__(self) -> str:
-        """As in messages: the sizes that are not 0."""
+        """The sizes that are not 0, for messages."""
         return ", ".join(f"{size} {name.replace('_', ' ')}" for name, size in self._asdict().items() if size)
 
 
@@ -57,18 +57,17 @@ VIDEO = 1
 class Cost:
     """The cost of one sample, known after template, tokenizer and multimodal plugin have run.
 
-    tokens: length after expansion and truncation; of all its rows, if the collator makes several of a sample.
-    row_tokens: what these rows take together in a padded batch, as many times the longest of them (0: as `tokens`).
-    patches: the sum over the modalities (see `Media`). media: by modality; None: all are of images, or of videos if
-        these are a modality of their own.
-    units: what the loss is a mean over: supervised tokens (labels that carry loss, after the causal shift); 1 for a
-        pair or an example.
-    has_media, has_audio: the sample brings images or videos, or audio, of its own, so the collator injects none beside
-        it.
-    leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
-    modality: only samples of one modality share a group. Videos are another one if a model cannot take them beside
-        images, or runs its vision tower once for each: engines that shard parameters hang unless every rank runs it
-        equally often.
+    tokens: length after expansion and truncation, summed over the rows if the collator makes several of a sample.
+    row_tokens: number of these rows x the longest, as they are padded together (0: equal to `tokens`).
+    patches: sum over the modalities (see `Media`). media: by modality; None: all patches are of images, or of videos if
+        videos are a separate modality.
+    units: number of terms in the mean of the loss: supervised tokens (labels with a loss, after the causal shift); 1
+        for a pair or an example.
+    has_media, has_audio: the sample has images or videos, or audio, so the collator injects no dummy.
+    leading_label: the first label is not ignored. Nothing predicts it, but stock counts it in the mean.
+    modality: only samples of one modality share a group. Videos are a separate modality if a model cannot take them
+        together with images, or runs its vision tower once for each: engines that shard parameters hang unless every
+        rank runs it equally often.
     """
 
     tokens: int
@@ -89,25 +88,25 @@ class Cost:
 
     @property
     def padded(self) -> int:
-        """Tokens of the row that the sample is planned as, with padded micro-batches."""
+        """Tokens of the row that the sample is planned as in a padded micro-batch."""
         return self.row_tokens or self.tokens
 
 
 def larger(a: Any, b: Any) -> Any:
-    """The larger of two numbers, or of each pair of two arrays: `np.maximum` takes ten times as long for numbers."""
+    """The larger of two numbers, or of each pair of two arrays. `np.maximum` is ten times slower for numbers."""
     return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
 
 
 @dataclass(frozen=True, slots=True)
 class Collation:
-    """What the framework's collator adds to the samples of a group.
+    """Padding and dummy media that the framework's collator adds to a group.
 
     pad_to_multiple_of: the row length is rounded up to a multiple of this.
     dummy_media_tokens, dummy_media_patches: a fake image that the collator injects into the first row of a
-        group without images and videos (so that every rank runs the vision tower).
-    dummy_audio_tokens, dummy_audio_patches: the same for audio, after it.
-    rows: number of rows it makes of a sample. batches: prefixes of the keys of each batch of rows that the trainer
-    reads while the model computes them; empty if only the model reads the batch.
+        group without images and videos, so that every rank runs the vision tower.
+    dummy_audio_tokens, dummy_audio_patches: fake audio, injected after the fake image.
+    rows: number of rows that the collator makes of a sample. batches: prefixes of the keys of each batch of rows that
+        the trainer reads while the model computes them; empty if only the model reads the batch.
     """
 
     pad_to_multiple_of: int = 1
@@ -119,7 +118,7 @@ class Collation:
     batches: tuple[str, ...] = ()
 
     def in_one_row(self) -> Collation:
-        """For padded micro-batches: the rows of a sample are planned as one row, so every addition counts per row."""
+        """For padded micro-batches, which plan all rows of a sample as one row: additions count once for each row."""
         return replace(
             self,
             pad_to_multiple_of=self.rows * self.pad_to_multiple_of,
@@ -133,27 +132,24 @@ class Collation:
         return self.dummies(0, 0) != (0, 0)
 
     def dummies(self, media: Any, audio: Any) -> tuple[Any, Any]:
-        """Tokens and patches that are injected into a group, given how many of its samples have media and audio.
-
-        Integers, or arrays of them, as those that are given.
-        """
+        """Dummy tokens and patches of a group. media, audio: number of its samples that have some (int or array)."""
         tokens = (media == 0) * self.dummy_media_tokens + (audio == 0) * self.dummy_audio_tokens
         return tokens, (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
 
     def length(self, longest: Any, first: Any, dummy_tokens: Any) -> Any:
-        """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
+        """Padded row length of a group (tokens). first: length of its first row without `dummy_tokens`."""
         return -(-larger(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Both budgets alone, as lowered while training (`oom: split`, `skip`)."""
+    """The two budgets without the collation. `oom: split` and `skip` lower them during training."""
 
     token_budget: int
     max_patches: int | None = None
 
     def least(self, limits: Limits | None) -> Limits:
-        """The lower of each."""
+        """The lower value of each budget."""
         if limits is None:
             return self
         patches = [limit for limit in (self.max_patches, limits.max_patches) if limit is not None]
@@ -162,12 +158,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The budgets of a group, measured as collated. `max_patches` None: not limited.
+    """The budgets of a collated group. max_patches None: no limit.
 
-    layout: `padded`, a row for each sample; `flat`, all samples of a group in one row, one after the other.
-    pad_to_multiple_of: a flat row is filled up to a multiple of this (tokens).
-    row_multiple: padded micro-batches with more rows than this have a multiple of it, as far as samples and
-        `max_patches` allow.
+    layout: `padded`, one row for each sample; `flat`, all samples of a group in one row.
+    pad_to_multiple_of: the length of a flat row is rounded up to a multiple of this (tokens).
+    row_multiple: the number of rows of a padded micro-batch above this number is a multiple of it, as far as samples
+        and `max_patches` allow.
     """
 
     token_budget: int
@@ -178,7 +174,7 @@ class Budget:
     row_multiple: int = 1
 
     def __str__(self) -> str:
-        """As in messages."""
+        """For messages."""
         sums = [] if self.max_patches is None else [f"{self.max_patches} patches"]
         return ", ".join([f"{self.token_budget} tokens", *sums])
 
@@ -187,16 +183,16 @@ class Budget:
         return Limits(self.token_budget, self.max_patches)
 
     def within(self, limits: Limits | None) -> Budget:
-        """The same, no higher than `limits`."""
+        """This budget, lowered to `limits`."""
         lowest = self.limits.least(limits)
         return replace(self, token_budget=lowest.token_budget, max_patches=lowest.max_patches)
 
     def collated(self, sums: Any, count: Any = 1, longest: Any = 0, first: Any = 0) -> tuple[Any, Any, Any]:
-        """(rows, row length in tokens, patches) of groups as collated, each int64[...]; of one group, as integers.
+        """(rows, row length in tokens, patches) of collated groups, each int64[...], or integers for a single group.
 
-        sums: int64[..., 4], of the `MEASURES` of their samples, or a list of four integers. count: samples. longest,
-        first: tokens of the longest row and of the first one. Flat rows do not depend on the last three, padded ones
-        not on the sum of tokens.
+        sums: sums of the `MEASURES` of their samples, int64[..., 4] or a list of four integers. count: samples.
+        longest, first: tokens of the longest and of the first row. The flat layout ignores count, longest and first;
+        the padded layout ignores the sum of tokens.
         """
         tokens, patches, media, audio = sums if isinstance(sums, list) else np.moveaxis(sums, -1, 0)
         dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
@@ -206,12 +202,12 @@ class Budget:
         return count, self.collation.length(longest, first, dummy_tokens), patches + dummy_patches
 
     def excess(self, padded: Any, patches: Any) -> Any:
-        """Tokens and patches by which collated groups break the budgets; 0: within both. padded: rows x length."""
+        """Tokens and patches above the budgets; 0: within both. padded: rows x row length of a collated group."""
         over = larger(padded - self.token_budget, 0)
         return over if self.max_patches is None else over + larger(patches - self.max_patches, 0)
 
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
-        """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
+        """(rows, row length in tokens, patches) of the collated group, its samples in this order."""
         sums = [sum(getattr(cost, name) for cost in group) for name in MEASURES]
         return self.collated(sums, len(group), max(cost.padded for cost in group), group[0].padded)
 
@@ -220,9 +216,9 @@ class Budget:
         return not self.excess(rows * length, patches)
 
     def tokens_of(self, cost: Cost) -> int:
-        """Tokens of the budget that the sample takes without padding to others."""
+        """Tokens of the sample in a group, without padding to the longest."""
         return cost.tokens if self.layout == "flat" else cost.padded
 
     def overlong(self, cost: Cost) -> bool:
-        """Whether this sample breaks a budget even when it travels alone."""
+        """Whether this sample breaks a budget alone."""
         return not self.fits((cost,))

@@ -1,8 +1,8 @@
-"""Which rank encodes which image: the work of the vision tower in one micro-step, spread over the ranks.
+"""Which rank encodes which image: spread the work of the vision tower in one micro-step over the ranks.
 
-Micro-batches that are balanced in tokens, even in patches, are not balanced in the vision tower, whose attention costs
+Micro-batches that are balanced in tokens, or in patches, are not balanced in the vision tower, whose attention costs
 the square of an image's patches (OrchMLLM, arXiv 2503.23830). So the images and video frames of a micro-step are
-assigned to ranks by themselves, from integers that all ranks know. Images stay where they are as far as that is even.
+assigned to ranks separately, from integers that all ranks know. Images stay on their ranks as far as that is even.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from odb_factory.planner.cost import by_number
 
 WORTH = 0.05
-"""The least share of the time of a micro-step, as estimated, that moving images must save."""
+"""Least share of the estimated time of a micro-step that moving images must save."""
 NEAR = 1.01
 """Loads within 1 % of the least possible are not improved further."""
 EXCHANGES = 2
-"""Moves and swaps for each rank, at most."""
+"""Maximum number of moves and swaps for each rank."""
 MORE_PATCHES = 1.25
 """Without `max_patches` a rank may encode this multiple of the most patches that any rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCost:
-    """What an image, or a frame, of p patches costs: pair x p^2 + patch x p; token: a token in the language model.
+    """The cost of an image or frame of p patches: pair x p^2 + patch x p. token: a token in the language model.
 
-    Integers of one unit (about: multiplications). pair counts the layers whose attention sees the whole image; what
-    windows cost is linear.
+    Integers of one unit (about: multiplications). pair counts the layers whose attention sees the whole image; the cost
+    of windowed attention is linear.
     """
 
     pair: int
@@ -44,11 +44,10 @@ class EncoderCost:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderPlan:
-    """Who encodes what in one micro-step.
+    """The rank that encodes each image of one micro-step.
 
-    ranks: for each rank, int64[its images], the rank that encodes each. load: int64[ranks], the cost of what each
-    rank encodes. patches: int64[ranks], encoded by each. moves: any image is encoded by
-    another rank than the one that holds it.
+    ranks: for each rank, int64[its images], the rank that encodes each image. load, patches: int64[ranks], the cost and
+    the patches that each rank encodes. moves: any image is encoded by another rank than the one that holds it.
     """
 
     ranks: list[np.ndarray]
@@ -66,10 +65,10 @@ def plan_encoders(
 ) -> EncoderPlan:
     """Assign the images of all ranks. Pure, and the same on every rank.
 
-    held: for each rank, int64[images], their patches. tokens: of the micro-batch of each rank; given, images move only
-    if the micro-step then takes less time: the ranks wait for the slowest encoder and for the slowest language model,
-    where without an exchange they wait once, for the slowest sum of both. None: if the slowest encoder has less to do.
-    max_patches: no rank encodes more, unless a rank holds more.
+    held: for each rank, int64[images], the patches of its images. tokens: tokens of the micro-batch of each rank. With
+    tokens, images move only if that shortens the micro-step: after an exchange ranks wait for the slowest encoder and
+    again for the slowest language model, without it they wait once, for the slowest sum of both. None: images move
+    if that lowers the load of the slowest encoder. max_patches: no rank encodes more, unless a rank holds more.
 
         plan_encoders([np.array([64, 16, 16]), np.array([16])], EncoderCost(pair=1, patch=100)).ranks
         # [array([0, 1, 1]), array([1])]
@@ -95,10 +94,10 @@ def plan_encoders(
 
 
 def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int, limit: int) -> np.ndarray:
-    """int64[images]: the rank of each; none has more than `limit` patches, for memory grows with them.
+    """int64[images]: the rank of each. No rank has more than `limit` patches, because memory grows with patches.
 
-    1. Each rank keeps its largest images up to the mean load (or the largest image). 2. What is left goes to the
-    emptiest rank, the largest first. 3. Moves and swaps between the fullest and the emptiest rank even out the rest.
+    1. Each rank keeps its largest images up to the mean load (or the largest image). 2. The other images go to the
+    emptiest rank, the largest first. 3. Moves and swaps between the fullest and the emptiest rank even out the loads.
     """
     target = owner.copy()
     load, filled = by_number(owner, costs, num_ranks), by_number(owner, patches, num_ranks)

@@ -2,12 +2,13 @@
 
 1. A pool gives samples of one modality: that of its oldest sample, unless ranks would idle.
 2. K is the number of micro-steps that every rank (or all ranks together) can fill.
-3. Of each pool the oldest samples are chosen, until they need all its micro-batches.
-4. The chosen samples are cut as those of a kept optimizer step are, into exactly K micro-steps (`keep.cut_into`).
-5. Of padded micro-steps the fuller half goes, and those with the oldest sample of a pool: samples of odd lengths wait
-   for their like, until a rank runs out of samples.
+3. The oldest samples of each pool are chosen until they need all its micro-batches.
+4. The chosen samples are cut into exactly K micro-steps, like a kept optimizer step (`keep.cut_into`).
+5. The fuller half of padded micro-steps goes, and each micro-step with the oldest sample of a pool: samples of unusual
+   lengths wait for similar ones until a rank runs out of samples.
 
-So the oldest sample of every pool goes in every round. When all data have ended, everything goes.
+The oldest sample is the sample with the lowest position in the epoch. So the oldest sample of every pool goes in every
+round. When the data of all ranks have ended, all samples go.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from odb_factory.planner.padded import Pools
 from odb_factory.planner.plan import BufferMetadata, Plan, Samples, Step, to_plan
 
 SLACK = 2048
-"""Flat bins are planned to be full except for 1/SLACK: exchanges between bins get that close to their targets."""
+"""Flat bins are planned to be full except for 1/SLACK: exchanges between bins come that close to their targets."""
 
 
 def plan_buffers(
@@ -40,13 +41,13 @@ def plan_buffers(
 ) -> Plan:
     """Choose the micro-steps of one round for all ranks.
 
-    buffers: one a rank; a rank that is not exhausted holds a sample (`accumulation` samples without join).
-    join: once all samplers are exhausted everything goes out, ranks with less taking idle micro-batches (I1, I2).
-    Without join the round is whole optimizer steps of `accumulation` micro-steps, and the epoch ends when an exhausted
-    rank cannot fill another; no rank idles (I3).
-    balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
-    Emits at least one sample on every rank that holds one, except at the end without join; with balance, one on every
-    rank if there are so many (I5).
+    buffers: one for each rank; a rank that is not exhausted holds a sample (without join: `accumulation` samples).
+    join: when all samplers are exhausted all samples go, and ranks with fewer take idle micro-batches (I1, I2).
+    Without join the round is whole optimizer steps of `accumulation` micro-steps. The epoch ends when an exhausted rank
+    cannot fill another optimizer step; no rank idles (I3).
+    balance: a sample may move to another rank (with join only), unless the samples are too heavy to travel.
+    At least one sample of every rank that holds one goes, except at the end without join; with balance, every rank
+    computes at least one if there are enough (I5).
     """
     samples = Samples.held_by(buffers, budget, balance=balance)
     slots, num_pools = samples.slots, samples.num_pools
@@ -54,9 +55,7 @@ def plan_buffers(
     if slots > 1:
         exhausted = np.array([exhausted.all()])
     count, final = np.bincount(samples.pool, minlength=num_pools), bool(join and exhausted.all())
-    # By pool, the oldest first; equally old samples of all ranks take turns.
-    turn = np.arange(len(samples)) - np.array(samples.starts)[samples.owner]
-    samples = samples.of(np.lexsort((samples.owner, turn, -samples.rows["age"].astype(np.int64), samples.pool)))
+    samples = samples.of(np.lexsort((samples.rows["position"], samples.pool)))  # the oldest of each pool first
     pools, oldest = np.unique(samples.pool, return_index=True)
     if final:
         steps = cut(samples)
@@ -68,33 +67,33 @@ def plan_buffers(
         required = ~exhausted if join else np.ones_like(exhausted)
         num_usable = np.bincount(usable.pool, minlength=num_pools)[required]
         multiple = 1 if join else accumulation
-        # K: as many micro-steps as every required pool can fill, with a sample for each slot; a multiple of `multiple`.
-        # One at least, unless a required pool has too few samples for it.
+        # K: as many micro-steps as every required pool can fill, with a sample for each slot; a multiple of `multiple`,
+        # and at least one multiple, unless a required pool has too few samples for it.
         max_steps = max(int(num_usable.min()) // slots, min(int(num_usable.min()), 1)) // multiple * multiple
         full = int((_needed(usable)[required] - 1).min()) // slots
         num_steps = min(max(full // multiple, 1) * multiple, max_steps)
         steps = cut_into(num_steps, usable.of(_oldest(usable, num_steps * slots)))
         fewest = slots * multiple
         if (num_usable < fewest).any() and (count[required] >= fewest).all():
-            # No rank may idle, and the modality of the oldest has too few samples: others go with it, each alone.
+            # No rank may idle, and the chosen modality has too few samples: the oldest samples of any go, each alone.
             alone = samples.index[oldest[:, None] + np.arange(fewest)].reshape(len(pools), multiple, slots, 1)
             steps = [[(n, idx) for n, row in zip(pools.tolist(), alone[:, k]) for idx in row] for k in range(multiple)]
     if not join:
         emitted = [samples.owner[group] for step in steps for _, group in step]
         num_left = count - np.bincount(np.concatenate([*emitted, samples.owner[:0]]), minlength=num_pools)
         final = bool((exhausted & (num_left < accumulation)).any())
-    # In random order, for long groups shall not always come first. But a rank idles after its last group, never before
-    # it (I7), so only micro-steps with the same number of busy ranks change places.
+    # Random order, so that long groups do not always come first. A rank idles after its last group only (I7), so only
+    # micro-steps with equally many busy ranks change places.
     rng = np.random.default_rng([seed % 2**64, epoch, round_index])
     shuffled: list[Step] = []
     for num_busy in sorted({len(step) for step in steps}, reverse=True):
         equally_busy = [step for step in steps if len(step) == num_busy]
         shuffled += [equally_busy[k] for k in rng.permutation(len(equally_busy))]
     plan = to_plan(shuffled, samples, final)
-    idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # behind its last sample (I7)
+    idles = any(step.active_ranks < len(buffers) for step in plan.totals)  # after its last sample (I7)
     if final or not join or idles or budget.layout == "flat":
         return plan
-    # Without the micro-steps that pad more than most, unless they hold the oldest sample of a pool.
+    # Leave out the half of the micro-steps with most padding, except those with the oldest sample of a pool.
     fullness = [step.tokens / step.max_rank_tokens for step in plan.totals]
     median, must_stay = sorted(fullness)[len(fullness) // 2], set(samples.index[oldest].tolist())
     holds_oldest = [not must_stay.isdisjoint(itertools.chain(*groups)) for groups in zip(*plan.groups)]
@@ -102,7 +101,7 @@ def plan_buffers(
 
 
 def _needed(samples: Samples) -> np.ndarray:
-    """The fewest micro-batches that samples need in each pool [pools]."""
+    """The least number of micro-batches that the samples of each pool need [pools]."""
     budget = samples.budget
     if budget.layout == "padded":
         pools = Pools(samples)
@@ -116,9 +115,10 @@ def _needed(samples: Samples) -> np.ndarray:
 
 
 def _oldest(samples: Samples, slots: int) -> np.ndarray:
-    """Which samples (pool by pool, the oldest first) go [n]: of each pool as many as `slots` hold.
+    """Which samples go [n]: the oldest of each pool, as many as `slots` micro-batches hold.
 
-    Bisection, to one sample in 1,024; the first guess is the part of the tokens that would fill `slots`.
+    samples: sorted by pool, the oldest first. Bisection, to 1 sample in 1,024; the first guess is the share of the
+    tokens that fills `slots`.
     """
     pools, before = samples.pool, np.concatenate([[0], np.cumsum(samples.rows["row_tokens"], dtype=np.int64)])
     bounds = np.searchsorted(pools, np.arange(samples.num_pools + 1))

@@ -1,4 +1,4 @@
-"""Bins of flat micro-batches: how many, how full each shall be, and samples put into them to that measure.
+"""Fill the bins of a given number of micro-steps: a target for each bin, and samples that reach the targets.
 
 A flat micro-batch is a bin: its tokens and its patches are sums over its samples.
 """
@@ -15,19 +15,19 @@ from odb_factory.planner.cost import by_number
 from odb_factory.planner.plan import Samples
 
 LARGEST_AMOUNT = 1 << 28
-"""Largest amount, so that the product of two amounts does not overflow."""
+"""Upper limit of an amount, so that the product of two amounts does not overflow."""
 AMOUNT_OF_A_BIN = 1 << 20
 """Upper limit of the amount in an average bin."""
 MARGIN = 64
 """The target of a bin is below the budget by 1/MARGIN."""
 SHARE_BITS = 20
-"""Precision of the fixed-point numbers by which targets are scaled to what a pool holds."""
+"""Precision of the fixed-point numbers that scale targets to the samples of a pool."""
 
 
 def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None]) -> np.ndarray:
-    """No fewer bins hold the samples of each pool [pools]. most_of_a_bin: tokens and patches; None: not limited.
+    """A lower bound of the number of bins of each pool [pools]. most_of_a_bin: tokens and patches; None: no limit.
 
-    The bins have room for the sum of the samples; two samples of more than half a bin cannot share one.
+    The bins have room for the sum of the samples; two samples of more than half a bin each cannot share a bin.
     """
     pool, num_pools = samples.pool[~samples.overlong], samples.num_pools
     needed = np.minimum(np.bincount(pool, minlength=num_pools), 1)
@@ -42,11 +42,11 @@ def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None]) -> np.nda
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Bins in the order of their pools, and what is to be balanced between them.
+    """Bins, sorted by pool, and their targets.
 
-    pool, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
-    amounts: what each sample adds in each dimension, in one unit of cost [n, dimensions]; tokens come first.
-    targets: what each bin shall hold of it [bins, dimensions].
+    pool, step: the pool and the micro-step of each bin [bins]. frozen: the bin holds one overlong sample [bins].
+    amounts: the cost of each sample in each dimension [n, dimensions]; tokens come first.
+    targets: the desired sum of amounts in each bin [bins, dimensions].
     """
 
     samples: Samples
@@ -58,13 +58,13 @@ class Bins:
 
 
 def make_bins(samples: Samples, num_steps: int) -> Bins:
-    """Empty bins for this number of micro-steps: as many as there are slots, or samples if these are fewer.
+    """Empty bins for this number of micro-steps: one for each slot, at most one for each sample.
 
-    Overlong samples get bins of their own in the first micro-steps, the longest first.
+    Overlong samples get separate bins in the first micro-steps, the longest first.
 
-    The dimensions are tokens and, if samples have some, patches. Both are in one unit of cost, so that tokens that a
-    bin has too many can be weighed against patches that it has too few. The unit is so large that an average bin holds
-    at most `AMOUNT_OF_A_BIN`: the product of two amounts is an integer of 64 bits.
+    The dimensions are tokens and, if any sample has some, patches. Both have one unit of cost, so that an excess of
+    tokens can be weighed against a lack of patches. The unit is so large that an average bin holds at most
+    `AMOUNT_OF_A_BIN`: the product of two amounts then fits into 64 bits.
 
     Example: a token costs 4, a patch 1, and the unit is 1. Samples of 800 tokens with 3,200 patches and of 200 tokens
     add (3200, 3200) and (800, 0). Under `token_budget` 1,000 and `max_patches` 4,096 a bin may hold (4000, 4096).
@@ -80,21 +80,21 @@ def make_bins(samples: Samples, num_steps: int) -> Bins:
     limits = np.array([budget.token_budget, most_patches]) * samples.prices
     unit = max(int(costs.sum()) // (len(pool) * AMOUNT_OF_A_BIN), 1)
     dimensions = np.flatnonzero(samples.prices)
-    amounts, limits = (np.minimum(of // unit, LARGEST_AMOUNT)[..., dimensions] for of in (costs, limits))
+    amounts, limits = (np.minimum(values // unit, LARGEST_AMOUNT)[..., dimensions] for values in (costs, limits))
     bins = Bins(samples, pool, step, frozen, amounts, amounts)
     targets = [_targets(bins, amount, limit) for amount, limit in zip(amounts.T, limits.tolist())]
     return replace(bins, targets=np.stack(targets, axis=1))
 
 
 def _targets(bins: Bins, amount: np.ndarray, limit: int) -> np.ndarray:
-    """How much of one dimension each bin shall hold [bins].
+    """The targets of the bins in one dimension [bins].
 
-    amount: what each sample adds of it [n]. limit: what the budget allows a bin.
+    amount: of each sample [n]. limit: the budget of a bin.
 
-    1. A bin may be as full as the fullest bin of its micro-step has to be (`_heights`), and no fuller than the budget
-       allows, less a margin.
-    2. What a pool's bins hold at these heights is more than its samples add, or less. So the targets of the bins of a
-       pool are scaled down, or raised by the same amount each, until they sum up to its samples.
+    1. A bin may be as full as the fullest bin of its micro-step has to be (`_heights`), but not fuller than the budget
+       less a margin.
+    2. The targets of the bins of a pool are then scaled down, or each raised by the same amount, until their sum is
+       that of its samples.
 
     Example: two bins of heights 20 and two of height 5, and samples that add 40: the targets are 16, 16, 4, 4.
     """
@@ -102,11 +102,11 @@ def _targets(bins: Bins, amount: np.ndarray, limit: int) -> np.ndarray:
     num_pools, num_steps, ordinary = samples.num_pools, int(step.max(initial=0)) + 1, ~samples.overlong
     bins_in_step = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_in_step, (pool[~frozen], step[~frozen]), 1)
-    # Bins may be as full as an overlong sample of their micro-step, for which all ranks wait.
+    # All ranks wait for an overlong sample, so the bins of its micro-step may be as full as it is.
     has_overlong = np.bincount(step[frozen], minlength=num_steps) > 0
     least_heights = np.where(has_overlong, min(int(amount[samples.overlong].max(initial=0)), limit), 0)
     heights = _heights(amount[ordinary], samples.pool[ordinary], bins_in_step, least_heights)
-    # Exchanges end near their target, not at it, and often above it.
+    # Exchanges end near the target, often above it.
     heights = np.minimum(heights, limit - limit // MARGIN)
     targets = np.where(frozen, 0, heights[step])
     added = by_number(samples.pool[ordinary], amount[ordinary], num_pools)
@@ -117,15 +117,15 @@ def _targets(bins: Bins, amount: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, min_heights: np.ndarray) -> np.ndarray:
-    """How full the fullest bin of each micro-step has to be [micro-steps], as water finds its level.
+    """How full the fullest bin of each micro-step has to be [micro-steps].
 
     amount, pool: of each sample [n]. bins_in_step: bins of each pool in each micro-step [pools, micro-steps].
     min_heights: a lower limit of each height [micro-steps].
 
     All ranks wait for the fullest bin, so the other bins of its micro-step can be filled as high at no cost. The
-    micro-steps take their heights one after the other: the mean of what is left for each bin, or the largest sample
-    that is left, whichever is more. Each bin of a micro-step then takes one of the largest samples, and all of them
-    together as much as they hold at that height.
+    micro-steps get their heights one after the other: the mean of the remaining amount for each remaining bin, or the
+    largest remaining sample, whichever is more. Each bin of the micro-step then takes one of the largest samples, and
+    all of them together take as much as they hold at that height.
 
     Example: two ranks, three micro-steps, a sample of 20 and eight of 5, together 60. If every bin held the mean of 10,
     ranks would wait for 20 + 10 + 10. But the micro-step with the 20 costs 20 whatever else it holds, so both of its
@@ -150,24 +150,24 @@ def _heights(amount: np.ndarray, pool: np.ndarray, bins_in_step: np.ndarray, min
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Fill bins: the largest samples first, then exchanges between pairs of bins, in all pairs at once.
-# The start is Graham's rule of the longest processing time (1969), many bins at a time. The exchanges are a local
-# search as in Kernighan and Lin's (1970): a pair of bins exchanges two samples, or moves one, so that the squared
-# distances from their targets, summed over all dimensions, fall by most.
+# The start is Graham's rule of the longest processing time (1969), for many bins at a time. The exchanges are a local
+# search like that of Kernighan and Lin (1970): a pair of bins exchanges two samples, or moves one, so that the sum over
+# dimensions of the squared distances from their targets falls most.
 
 MAX_ROUNDS, PATIENCE = 64, 8
 """Maximum rounds of pairing; stop after PATIENCE rounds without a change in any dimension."""
 TOKENS_WITHIN, OTHERS_WITHIN = 4096, 128
-"""A bin is left alone if its excess is at most target / TOKENS_WITHIN (other dimensions: OTHERS_WITHIN)."""
+"""A bin takes part in exchanges if its excess is above target / TOKENS_WITHIN (patches: target / OTHERS_WITHIN)."""
 TOKENS_COUNT_MORE = 4
-"""Weight of tokens against other dimensions once the targets of these are known to be out of reach."""
+"""Weight of tokens relative to patches if not all targets can be reached."""
 MAX_TRIED, FEWEST, MOST = 1 << 16, 6, 32
-"""About MAX_TRIED exchanges are tried in a round, between FEWEST and MOST samples of a bin."""
+"""A round tries about MAX_TRIED exchanges, with FEWEST to MOST samples of each bin."""
 
 
 def fill_bins(bins: Bins) -> np.ndarray:
-    """The bin of each sample [n]. No bin is empty; whether they are within the budgets is for the caller to see."""
+    """The bin of each sample [n]. No bin is empty; some may break the budgets."""
     bin_of = _largest_first(bins)
-    # A bin without a sample takes the smallest from the one that has most of its pool.
+    # An empty bin takes the smallest sample of the bin that has most samples of the same pool.
     count = np.bincount(bin_of, minlength=len(bins.pool))
     for empty in np.flatnonzero(count == 0).tolist():
         giver = int(np.where(bins.pool == bins.pool[empty], count, 0).argmax())
@@ -177,8 +177,8 @@ def fill_bins(bins: Bins) -> np.ndarray:
     bin_of = _exchange(bins, bin_of)
     if bins.amounts.shape[1] == 1:
         return bin_of
-    # Tokens and patches cannot always reach their targets together. Tokens then count more, for they have a budget, and
-    # the target of patches is what the bins of each micro-step hold in the mean.
+    # Tokens and patches cannot always reach their targets together. Tokens then count more, and the target of patches
+    # is the mean over the bins of the micro-step.
     reached = by_number(bin_of, bins.amounts, len(bins.pool))
     _, kind = np.unique(np.stack([bins.pool, bins.step, bins.frozen]), axis=1, return_inverse=True)
     means = (by_number(kind, reached, int(kind.max()) + 1) // np.bincount(kind)[:, None])[kind]
@@ -188,13 +188,12 @@ def fill_bins(bins: Bins) -> np.ndarray:
 
 
 def _largest_first(bins: Bins) -> np.ndarray:
-    """Each sample goes where most is missing, the largest first.
+    """Each sample goes into the bin with most room, the largest sample first.
 
-    One at a time that would be slow. So all bins with about as much room as the roomiest take one at once: those that
-    would get a sample before this one got its second.
+    For speed many bins take a sample at once: all bins that would get one before the roomiest bin gets its second.
     """
     samples, bin_of = bins.samples, np.empty(len(bins.samples), dtype=np.int64)
-    # Here all dimensions count alike: if one of them has few large samples these must be spread before all others.
+    # All dimensions have equal weight: if one dimension has a few large samples, these must be spread first.
     totals = bins.amounts.sum(axis=0)
     scale = np.maximum(totals.max() // np.maximum(totals, 1), 1)
     size, targets = bins.amounts @ scale, bins.targets @ scale
@@ -203,7 +202,7 @@ def _largest_first(bins: Bins) -> np.ndarray:
     order, ordinary = by_size[~samples.overlong[by_size]], np.flatnonzero(~bins.frozen)
     pools = np.arange(samples.num_pools + 1)
     bounds = np.searchsorted(samples.pool[order], pools)
-    following, ends = bounds[:-1], bounds[1:]  # of each pool the largest sample that is left, and the end of all
+    following, ends = bounds[:-1], bounds[1:]  # for each pool the largest sample that is left, and the end
     pool, room = bins.pool[ordinary], targets[ordinary]
     first = np.searchsorted(pool, pools[:-1])
     place = np.arange(len(ordinary)) - first[pool]
@@ -234,11 +233,11 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> np.ndarray:
     most_pairs = max(MAX_TRIED // FEWEST**2 // (int(bins.pool[-1]) + 1), 1)
     unchanged = 0
     rounds = MAX_ROUNDS if num_pairs <= most_pairs else MAX_ROUNDS // 2
-    if len(bin_of) < 2 * len(bins.pool):  # to swap samples that are alone in their bins changes nothing
+    if len(bin_of) < 2 * len(bins.pool):  # a swap of samples that are alone in their bins changes nothing
         rounds //= 4
     for k in range(rounds):
         dimension, shift = k % num_dimensions, k // num_dimensions
-        # The fullest of a pool with its emptiest; in later rounds with one beside that.
+        # The fullest bin of a pool with the emptiest; in later rounds with a bin next to the emptiest.
         order = movable[np.lexsort((-held.excess[movable, dimension], bins.pool[movable]))]
         partner = (place + shift) % halves[pool_of_pair]
         fuller = order[starts[pool_of_pair] + place]
@@ -255,9 +254,9 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> np.ndarray:
 
 
 class _Held:
-    """The samples of each bin in rows of one width, empty places behind them.
+    """The samples of each bin in rows of one width, filled up with empty places (`nobody`).
 
-    excess: by how much each bin is fuller than its target [bins, dimensions].
+    excess: amount of each bin above its target [bins, dimensions].
     """
 
     def __init__(self, bins: Bins, bin_of: np.ndarray):
@@ -271,7 +270,7 @@ class _Held:
         self.excess = self.amounts[self.rows].sum(axis=1) - bins.targets
 
     def _places(self, chosen: np.ndarray, width: int, k: int) -> np.ndarray:
-        """Places to exchange of each bin, an empty one among them: others in each round, if there are many."""
+        """Places of each bin to try, one of them empty; different places in each round k if a bin has many samples."""
         count = self.count[chosen][:, None]
         few = np.arange(width)
         many = (k * (width - 1) + few * count // (width - 1)) % np.maximum(count, 1)
@@ -280,19 +279,19 @@ class _Held:
         return places
 
     def exchange(self, fuller: np.ndarray, emptier: np.ndarray, k: int) -> bool:
-        """In each pair of bins the exchange that helps most; whether any did."""
+        """Make the best exchange in each pair of bins; returns whether any helped."""
         width = min(max(math.isqrt(MAX_TRIED // len(fuller)), FEWEST), MOST, self.rows.shape[1])
         first_places, second_places = self._places(fuller, width, k), self._places(emptier, width, k)
         first = self.rows[fuller[:, None], first_places]
         second = self.rows[emptier[:, None], second_places]
         gap = np.clip(self.excess[fuller] - self.excess[emptier], -2 * LARGEST_AMOUNT, 2 * LARGEST_AMOUNT)
         amounts_given, amounts_taken = self.amounts.take(first, axis=0), self.amounts.take(second, axis=0)
-        # With d given less what is taken, squared distances change by 2 d (d - gap): here half of it, written out.
+        # With d = given - taken the squared distances change by 2 d (d - gap). This is half of that, expanded.
         by_given = np.einsum("psd,psd->ps", amounts_given, amounts_given - gap[:, None])
         by_taken = np.einsum("psd,psd->ps", amounts_taken, amounts_taken + gap[:, None])
         change = by_given[:, :, None] + by_taken[:, None, :]
         change -= 2 * amounts_given @ amounts_taken.transpose(0, 2, 1)
-        # No bin is emptied: one that gives its last sample gets another for it.
+        # No exchange empties a bin.
         empties = (self.count[fuller] == 1)[:, None, None] & (second == self.nobody)[:, None, :]
         change[empties | ((self.count[emptier] == 1)[:, None, None] & (first == self.nobody)[:, :, None])] = 0
         change = change.reshape(len(fuller), -1)
@@ -305,7 +304,7 @@ class _Held:
         for bins, place, leaves, comes, added in ((fuller, i, gives, takes, -moved), (emptier, j, takes, gives, moved)):
             self.rows[bins, place] = comes
             self.excess[bins] += added
-            # The last sample of a bin takes the place of one for which none comes.
+            # If a sample leaves and none comes, the last sample of the bin takes its place.
             shrinks = comes == self.nobody
             last = self.count[bins[shrinks]] - 1
             self.rows[bins[shrinks], place[shrinks]] = self.rows[bins[shrinks], last]

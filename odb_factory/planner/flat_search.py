@@ -1,7 +1,7 @@
-"""Cut samples of one modality into flat micro-batches: K bins for every rank, as even as can be.
+"""Cut samples of one modality into flat micro-batches: K even bins for every rank.
 
-Ranks that share parameters wait for each other in the vision tower and in the language model. So a micro-step costs
-what the most tokens and the most patches of any rank cost, each of these by itself.
+Ranks that share parameters wait for each other in the vision tower and again in the language model. So a micro-step
+costs the price of the most tokens of any rank plus the price of the most patches of any rank.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from odb_factory.planner.flat import bins_needed, fill_bins, make_bins
 from odb_factory.planner.plan import Samples, Step, to_steps
 
 FEW_SAMPLES = 4096
-"""Above this number of samples best fit is not improved on: that would take too long."""
+"""For more samples than this the result of best fit is final: to improve it would take too long."""
 FLAT_CANDIDATES = 3
-"""Number of K tried from the K of best fit downwards. A larger K is never cheaper if a smaller one fits, because two
-micro-steps merged into one cost no more; it is needed if bins would have to be fuller than exchanges can make them.
+"""Number of values of K tried, from the K of best fit down. If a smaller K fits it is not more expensive, because two
+micro-steps cost no less than one with the samples of both. A larger K is needed if exchanges cannot fill bins enough.
 """
 
 
 @dataclass(eq=False)
 class Filled:
-    """Samples in bins in micro-steps. Ranks wait for the most tokens and the most patches of each.
+    """Samples in bins in micro-steps. Ranks wait for the most tokens and for the most patches of each micro-step.
 
-    bin_of: of each sample [n]. pool, step: of each bin [bins].
-    frozen: it holds an overlong sample [bins]. sums: of the measures of its samples [bins, 4].
+    bin_of: the bin of each sample [n]. pool, step: the pool and the micro-step of each bin [bins].
+    frozen: the bin holds an overlong sample [bins]. sums: sums of the measures of its samples [bins, 4].
     """
 
     samples: Samples
@@ -48,31 +48,33 @@ class Filled:
         return int(self.step.max()) + 1
 
     def maxima(self) -> np.ndarray:
-        """Of each micro-step [micro-steps, 2]."""
+        """The most tokens and the most patches of any bin of each micro-step [micro-steps, 2]."""
         return by_number(self.step, self.samples.shapes(self.sums), self.num_steps, np.maximum)
 
     @property
     def cost(self) -> int:
-        """What ranks wait for in all micro-steps."""
+        """The cost of all micro-steps."""
         return int((self.samples.step_price + self.maxima() @ self.samples.prices).sum())
 
     def over(self) -> np.ndarray:
-        """By how much each bin, but for those of overlong samples, breaks the budgets [bins]."""
+        """Tokens and patches of each bin above the budgets; 0 for bins of overlong samples [bins]."""
         return np.where(self.frozen, 0, self.samples.excess(self.sums))
 
     def matched(self) -> Filled:
-        """The same bins in other micro-steps: the costliest bins of each pool in the first micro-step, and so on."""
+        """The bins in other micro-steps: the costliest bins of each pool in the first micro-step, and so on."""
         order = np.lexsort((-(self.samples.shapes(self.sums) @ self.samples.prices), self.pool))
         step = np.empty_like(self.step)
         step[order] = (np.arange(len(order)) - np.searchsorted(self.pool, self.pool)) // self.samples.slots
         return replace(self, step=step)
 
     def without_excess(self) -> Filled:
-        """The same bins without the youngest and shortest samples of those that break a budget."""
-        samples, bin_of, sums, ages = self.samples, self.bin_of.copy(), self.sums.copy(), self.samples.rows["age"]
+        """The bins, of which those that break a budget lose their shortest samples, but never the oldest sample."""
+        samples, bin_of, sums = self.samples, self.bin_of.copy(), self.sums.copy()
+        tokens, position = samples.measures[:, 0], samples.rows["position"]
         for number in np.flatnonzero(self.over()).tolist():
             in_bin = np.flatnonzero(bin_of == number)
-            for out in in_bin[np.lexsort((in_bin, samples.measures[in_bin, 0], ages[in_bin]))][:-1].tolist():
+            younger = np.delete(in_bin, position[in_bin].argmin())
+            for out in younger[np.argsort(tokens[younger], kind="stable")].tolist():
                 bin_of[out] = -1
                 sums[number] -= samples.measures[out]
                 if not samples.excess(sums[number]):
@@ -110,7 +112,7 @@ def best_bins(samples: Samples) -> Filled:
 def put_into_bins(samples: Samples, num_steps: int) -> Filled:
     """All samples in bins of `num_steps` micro-steps; the bins may break the budgets.
 
-    Bins that end far from their targets, because few sizes of samples fit together, are better matched by cost.
+    If bins end far from their targets, because few sizes of samples fit together, matching them by cost is better.
     """
     bins = make_bins(samples, num_steps)
     filled = Filled(samples, fill_bins(bins), bins.pool, bins.step)
@@ -118,7 +120,7 @@ def put_into_bins(samples: Samples, num_steps: int) -> Filled:
 
 
 def _lower_bound(samples: Samples, num_steps: int) -> int:
-    """No cut into `num_steps` micro-steps costs less: the mean of a pool, or the largest sample, in each measure."""
+    """A lower bound of the cost: in each measure the mean of a pool, or the largest sample."""
     measures = samples.measures[:, :2]
     sums = by_number(samples.pool, measures, samples.num_pools)
     largest = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
@@ -129,9 +131,9 @@ def _lower_bound(samples: Samples, num_steps: int) -> int:
 # The exact cost of bins in micro-steps, and exchanges that lower it.
 
 MOST_POLISHED = 1 << 15
-"""Upper limit of exchanges tried."""
+"""Maximum number of exchanges tried."""
 MOST_REPAIRED_OF_A_SAMPLE, FEWEST_REPAIRED, MOST_REPAIRED = 256, 1 << 18, 1 << 20
-"""The same, of a sample and in all, if a bin breaks a budget: else the whole plan would be lost."""
+"""Maxima for each sample and in total if a bin breaks a budget, because otherwise the whole plan is lost."""
 MOST_PARTNERS = 256
 """A bin exchanges samples with so many others at most: those that cost least."""
 CLOSE_ENOUGH = 1024
@@ -140,11 +142,10 @@ FAR_OVER = 1 << 40
 
 
 def _polish(filled: Filled, num_steps: int) -> None:
-    """Exchange samples of the bins that all wait for, or that break a budget, with those of other bins.
+    """Exchange samples of the bins that all ranks wait for, or that break a budget, with samples of other bins.
 
-    An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
-    the cost is lower. Done when the cost is close to its lower bound, when nothing helps, or after a bounded number of
-    trials.
+    An exchange of two samples, or a move of one, helps if it lowers the excess over the budgets, or the cost at equal
+    excess. Ends when the cost is close to its lower bound, when nothing helps, or after a bounded number of trials.
     """
     samples, bound = filled.samples, _lower_bound(filled.samples, num_steps)
     trials_left = MOST_POLISHED
@@ -152,7 +153,7 @@ def _polish(filled: Filled, num_steps: int) -> None:
         trials_left = min(max(MOST_REPAIRED_OF_A_SAMPLE * len(samples), FEWEST_REPAIRED), MOST_REPAIRED)
     helps = True
     while helps:
-        # Bins that break a budget, the worst first, or else those that have the most of their micro-step in anything.
+        # Bins that break a budget, the worst first, or else bins with the most tokens or patches of their micro-step.
         over = filled.over()
         critical = np.argsort(-over, kind="stable")[: np.count_nonzero(over)]
         if not len(critical):
@@ -162,7 +163,7 @@ def _polish(filled: Filled, num_steps: int) -> None:
             critical = np.flatnonzero(at_most.any(axis=1) & ~filled.frozen)
         helps = False
         for giver in critical.tolist():
-            # Samples that it may give, samples that it may take, and the bin of each of these.
+            # The samples that the giver may give, the samples that it may take, and the bin of each of the latter.
             partners = np.flatnonzero((filled.pool == filled.pool[giver]) & ~filled.frozen)
             partners = partners[partners != giver]
             if len(partners) > MOST_PARTNERS:
@@ -180,9 +181,9 @@ def _polish(filled: Filled, num_steps: int) -> None:
 
 
 def _improve(filled: Filled, giver: int, to_give: np.ndarray, to_take: np.ndarray, partner: np.ndarray) -> bool:
-    """Make the best exchange of one of `to_give` for one of `to_take`; whether there is one that helps.
+    """Make the best exchange of one of `to_give` for one of `to_take`; returns whether any helps.
 
-    partner: the bin of each of `to_take`. The number of samples stands for none.
+    partner: the bin of each of `to_take`. The number len(samples) stands for no sample.
     """
     samples, sums, step, nobody = filled.samples, filled.sums, filled.step, len(filled.samples)
     measures = np.concatenate([samples.measures, np.zeros_like(samples.measures[:1])])
@@ -191,10 +192,10 @@ def _improve(filled: Filled, giver: int, to_give: np.ndarray, to_take: np.ndarra
     over = samples.excess(after) + samples.excess(after_partner)
     over -= samples.excess(sums[giver]) + samples.excess(sums[partner])
     count = np.bincount(filled.bin_of, minlength=len(step))
-    over[(to_give != nobody)[:, None] & (to_take == nobody) & (count[giver] == 1)] = FAR_OVER  # it would be emptied
+    over[(to_give != nobody)[:, None] & (to_take == nobody) & (count[giver] == 1)] = FAR_OVER  # it would be empty
     over[(to_give == nobody)[:, None] & (to_take != nobody) & (count[partner] == 1)] = FAR_OVER
-    # What is added to the cost of all. The most of a micro-step without a partner is the second most, if only that bin
-    # has the most.
+    # The change of the cost. Without the partner the maximum of a micro-step is the second largest value, if only the
+    # partner has the largest.
     maxima, shapes = filled.maxima(), samples.shapes(sums)
     shapes[giver] = 0
     without = by_number(step, shapes, len(maxima), np.maximum)
@@ -218,25 +219,25 @@ def _improve(filled: Filled, giver: int, to_give: np.ndarray, to_take: np.ndarra
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Best fit (Johnson 1973): samples go, one at a time, into the bin with the least room that holds them.
-# Bins stay within the budgets by construction, which exchanges do not promise.
+# Best fit (Johnson 1973): each sample goes into the bin with the least room that is enough for it.
+# Unlike with exchanges, bins are within the budgets by construction.
 
 MAX_LOOKS = 64
 """Number of bins tried for a sample."""
 
 
 def best_fit_decreasing(samples: Samples, least_steps: int = 0) -> Filled:
-    """Bins in no particular micro-steps; in `least_steps` at least, and no slot is empty as far as there are samples.
+    """Bins for at least `least_steps` micro-steps, all in step 0. No slot is empty as long as there are samples.
 
-    So the last samples of a pool, the smallest, go alone if it has no more of them than slots to fill (I7).
-    Room is measured in the budget that is used up more: tokens or patches.
+    So the last and smallest samples of a pool go alone if it has no more of them than slots to fill (I7).
+    Room is measured in the budget that the samples use up more: tokens or patches.
     """
     budget = samples.budget
     tokens, patches = samples.measures[~samples.overlong, :2].sum(axis=0).tolist()
     column, capacity = 0, budget.token_budget
     if budget.max_patches is not None and patches * budget.token_budget > tokens * budget.max_patches:
         column, capacity = 1, budget.max_patches
-    # The most tokens and patches that the samples of a bin may have, with media and audio or not.
+    # Maximum tokens and patches of the samples of a bin, for bins with and without media and audio.
     most_tokens = budget.token_budget // budget.pad_to_multiple_of * budget.pad_to_multiple_of
     most = np.array([most_tokens, math.inf if budget.max_patches is None else budget.max_patches])
     kinds = itertools.product((False, True), repeat=2)

@@ -1,4 +1,4 @@
-"""Plan one optimizer step whose samples are given: all of them, on all ranks, cut into K micro-steps."""
+"""Plan one kept optimizer step: cut all its samples, on all ranks, into K micro-steps."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from odb_factory.planner.plan import BufferMetadata, Plan, Samples, Step, to_pla
 def plan_optimizer_step(buffers: Sequence[BufferMetadata], budget: Budget, *, balance: bool) -> Plan:
     """Cut the samples of one optimizer step into K micro-steps, the same K on all ranks.
 
-    buffers: one a rank, the samples of this optimizer step that it holds.
-    balance: a sample may go to another rank than the one that holds it, unless they are too heavy to travel.
+    buffers: for each rank the samples of this optimizer step that it holds.
+    balance: a sample may move to another rank, unless the samples are too heavy to travel.
 
-    K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least. Every sample
-    is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank idles, in the
-    last micro-steps, only if there are too few samples of a modality. The costliest micro-step comes first, so that
-    the peak of memory shows at once.
+    K and the cut minimise the sum over micro-steps of the cost of the costliest rank. Every sample is in exactly one
+    micro-batch, and every micro-batch of two or more samples is within both budgets. A rank idles in the last
+    micro-steps only, and only if a modality has too few samples. The costliest micro-step comes first, so that the peak
+    of memory shows at once.
 
         buffers = [make_metadata([Cost(8), Cost(3)], [0, 0], exhausted=False)]
         plan = plan_optimizer_step(buffers, Budget(16), balance=True)
-        plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
+        plan.groups  # [[[1, 0]]]: the samples of each micro-step on rank 0
     """
     samples = Samples.held_by(buffers, budget, balance=balance)
     plan = to_plan(cut(samples), samples, final=all(buffer.exhausted for buffer in buffers))
-    # Those with most ranks come first, because a rank idles after its last micro-batch; then the costliest.
+    # Micro-steps with most busy ranks come first, because a rank idles after its last micro-batch; then the costliest.
     keys = [(-step.active_ranks, -step.max_rank_tokens, -step.max_rank_patches) for step in plan.totals]
     return plan.of(sorted(range(len(keys)), key=keys.__getitem__))
 
 
 def cut(samples: Samples) -> list[Step]:
-    """The groups of each micro-step, in the layout of the budget. Each modality is cut by itself."""
+    """The groups of each micro-step, in the layout of the budget. Each modality is cut separately."""
     steps: list[Step] = []
     modality = samples.rows["modality"]
     modalities = np.unique(modality)
@@ -43,8 +43,7 @@ def cut(samples: Samples) -> list[Step]:
         of_modality = samples.of(modality == number)
         is_flat = samples.budget.layout == "flat"
         steps += best_bins(of_modality).steps() if is_flat else best_cut(Pools(of_modality))
-    # Micro-steps in which ranks idle are joined: ranks that one modality leaves idle compute another one meanwhile, and
-    # a rank idles after its last group.
+    # Join the micro-steps in which ranks idle: ranks that are idle in one modality compute another one meanwhile.
     full = samples.slots * len(np.unique(samples.pool))
     by_pool: dict[int, Step] = {}
     for number, group in (pair for step in steps if len(step) < full for pair in step):
@@ -58,8 +57,8 @@ def cut(samples: Samples) -> list[Step]:
 
 
 def cut_into(num_steps: int, samples: Samples) -> list[Step]:
-    """As `cut`, into exactly `num_steps` micro-steps, for which the samples have been chosen: each pool has samples of
-    one modality. If flat bins cannot be kept within the budgets, their youngest samples are not in them."""
+    """The groups of exactly `num_steps` micro-steps. Each pool has samples of one modality, about as many as fit; flat
+    bins that break a budget leave their shortest samples out."""
     if not len(samples):
         return []
     if samples.budget.layout == "flat":

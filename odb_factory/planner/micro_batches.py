@@ -14,7 +14,7 @@ from odb_factory.planner.plan import ROW, BufferMetadata
 MOST_OF_A_SAMPLE = 1 << 24
 """Largest length of a sample: sums of squared lengths then stay within 64 bits."""
 LOAD_BITS = 24
-"""Precision of the load of a group of samples, as a part of the load of all."""
+"""Precision of the load of a group of samples, as a share of the total load."""
 
 Integers = Sequence[int] | np.ndarray
 
@@ -37,20 +37,19 @@ def plan_micro_batches(
     lengths and nothing else. No torch, no communication, no random numbers. The loader plans by the same function
     (`odb_factory.planner.keep.plan_optimizer_step`, which names the algorithms).
 
-    lengths (integers [n], tokens): of each sample, prompt and answer together, >= 1.
-    token_budget (tokens): most tokens that a micro-batch computes: flat, the sum of its lengths; padded, samples x
-        longest.
-    ranks: data-parallel ranks.
-    patches (integers [n], vision-tower input patches), max_patches: of each sample, and most of a micro-batch.
-    groups ([n]): an id for each sample, such as its prompt. One rank computes all samples of a group, though not always
-        in one micro-batch.
-    owners (integers [n]): the rank that each sample must stay on, if samples cannot travel. Not with `groups`.
+    lengths (integers [n], tokens): length of each sample, prompt and answer together, >= 1.
+    token_budget (tokens): maximum of a micro-batch: flat, the sum of its lengths; padded, samples x longest.
+    ranks: number of data-parallel ranks.
+    patches (integers [n]), max_patches: vision-tower input patches of each sample, and the maximum of a micro-batch.
+    groups ([n]): an id for each sample, such as its prompt. One rank computes all samples of a group, not always in one
+        micro-batch.
+    owners (integers [n]): the rank that each sample must stay on, if samples cannot move. Not with `groups`.
     layout: `flat` (samples one after the other in a row, no padding) or `padded`.
-    overlong: a sample that breaks a budget alone: `error`, or `singleton`, a micro-batch of its own.
+    overlong: what happens to a sample that breaks a budget alone: `error`, or `singleton`, a separate micro-batch.
 
     Returns micro_batches[rank][micro_step], a list of sample indices. All ranks have the same number of micro-steps.
-    An empty list is a rank that idles, in the last micro-steps only and only if there are too few samples: it runs a
-    forward and backward of any sample times 0 if the other ranks wait for it.
+    An empty list is an idle rank, in the last micro-steps only, and only if there are too few samples: if the other
+    ranks wait for it, it runs a forward and backward of any sample, times 0.
     Raises ValueError, in one line, for arguments that contradict each other or have a wrong length.
 
         micro_batches = plan_micro_batches([700, 300, 500, 200, 100], token_budget=1000, ranks=2)
@@ -91,11 +90,11 @@ def plan_micro_batches(
     budget = Budget(token_budget, max_patches, layout=layout)
     plan = plan_optimizer_step(buffers, budget, balance=owners is None)
     index = np.concatenate(held_by_rank)
-    return [[index[group].tolist() for group in of_rank] for of_rank in plan.groups]
+    return [[index[group].tolist() for group in rank_groups] for rank_groups in plan.groups]
 
 
 def _ranks_of_groups(groups: Sequence[Hashable] | np.ndarray, tokens: np.ndarray, ranks: int) -> np.ndarray:
-    """The rank of each sample [n], such that groups stay whole and ranks have equal tokens: groups are dealt as samples
+    """The rank of each sample [n]. Groups stay whole and ranks have about equal tokens: groups are planned like samples
     of one micro-step without a budget."""
     if len(groups) != len(tokens):
         raise ValueError(f"groups has {len(groups)} entries, lengths has {len(tokens)}")

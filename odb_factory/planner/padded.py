@@ -12,18 +12,18 @@ from odb_factory.planner.plan import Samples, Step, to_steps
 
 NO_CAP = 1 << 62
 Group = tuple[int, int]
-"""A stretch [start, end) of the sorted samples: neighbours differ little in length, so little is padded."""
+"""A range [start, end) of the sorted samples. Neighbours have similar lengths, so there is little padding."""
 
 
 class Pools:
-    """The samples of an optimizer step, pool after pool, from long to short, and how large a group of them can be.
+    """The samples of an optimizer step, sorted by pool, then from long to short, and the largest groups of them.
 
     All arithmetic is on integers, so that every rank computes the same.
 
-    index: of the sorted samples, as positions in the table [n]. pool_of, tokens (of its row), length (the same as
-    padded): of each [n]. sums_before: of `MEASURES` over all samples before each, and over all at the end [n + 1, 4].
-    starts, ends: of each pool. max_end: where a group that starts here must end at the latest, for its pool and
-    patches [n].
+    index: the sorted samples, as positions in the table [n]. pool_of, tokens, length: the pool, the row tokens and the
+    padded row length of each [n]. sums_before: sums of `MEASURES` over all samples before each, and at the end over all
+    [n + 1, 4]. starts, ends: bounds of each pool. max_end: the latest end of a group that starts at each sample, by its
+    pool and by patches [n].
     """
 
     def __init__(self, samples: Samples):
@@ -47,13 +47,13 @@ class Pools:
         return len(self.index)
 
     def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, padding included, and patches of many groups as collated, none of them empty."""
+        """Collated tokens (padding included) and patches of many groups, none of them empty."""
         sums, count = self.sums_before[ends] - self.sums_before[starts], ends - starts
         rows, lengths, patches = self.budget.collated(sums, count, self.tokens[starts], self.tokens[ends - 1])
         return rows * lengths, patches
 
     def walk(self, ends: np.ndarray, start: int, end: int) -> list[Group]:
-        """The groups from `start` on. ends: of the group that starts at each sample."""
+        """The groups from `start` to `end`. ends: the end of the group that starts at each sample."""
         groups, end_of = [], ends.tolist()
         while start < end:
             assert end_of[start] > start
@@ -67,7 +67,7 @@ class Pools:
 
     @cached_property
     def single_costs(self) -> np.ndarray:
-        """What each sample costs alone [n]."""
+        """The cost of each sample alone [n]."""
         starts = np.arange(len(self))
         costs: np.ndarray = STEP_COST + self.shapes(starts, starts + 1)[0]
         return costs
@@ -80,19 +80,19 @@ class Pools:
 
     @cached_property
     def cap_range(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
+        """For each pool the lowest cap at which every sample can go alone, and the highest cap that any group needs."""
         costs = STEP_COST + self.shapes(np.arange(len(self)), self.largest_ends[:-1])[0]
         low, high = (
             by_number(self.pool_of, values, len(self.starts), np.maximum) for values in (self.single_costs, costs)
         )
-        # A sample alone can cost more than one in a group: dummy media are added if there are no others.
+        # A sample alone can cost more than a group: a group without media gets dummy media.
         return low, np.maximum(low, high)
 
     def next_ends(self, caps: np.ndarray) -> np.ndarray:
         """The largest end of a group within both budgets and a cap on its cost, for every start [caps, n + 1].
 
-        caps: [caps, 1], or [1, n] for a cap of its own for every start. A sample that breaks a budget goes alone. A
-        start whose sample alone costs more than the cap is its own end: nothing can be cut there.
+        caps: [caps, 1], or [1, n] with a separate cap for each start. A sample that breaks a budget goes alone. If a
+        sample alone costs more than the cap, its end is its start: no group can start there.
         """
         starts, multiple = np.arange(len(self)), self.budget.row_multiple
         tokens, available = np.minimum(caps - STEP_COST, self.budget.token_budget), self.max_end - starts
@@ -117,40 +117,40 @@ class Pools:
         return np.concatenate([ends, np.full((len(ends), 1), len(self))], axis=1)
 
     def fits(self, start: int, end: int) -> bool:
-        """Whether a group is within the budgets, as collated (I4)."""
+        """Whether a collated group is within the budgets (I4)."""
         return end - start == 1 or not self.budget.excess(*self.shapes(np.array([start]), np.array([end]))).any()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ways to cut all samples of an optimizer step into groups for K micro-steps.
-# Ranks wait for the costliest group of a micro-step. So a micro-step is given a *cap* on the cost of its groups, and
-# a cut is found by walking through the sorted samples and making each group as large as the cap allows.
+# Ranks wait for the costliest group of a micro-step. So each micro-step has a *cap* on the cost of its groups, and a
+# cut walks through the sorted samples and makes each group as large as the cap allows.
 
 Cut = tuple[int, list[Step]]
 """The sum over micro-steps of the costliest group, and the groups of each micro-step."""
 PRECISION = 12
 """The cap is searched to 1 part in 2 ** PRECISION."""
 MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 40, 256, 1 << 16, 16
-"""Number of cap values tried for each micro-step (fewer, or none, for many samples); then FINER_CAPS values around the
-chosen ones."""
+"""Number of cap values tried for each micro-step (fewer, or none, for many samples), then FINER_CAPS values around the
+chosen caps."""
 NUM_CANDIDATES = 4
-"""Number of K tried, from the least that the budgets allow."""
+"""Number of values of K tried, from the least that the budgets allow."""
 
 
 def best_cut(pools: Pools) -> list[Step]:
-    """The cheapest of the cuts that are tried."""
+    """The cheapest of several cuts."""
     min_steps = -(-max(map(len, pools.walks(pools.largest_ends))) // pools.slots)
     cuts = [cut_by_one_cap(pools, min_steps)]
-    if pools.pool_of[-1] == 0 and (stretches := cut_by_stretches(pools)) is not None:  # all are of one pool
+    if pools.pool_of[-1] == 0 and (stretches := cut_by_stretches(pools)) is not None:  # there is one pool
         cuts.append(stretches)
     cuts += [cut_by_one_cap(pools, min_steps + more) for more in range(1, NUM_CANDIDATES)]
     return min(cuts, key=lambda cut: cut[0])[1]
 
 
 def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
-    """All micro-steps have one cap, the lowest at which the samples of a pool fit into their slots (bisection).
+    """Give all micro-steps one cap: the lowest at which the samples of a pool fit into their slots (bisection).
 
-    This is multiprocessor scheduling by the dual of bin packing (MULTIFIT: Coffman, Garey and Johnson 1978).
+    Source: MULTIFIT, multiprocessor scheduling by the dual of bin packing (Coffman, Garey and Johnson 1978).
     """
     slots = num_steps * pools.slots
     low, high = pools.cap_range
@@ -163,10 +163,10 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
 
 
 def cut_by_stretches(pools: Pools) -> Cut | None:
-    """Of one pool: each micro-step takes the samples that follow, with a cap of its own (shortest path).
+    """For a single pool: each micro-step takes the next samples, with a separate cap (shortest path).
 
-    Best if few ranks share the samples, or micro-steps are few: long samples then get another cap than short ones.
-    For a single rank, which waits for nobody, it is the cheapest cut of all for the values of caps that are tried.
+    Best if few ranks share the samples, or if micro-steps are few: long samples then get another cap than short ones.
+    For a single rank, which waits for no other, the cut is optimal for the values of caps that are tried.
     """
     num_rows = len(pools)
     starts, highest = np.arange(num_rows), int(pools.cap_range[1].max())
@@ -193,14 +193,14 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
         finer = min(FINER_CAPS, MAX_STATES // (num_rows * len(used)))
         if spacing <= 1 or finer <= 1:
             return _match(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
-        # Once more, with the values between those that were used and the next lower ones.
+        # Again, with finer values between each cap that was used and the next lower cap.
         between = spacing * np.arange(finer) // finer
         caps, spacing = np.unique(np.array(sorted(used))[:, None] - between)[::-1], 1
         caps = np.append(highest, caps[(caps > STEP_COST) & (caps < highest)])
 
 
 def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
-    """The position after `num_groups` groups, from each start [caps, n + 1]; the walk is doubled as often as needed."""
+    """The position after `num_groups` groups from each start [caps, n + 1], by repeated doubling of the walk."""
     reached = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
     while num_groups:
         if num_groups & 1:
@@ -211,21 +211,21 @@ def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
 
 
 def _match(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
-    """Match the groups of every pool by cost: the costliest of all pools go into the first micro-step, and so on.
+    """Match the groups of every pool by cost: the costliest groups go into the first micro-step, and so on.
 
-    Sorted order is the match for which the sum of the maxima is least; if costs are equal, patches decide.
-    groups: of each pool; split until each of its slots has one, as far as there are samples: no rank idles without
-    need.
+    Sorted order minimises the sum of the maxima; between equal costs patches decide.
+    groups: the groups of each pool. They are split until every slot has one, as far as there are samples, so that no
+    rank idles without need.
     """
-    groups = [_split_to_fill_slots(pools, of_pool, slots) for of_pool in groups]
-    sizes = np.array([len(of_pool) for of_pool in groups])
+    groups = [_split_to_fill_slots(pools, groups_of_pool, slots) for groups_of_pool in groups]
+    sizes = np.array([len(groups_of_pool) for groups_of_pool in groups])
     pool = np.repeat(np.arange(len(groups)), sizes)
-    starts, ends = np.array([group for of_pool in groups for group in of_pool]).T
+    starts, ends = np.array([group for groups_of_pool in groups for group in groups_of_pool]).T
     padded, patches = pools.shapes(starts, ends)
     order = np.lexsort((starts, -patches, -padded, pool))
     step = (np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // pools.slots
     longest = by_number(step, STEP_COST + padded[order], int(step.max()) + 1, np.maximum)
-    # The shortest first: dummy media added to the first row then rarely make it the longest.
+    # The shortest sample first: dummy media in the first row then rarely make it the longest.
     stretches = [pools.index[starts[k] : ends[k]][::-1] for k in order]
     return int(longest.sum()), to_steps(step, pool, stretches)
 
@@ -238,9 +238,9 @@ def _split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[
     indivisible: list[Group] = []
     while heap and len(heap) + len(indivisible) < slots and heap[0][0] < -1:
         _, start, end = heapq.heappop(heap)
-        # A half without the media of the whole gets dummy media, which may be too much for it. Then the longest or the
-        # shortest goes alone: the media are not in both, and what keeps them fits as it did. If both audio and other
-        # media are told apart, even that may be too much.
+        # A half without media gets dummy media, which may exceed the budget. Then the longest or the shortest sample
+        # goes alone: the part that keeps the media fits as before. With both dummy images and dummy audio even that may
+        # not fit.
         for middle in ((start + end) // 2, start + 1, end - 1):
             if not grows or (pools.fits(start, middle) and pools.fits(middle, end)):
                 heapq.heappush(heap, (start - middle, start, middle))

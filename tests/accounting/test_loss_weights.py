@@ -1,4 +1,4 @@
-"""I8, I9: with any cut of an optimizer step over ranks and micro-steps, the losses add up to what the word says."""
+"""I8, I9: with any cut of an optimizer step over ranks and micro-steps, the losses add up to the defined loss."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from odb_factory.data.samples import MicroBatch, SampleInfo, token_weights
 
 @dataclass(frozen=True)
 class Row:
-    """A sample: its tokens, the losses of its supervised tokens, the labels that stock counts, and what stock's mean is
-    over: the whole step, a rank, or a micro-batch."""
+    """A sample: its tokens, the losses of its supervised tokens, the labels that stock counts; and the number of the
+    step, of the rank and of the micro-batch that stock may take a mean over."""
 
     tokens: int
     losses: list[float]
@@ -31,7 +31,7 @@ class Row:
 
 
 def random_rows(rng: random.Random) -> list[Row]:
-    """Of micro-batches of three, which stock deals to two ranks in turn; some have a first label, too."""
+    """Rows in micro-batches of three, which stock deals to two ranks in turn; some have a first label, too."""
     rows = []
     for k in range(rng.randrange(1, 25)):
         losses = [rng.uniform(0.1, 9) for _ in range(rng.randrange(1, 40))]
@@ -40,7 +40,7 @@ def random_rows(rng: random.Random) -> list[Row]:
 
 
 def random_cut(rng: random.Random, rows: list[Row]) -> list[list[list[Row]]]:
-    """[rank][micro-step] -> samples; some are idle."""
+    """[rank][micro-step], lists of samples; some are empty (idle)."""
     num_micro_steps = rng.randrange(1, 5)
     slots: list[list[list[Row]]] = [[[] for _ in range(num_micro_steps)] for _ in range(rng.randrange(1, 5))]
     for row in rows:
@@ -49,18 +49,18 @@ def random_cut(rng: random.Random, rows: list[Row]) -> list[list[list[Row]]]:
 
 
 def counted(row: Row, mean: str) -> int:
-    """What the row counts in the denominator of stock's mean."""
+    """The contribution of the row to the denominator of stock's mean."""
     return len(row.losses) if mean == "micro_batch" else row.labels
 
 
 def planned(rows: list[Row], slots: list[list[list[Row]]], mean: str) -> list[list[MicroBatch]]:
-    """[rank][micro-step], as the loader of each rank hands them out."""
+    """[rank][micro-step], as the loader of each rank returns them."""
     units = Counter[int]()
     for row in rows:
         units[getattr(row, mean)] += counted(row, mean)
-    some = a_micro_batch()
+    template = a_micro_batch()
     step = replace(
-        some.step,
+        template.step,
         num_micro_batches=len(slots[0]),
         num_stock_means=len(units),
         samples=len(rows),
@@ -72,8 +72,10 @@ def planned(rows: list[Row], slots: list[list[list[Row]]], mean: str) -> list[li
     def info(row: Row) -> SampleInfo:
         return SampleInfo(rows.index(row), row.tokens, len(row.losses), units[getattr(row, mean)])
 
-    return [[replace(some, step=step, index=n, samples=tuple(map(info, own))) for n, own in enumerate(rank)]
-            for rank in slots]  # fmt: skip
+    return [
+        [replace(template, step=step, index=n, samples=tuple(map(info, own))) for n, own in enumerate(rank)]
+        for rank in slots
+    ]
 
 
 def mean_of(rows: Iterable[Row]) -> float:
@@ -100,9 +102,9 @@ def defined(scaling: str, rows: list[Row], slots: list[list[list[Row]]], mean: s
     ("scaling", "mean"), [("stock", "rank"), ("stock", "micro_batch"), *((name, "step") for name in LOSS_SCALINGS)]
 )
 def test_any_cut_adds_up_to_the_definition(scaling: str, mean: str) -> None:
-    """What an engine makes of the losses of all micro-batches: their sum over micro-steps, averaged over ranks.
+    """The engine adds the losses of micro-batches up over micro-steps and averages over ranks.
 
-    A micro-batch whose samples weigh the same keeps the model's own mean.
+    A micro-batch whose samples have equal weights keeps the model's own mean.
     """
     for seed in range(40):
         rng = random.Random(seed)
@@ -110,9 +112,9 @@ def test_any_cut_adds_up_to_the_definition(scaling: str, mean: str) -> None:
         slots = random_cut(rng, rows)
         total = 0.0
         for of_rank, batches in zip(slots, planned(rows, slots, mean)):
-            for own, one in zip(of_rank, batches):
-                scale, row_weights = loss_of(token_weights(one, scaling, len(slots)), one.units)
-                if one.idle:
+            for own, micro_batch in zip(of_rank, batches):
+                scale, row_weights = loss_of(token_weights(micro_batch, scaling, len(slots)), micro_batch.units)
+                if micro_batch.idle:
                     assert (scale, row_weights) == (0.0, None)
                 elif row_weights is None:
                     total += scale * mean_of(own)

@@ -1,4 +1,4 @@
-"""The weighted token loss from logits. Through the forward of real models: tests/model/test_head.py."""
+"""The weighted token loss from logits. With the forward of real models: tests/model/test_head.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW_WEIGHTS = (0.07, 0.3)
 
 
 def _batch() -> dict[str, Tensor]:
-    """Rows of 9 and 6 tokens; the first three of each, and the padding, without loss."""
+    """Rows of 9 and 6 tokens. The first three tokens of each, and the padding, have no loss."""
     ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
     labels = ids.masked_fill(mask == 0, -100)
@@ -29,7 +29,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 class FusedLoss(nn.Module):
-    """A model whose loss comes from somewhere else, as that of a fused kernel does."""
+    """A model that computes its loss in another way, like a fused kernel."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -61,7 +61,7 @@ def test_logits_of_other_rows_are_refused(shape: tuple[int, ...], segments: tupl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_token_losses_are_those_of_the_model(dtype: torch.dtype) -> None:
-    """Upcast and shifted in the same way, times the weight of the row; float64 stays."""
+    """Upcast and shift as in transformers, times the weight of the row; float64 stays."""
     logits, labels = torch.randn(2, 9, 100, dtype=dtype), _batch()["labels"]
     own = sum(
         weight * ForCausalLMLoss(logits[row : row + 1], labels[row : row + 1], 100, num_items_in_batch=1)
@@ -70,14 +70,14 @@ def test_token_losses_are_those_of_the_model(dtype: torch.dtype) -> None:
     own = own.to(torch.promote_types(dtype, torch.float32))
     torch.testing.assert_close(weighted_token_loss(logits, labels, ROW_WEIGHTS), own, rtol=1e-6, atol=0)
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    found = weighted_token_loss(logits, None, ROW_WEIGHTS, shift_labels=shifted)
-    torch.testing.assert_close(found, own, rtol=1e-6, atol=0)
+    loss = weighted_token_loss(logits, None, ROW_WEIGHTS, shift_labels=shifted)
+    torch.testing.assert_close(loss, own, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("segments", [(), (9, 6, 3)], ids=["padded", "flat"])
 def test_autocast_does_not_round_the_loss(dtype: torch.dtype, segments: tuple[int, ...]) -> None:
-    """I8: a loop may compute the loss within autocast; loss and gradient are bit for bit those of outside."""
+    """I8: loss and gradient within autocast are bit for bit those outside."""
     torch.manual_seed(0)
     labels = _batch()["labels"] if not segments else torch.randint(0, 100, (1, 18))
     logits = torch.randn(*labels.shape, 100)
@@ -89,11 +89,10 @@ def test_autocast_does_not_round_the_loss(dtype: torch.dtype, segments: tuple[in
         return loss.detach(), gradient
 
     expected = loss_and_gradient()
-    assert not segments or not expected[1][:, 15:].any(), "what fills up a flat row weighs 0"
+    assert not segments or not expected[1][:, 15:].any(), "the filling of a flat row weighs 0"
     with torch.autocast("cpu", dtype):
-        found = loss_and_gradient()
-    assert found[0].dtype == torch.float32
-    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+        loss, gradient = loss_and_gradient()
+    assert loss.dtype == torch.float32 and torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,7 +101,7 @@ def test_no_second_copy_of_the_logits_is_made(dtype: torch.dtype) -> None:
     labels = torch.randint(0, 512, (2, 256))
 
     def peak(loss_of: Any) -> int:
-        """Bytes live at once in forward and backward, by torch's own tracker."""
+        """Peak of live bytes in forward and backward, by torch's own tracker."""
         tracker = MemTracker()
         tracker.track_external(logits, labels)
         logits.grad = None

@@ -68,7 +68,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 @functools.cache
 def group_costs(lengths: tuple[int, ...], budget: Budget, num_ranks: int = 1) -> set[tuple[int, ...]]:
-    """Of all ways to cut these samples within the budget: what the groups cost, the costliest first.
+    """The costs of the groups, the costliest first, for each cut of these samples within the budget.
 
     num_ranks: ranks that share them. No rank idles while another has a group of two or more.
     """
@@ -77,8 +77,8 @@ def group_costs(lengths: tuple[int, ...], budget: Budget, num_ranks: int = 1) ->
         groups = [[Cost(length) for length in group] for group in partition]
         idles = len(groups) % num_ranks and len(groups) < len(lengths)
         if not idles and all(len(group) == 1 or within(group, budget) for group in groups):
-            of_groups = [STEP_COST + math.prod(shape_of(group, budget)[:2]) for group in groups]
-            cuts.add(tuple(sorted(of_groups, reverse=True)))
+            costs_of_groups = [STEP_COST + math.prod(shape_of(group, budget)[:2]) for group in groups]
+            cuts.add(tuple(sorted(costs_of_groups, reverse=True)))
     return cuts
 
 
@@ -97,7 +97,7 @@ def test_every_tiny_world_is_cut_as_cheaply_as_can_be(num_ranks: int, layout: st
 
 @pytest.mark.parametrize("layout", ["padded", "flat"])
 def test_every_tiny_world_of_ranks_that_keep_their_samples(layout: str) -> None:
-    """I1 to I7, exhaustively: two ranks that each cut their own share, against every pair of cuts."""
+    """I1 to I7, exhaustively: two ranks that cut their samples separately, against every pair of cuts."""
     worst, num_worse = 1.0, 0
     shares = [share for n in range(4) for share in itertools.combinations_with_replacement((1, 2, 3), n)]
     for token_budget in (4, 7):
@@ -106,18 +106,18 @@ def test_every_tiny_world_of_ranks_that_keep_their_samples(layout: str) -> None:
             world = [list(map(Cost, first)), list(map(Cost, second))]
             plan = check_optimizer_step(world, budget, balance=False)
             best = min(
-                sum(map(max, itertools.zip_longest(one, other, fillvalue=0)))
-                for one in group_costs(first, budget)
+                sum(map(max, itertools.zip_longest(cut, other, fillvalue=0)))
+                for cut in group_costs(first, budget)
                 for other in group_costs(second, budget)
                 # A rank idles only if all its groups have a single sample.
-                if len(one) >= min(len(other), len(first)) and len(other) >= min(len(one), len(second))
+                if len(cut) >= min(len(other), len(first)) and len(other) >= min(len(cut), len(second))
             )
             ratio = sum(step_costs(plan)) / best
             worst, num_worse = max(worst, ratio), num_worse + (ratio > 1)
     assert worst < 1.2 and num_worse <= {"padded": 16, "flat": 2}[layout], (worst, num_worse)
 
 
-# By hand.
+# Single cases.
 
 
 def test_ranks_that_one_modality_leaves_idle_compute_another() -> None:
@@ -136,15 +136,15 @@ def test_a_rank_keeps_what_it_can() -> None:
 @pytest.mark.parametrize("make", [plan_optimizer_step, functools.partial(plan_buffers, seed=0, epoch=0, round_index=0)])
 def test_samples_that_weigh_too_much_stay_where_they_are(make: Callable[..., Plan]) -> None:
     for more, exceeds in ((0, False), (1, True)):
-        own = make_metadata([Cost(8)] * 4, [0] * 4, True, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4)
-        buffers = [own, make_metadata([], [], True)]
+        own = make_metadata([Cost(8)] * 4, True, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4)
+        buffers = [own, make_metadata([], True)]
         plan = make(buffers, Budget(16), balance=True)
         assert exceeds_limit(buffers) is exceeds
         assert plan.moves is not exceeds
 
 
 def test_groups_of_like_patches_meet_where_that_costs_nothing() -> None:
-    """The vision towers of all ranks wait for each other too: two groups of two rows cost as much as two of one."""
+    """The vision towers of all ranks wait for each other, too."""
     image, text = Cost(8, 8, has_media=True), Cost(4)
     for balance in (False, True):
         plan = planned([[image, text, text], [image, text, text]], Budget(8), balance=balance)
@@ -153,7 +153,7 @@ def test_groups_of_like_patches_meet_where_that_costs_nothing() -> None:
 
 @pytest.mark.parametrize("balance", [False, True])
 def test_an_optimizer_step_of_a_thousand_ranks(balance: bool) -> None:
-    """8,192 samples over 1,024 ranks: all that an optimizer step promises, and not all on one micro-step."""
+    """8,192 samples over 1,024 ranks: the promises of an optimizer step, with several micro-steps."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6.5, 0.8, (1024, 8)), 16, 8192).astype(int).tolist()
     world = [[Cost(length) for length in own] for own in lengths]
@@ -165,7 +165,7 @@ def test_an_optimizer_step_of_a_thousand_ranks(balance: bool) -> None:
 
 
 def test_micro_batches_have_a_multiple_of_rows() -> None:
-    """`row_multiple`: 1,000 samples on one rank; a few micro-batches at most have another number of rows above it."""
+    """`row_multiple`: of 1,000 samples on one rank at most a few micro-batches have another number of rows above it."""
     lengths = np.random.default_rng(0).integers(10, 200, 1000).tolist()
     for multiple, most in ((1, 1000), (8, 4)):
         plan = planned([[Cost(length) for length in lengths]], Budget(4096, row_multiple=multiple), balance=True)

@@ -1,4 +1,4 @@
-"""`plan_micro_batches`: the promises of a plan from lengths alone; groups, owners, bad input; no torch."""
+"""`plan_micro_batches`: promises of a plan from lengths; groups, owners, bad input; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quality of plans: optimizer steps of 1 to 256 ranks beside bounds on their cost that know nothing of the planner.
+"""The quality of plans: the cost of optimizer steps of 1 to 256 ranks, compared with independent lower bounds.
 
 Every rank takes part in every micro-step and waits for the slowest, so an optimizer step of K micro-steps costs
 K x `STEP_COST` + the sum over micro-steps of the most tokens of any rank.
@@ -18,21 +18,16 @@ from odb_factory.planner.cost import STEP_COST
 
 
 def fewest_bins(sizes: np.ndarray, capacity: int) -> int:
-    """Martello and Toth's L2: no packing of these sizes into bins of this capacity has fewer bins.
-
-    A size above the capacity takes a bin alone.
-    """
+    """A lower bound of the number of bins: L2 of Martello and Toth. A size above the capacity takes a bin alone."""
     alone = int((sizes > capacity).sum())
     sizes = np.sort(sizes[(sizes <= capacity) & (sizes > 0)])[::-1]
     if not len(sizes):
         return alone
     before = np.concatenate([[0], np.cumsum(sizes)])
     descending = -sizes
-    num_large = int(np.searchsorted(descending, -(capacity // 2), side="left"))  # of more than half a bin
+    num_large = int((2 * sizes > capacity).sum())
     # Sizes in [threshold, capacity / 2] may share bins of sizes in (capacity / 2, capacity - threshold] only.
     thresholds = np.unique(np.append(sizes[2 * sizes <= capacity], 0))
-    if capacity % 2:
-        num_large = int((2 * sizes > capacity).sum())
     num_no_room = np.searchsorted(descending, -(capacity - thresholds), side="left")
     num_no_room = np.minimum(num_no_room, num_large)
     ends = np.searchsorted(descending, -thresholds, side="right")
@@ -42,15 +37,15 @@ def fewest_bins(sizes: np.ndarray, capacity: int) -> int:
 
 
 def least_wait(sizes: np.ndarray, capacity: int, num_ranks: int) -> int:
-    """The sum over micro-steps of the fullest bin is at least this, whatever K is.
+    """A lower bound, for any K, of the sum over micro-steps of the fullest bin.
 
-    The sums of a rank over all micro-steps are no more than that, so the bounds of scheduling on parallel machines
-    hold: the mean, and of the k x ranks + 1 largest samples the smallest k + 1, of which one rank has as many.
+    No rank has more tokens than this sum, so the bounds of scheduling on parallel machines hold: the mean, and the sum
+    of the smallest k + 1 of the k x ranks + 1 largest samples, because one rank has at least k + 1 of them.
     """
     sizes = np.sort(sizes)[::-1]
     before = np.concatenate([[0], np.cumsum(sizes)])
     last = np.arange(0, len(sizes), num_ranks) + 1
-    # Beside a sample above the capacity other bins hold no more than the capacity.
+    # In a micro-step with a sample above the capacity the other bins hold at most the capacity.
     alone = sizes > capacity
     waited = sizes[alone][::num_ranks]
     rest = int(sizes[~alone].sum()) - (len(waited) * num_ranks - int(alone.sum())) * capacity
@@ -64,16 +59,16 @@ def least_wait(sizes: np.ndarray, capacity: int, num_ranks: int) -> int:
 
 
 def flat_bound(lengths: np.ndarray, token_budget: int, num_ranks: int) -> int:
-    """The cost that no flat plan of samples of these lengths over so many ranks undercuts."""
+    """A lower bound of the cost of flat plans of samples of these lengths."""
     num_steps = -(-fewest_bins(lengths, token_budget) // num_ranks)
     return num_steps * STEP_COST + least_wait(lengths, token_budget, num_ranks)
 
 
 def padded_bound(lengths: np.ndarray, token_budget: int, num_ranks: int) -> int:
-    """The cost that no padded plan of samples of these lengths over so many ranks undercuts.
+    """A lower bound of the cost of padded plans of samples of these lengths.
 
-    The best cut of all samples for a single rank, its cost shared by all ranks: ranks wait for the costliest group of
-    a micro-step, which costs at least what groups cost in the mean.
+    The cost of the best cut for a single rank, divided by the ranks: ranks wait for the costliest group of a
+    micro-step, which costs at least the mean of the groups.
     """
     lengths = np.sort(lengths)
     best = np.zeros(len(lengths) + 1, dtype=np.int64)
@@ -124,7 +119,7 @@ SHAPES = [(1, 32), (2, 61), (4, 16), (8, 8), (8, 32)]
 MORE_SHAPES = [(16, 16), (16, 61), (32, 32), (64, 16), (64, 24), (256, 24)]
 """(ranks, samples a rank)."""
 TABLE = {"flat": (flat_bound, 0.995, 0.95), "padded": (padded_bound, 0.945, 0.73)}
-"""Least mean, and least, of bound / cost. The bound of padded plans leaves out that ranks wait for each other."""
+"""Bound; least mean and least value of bound / cost. The bound of padded plans ignores waits between ranks."""
 
 
 def ratio_of(seed: int, kind: Lengths, num_ranks: int, per_rank: int, layout: str) -> float:
@@ -140,7 +135,7 @@ def ratio_of(seed: int, kind: Lengths, num_ranks: int, per_rank: int, layout: st
 @pytest.mark.parametrize("shapes", [SHAPES, pytest.param(MORE_SHAPES, marks=pytest.mark.nightly)], ids=["few", "many"])
 @pytest.mark.parametrize("layout", TABLE)
 def test_no_plan_could_cost_much_less(layout: str, shapes: list[tuple[int, int]]) -> None:
-    """I7 as a figure: the cost of plans beside what no plan can undercut, for nine kinds of lengths."""
+    """I7 as a figure: lower bound / cost of plans for nine kinds of lengths."""
     cells = itertools.product(range(1 if shapes is SHAPES else 2), KINDS, shapes)
     ratios = [ratio_of(seed, kind, *shape, layout) for seed, kind, shape in cells]
     _, least_mean, least = TABLE[layout]

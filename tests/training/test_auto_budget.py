@@ -221,7 +221,7 @@ def test_no_plan_has_more_samples_in_a_micro_batch(
     drawn: list[Cost], budget: Budget, ranks: int, balance: bool
 ) -> None:
     of_ranks = [drawn[rank::ranks] for rank in range(ranks)]
-    buffers = [make_metadata(of_rank, [0] * len(of_rank), exhausted=False) for of_rank in of_ranks]
+    buffers = [make_metadata(of_rank, exhausted=False) for of_rank in of_ranks]
     plan = plan_optimizer_step(buffers, budget, balance=balance)
     most = max(len(group) for groups in plan.groups for group in groups)
     assert most <= first_rows(drawn, budget, len(drawn), ranks, balance=balance).most_samples
