@@ -1,22 +1,21 @@
-"""Peak memory of a function on an accelerator, and errors that mean out of memory."""
+"""Peak memory of a function on an accelerator, and which errors say that memory was short."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from odb_factory.errors import ODBError
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Parts of messages of accelerators without a separate error class, of the CPU's allocator, and of libraries with a
-separate allocator."""
+"""Parts of the messages of accelerators without an error class of their own, of the CPU's allocator and of libraries
+with their own allocator."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error means out of memory; False for an `ODBError` that reports it."""
+    """Whether memory was short; False for an error of ours that reports it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     is_ours = isinstance(error, ODBError)
@@ -24,11 +23,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 COUNTED = ("mem_get_info", "memory_reserved", "reset_peak_memory_stats", "max_memory_allocated")
-"""Functions of torch's module of a device that `MemoryMeter` calls."""
+"""Functions of a device's module of torch that `MemoryMeter` calls."""
 
 
 class MemoryMeter:
-    """Measures the memory of an accelerator whose torch module counts allocations, such as `torch.cuda`."""
+    """Measures the memory of an accelerator whose torch module counts allocations, as `torch.cuda` does."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -39,11 +38,8 @@ class MemoryMeter:
         free, total = module.mem_get_info(self._device)
         return min(int(fraction * total), free + module.memory_reserved(self._device))
 
-    def peak(self, run: Callable[[], None], held: Iterable[Tensor]) -> int | None:
-        """Peak of all bytes in use while `run` runs; None if memory was not enough.
-
-        held: tensors that exist before `run` and stay, for a meter that counts only new tensors.
-        """
+    def peak(self, run: Callable[[], None]) -> int | None:
+        """Peak of bytes in use while `run` runs, everything included; None if there was not enough memory."""
         module = torch.get_device_module(self._device)
         module.empty_cache()
         module.reset_peak_memory_stats(self._device)
@@ -63,7 +59,7 @@ def find_meter(device: torch.device) -> MemoryMeter | None:
 
 
 def fits(run: Callable[[], None]) -> bool:
-    """Whether memory was enough for `run`. A failed run keeps nothing alive, not even by its error."""
+    """Whether memory held the run. A run that failed keeps no tensor alive."""
     try:
         run()
     except RuntimeError as error:
@@ -71,5 +67,5 @@ def fits(run: Callable[[], None]) -> bool:
             raise
     else:
         return True
-    gc.collect()  # after `except`, when the error and its frames are gone
+    gc.collect()  # after `except`, which has dropped the error and its frames
     return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from odb_factory.memory import MemoryMeter, fits
 
 
 class CPUMeter(MemoryMeter):
-    """Of a CPU with `capacity` bytes: above them it runs out of memory."""
+    """A CPU that runs out of memory above `capacity` bytes."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -23,23 +23,22 @@ class CPUMeter(MemoryMeter):
     def limit(self, fraction: float) -> int:
         return int(fraction * self.capacity)
 
-    def peak(self, run: Callable[[], None], held: Iterable[Tensor]) -> int | None:
-        storages = {id(storage): storage for storage in (one.untyped_storage() for one in held)}
-        there = sum(storage.nbytes() for storage in storages.values())
-        live = _LiveBytes(self.capacity - there)
+    def peak(self, run: Callable[[], None]) -> int | None:
+        live = _LiveBytes(self.capacity)
 
         def counted() -> None:
             with live:
                 run()
 
-        return there + live.peak if fits(counted) else None
+        return live.peak if fits(counted) else None
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made by operators within it; out of memory above `limit`. peak: the most so far.
+    """Counts the bytes of all tensors that operators within it read or make; out of memory above `limit`. peak: the
+    most so far.
 
-    torch hands every operator to a `TorchDispatchMode`; its results live until their storage is deleted. Memory that a
-    kernel needs within itself is not seen.
+    torch hands every operator to a `TorchDispatchMode`. A tensor is counted from the first operator that reads or makes
+    it, with its gradient, until its storage is deleted. Memory that a kernel needs within itself is not seen.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,9 +51,11 @@ class _LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage())
+                if leaf.is_leaf and leaf.grad is not None:
+                    self._add(leaf.grad.untyped_storage())
         if self._live > self._limit:
             raise torch.OutOfMemoryError(f"{self._live} bytes are alive, {self._limit} are there")
         return result

@@ -1,9 +1,9 @@
-"""Checkpoints are the Trainer's. The cursor of a run lies in its `trainer_state.json`, the file that it writes last."""
+"""Checkpoints are the Trainer's. The cursor of a run is an entry of `trainer_state.json`, the file written last."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from odb_factory.data.agreement import compare
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.ranks import Channel
 from odb_factory.errors import ConfigError, DataError, ODBError, one_line
@@ -26,8 +27,8 @@ the end of the optimizer step taken last, the same on all ranks."""
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """To be resumed. optimizer_steps, epochs: done, as the Trainer counts. saved: its cursor; None: written without
-    odb."""
+    """A checkpoint to resume. optimizer_steps, epochs: done, as the Trainer counts. saved: its cursor; None: stock has
+    written the checkpoint."""
 
     folder: Path
     optimizer_steps: int
@@ -35,12 +36,13 @@ class Checkpoint:
     saved: Mapping[str, Any] | None
 
 
-def find_checkpoint(trainer: Any, resume_from: Any) -> Checkpoint | None:
+def find_checkpoint(trainer: Any, resume_from: Any, gather: Callable[[bytes], Sequence[bytes]]) -> Checkpoint | None:
     """The checkpoint to resume, None to start from the beginning. Collective: every rank calls it.
 
-    trainer: with odb. resume_from: the argument `resume_from_checkpoint`: a folder, True for the newest in
-    `output_dir`, None or False for none.
-    Raises `ConfigError` or `DataError` on all ranks if one of them cannot resume it.
+    resume_from: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None or False for
+    none. gather: of `compare`.
+    Raises `CollectiveError` on all ranks (one rank: `ConfigError`, `DataError`) if one of them cannot resume it, or if
+    they would resume different optimizer steps.
     """
     checkpoint: Checkpoint | None = None
     problem: ODBError | None = None
@@ -49,50 +51,32 @@ def find_checkpoint(trainer: Any, resume_from: Any) -> Checkpoint | None:
             checkpoint = _read(resume_from, trainer)
     except ODBError as error:
         problem = error
-    answers = trainer.odb.gather([problem and str(problem), checkpoint and checkpoint.optimizer_steps])
-    if (why := next((why for why, _ in answers if why), None)) is not None:
-        raise DataError(why) if isinstance(problem, DataError) else ConfigError(why)
-    steps = [steps for _, steps in answers]
-    if len(set(steps)) > 1:
-        raise ConfigError(
-            f"resume_from_checkpoint: ranks resume different optimizer steps ({steps}); give all nodes the same "
-            "setting, and the checkpoint on a disk that all can read."
-        )
+    steps = checkpoint and checkpoint.optimizer_steps
+    compare({"the optimizer step of resume_from_checkpoint": steps}, gather, problem=problem)
     return checkpoint
 
 
-OTHER_CHECKPOINT = "remove that folder, so that the checkpoint before it is resumed if there is one, or name another"
-
-
 def _read(resume_from: Any, trainer: Any) -> Checkpoint:
-    """Raises `DataError` for a folder that is not a whole checkpoint."""
+    """Raises `ConfigError` without a checkpoint, `DataError` for a folder that is not a whole one."""
     if resume_from is True:
         output_dir = str(trainer.args.output_dir)
         resume_from = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
         if resume_from is None:
             raise ConfigError(f"resume_from_checkpoint: True, but {output_dir!r} holds no checkpoint; name one.")
-    if not isinstance(resume_from, str | os.PathLike) or not os.path.isdir(resume_from):
-        raise ConfigError(
-            f"resume_from_checkpoint: {str(resume_from)!r} is not a folder; name a checkpoint of this training."
-        )
-    folder = Path(os.path.abspath(resume_from))
+    folder = Path(os.path.abspath(str(resume_from)))
     path = folder / TRAINER_STATE_NAME
     try:
         state = TrainerState.load_from_json(str(path))
         entry = (state.stateful_callbacks or {}).get(CURSOR)
         saved = entry and entry["args"]
-        # A stock training that has resumed ours carries the entry along, of an older optimizer step.
+        # A stock training that has resumed a checkpoint of odb keeps the entry of an older optimizer step.
         saved = saved if saved and saved["optimizer_steps"] == state.global_step else None
-    except FileNotFoundError:
-        raise DataError(
-            f"resume_from_checkpoint: {path} is missing: the folder is not a checkpoint of the Trainer, or its saving "
-            f"did not end; {OTHER_CHECKPOINT}."
-        ) from None
     except Exception as error:  # whatever is in the file
         raise DataError(
-            f"resume_from_checkpoint: {path} cannot be read ({one_line(error)}); {OTHER_CHECKPOINT}."
+            f"resume_from_checkpoint: {str(resume_from)!r} is not a whole checkpoint of the Trainer "
+            f"({one_line(error)}); name another one, or remove the folder to resume the checkpoint before it."
         ) from None
-    # The Trainer goes on with a fresh optimizer without a word.
+    # The Trainer would continue with a fresh optimizer and not report it.
     if not any(folder.glob("global_step*" if trainer.is_deepspeed_enabled else "optimizer*")):
         raise DataError(
             f"resume_from_checkpoint: {folder} holds no optimizer state that this training can load (left out by "
@@ -103,51 +87,35 @@ def _read(resume_from: Any, trainer: Any) -> Checkpoint:
 
 
 def go_to_checkpoint(loader: ODBLoader, checkpoint: Checkpoint, *, restarts_epoch: bool) -> float:
-    """Set a loader to where a checkpoint left it; returns the epochs that are done there. restarts_epoch: by
-    `ignore_data_skip`, whatever is done of it. Raises `DataError` that names what differs."""
-    steps, epochs, an_epoch = checkpoint.optimizer_steps, checkpoint.epochs, loader.num_optimizer_steps
+    """Set a loader to the place of a checkpoint; returns the epochs done there.
+
+    restarts_epoch: go to the start of its epoch (`ignore_data_skip`). Raises `DataError` that names what differs.
+    """
     if restarts_epoch:
-        epoch = int(epochs) if an_epoch is None else steps // max(an_epoch, 1)  # as the Trainer counts
+        steps, an_epoch = checkpoint.optimizer_steps, loader.num_optimizer_steps
+        epoch = int(checkpoint.epochs) if an_epoch is None else steps // max(an_epoch, 1)  # as the Trainer counts
         loader.go_to(epoch)
         logger.warning("ignore_data_skip: epoch %d is restarted, whatever was done of it", epoch)
         return float(epoch)
-    if checkpoint.saved is not None:
-        try:
-            loader.load_state_dict(checkpoint.saved["data"])
-        except DataError as error:
-            raise DataError(f"{checkpoint.folder}: {error}.") from None
-        return epochs
-    # A checkpoint of stock, whose optimizer steps must be known to be those of this run.
-    num_samples, size = loader.num_samples, loader.global_batch_size
-    if an_epoch is None or num_samples is None or size is None:
+    if checkpoint.saved is None:
         raise DataError(
-            f"{checkpoint.folder}: it was written without odb, which is continued with kept optimizer steps of a "
-            "dataset with a length alone; set `ignore_data_skip: true` to restart the epoch."
+            f"{checkpoint.folder}: it was written without odb, so its place in the data is unknown; train without odb, "
+            "or set `ignore_data_skip: true` to restart the epoch."
         )
-    epoch, done = divmod(steps, max(an_epoch, 1))
-    expected = done * size / num_samples
-    # Stock counts epochs in micro-steps, of which the last may have fewer samples, and rounds.
-    if abs(epochs - epoch - expected) > expected * size / max(num_samples - size, 1) + 1e-6:
-        raise DataError(
-            f"{checkpoint.folder}: it was written without odb, and has {epochs:.4g} epochs in {steps} optimizer steps, "
-            f"which with {size} samples each are {epoch + expected:.4g}: set global_batch_size to the samples that an "
-            "optimizer step had, or `ignore_data_skip: true` to restart the epoch."
-        )
-    loader.go_to(epoch, done)
-    logger.info(
-        "%s was written without odb, whose optimizer steps are the same: the training continues",
-        checkpoint.folder.name,
-    )
-    return epochs
+    try:
+        loader.load_state_dict(checkpoint.saved["data"])
+    except DataError as error:
+        raise DataError(f"{checkpoint.folder}: {error}.") from None
+    return checkpoint.epochs
 
 
 def load_sharded_optimizer(trainer: Any, folder: Path) -> None:
     """Load the state of the optimizer from shards of FSDP, if nothing is loaded yet. Collective.
 
-    accelerate (1.11) asks an optimizer that has taken no step what to load, and such a one has no state, so that its
-    moments would restart without a word.
+    accelerate (1.11) loads only the entries that the optimizer has. An optimizer that has taken no step has none, so
+    its moments would restart silently.
     """
-    from torch.distributed import checkpoint  # heavy
+    from torch.distributed import checkpoint  # takes long to import
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper
@@ -167,8 +135,8 @@ def load_sharded_optimizer(trainer: Any, folder: Path) -> None:
 
 
 class Preemption(TrainerCallback):
-    """Handles SIGTERM during one `train()`, in place of stock's callback, which records signals and acts on none. Runs
-    after callbacks that request an evaluation.
+    """Handles SIGTERM during one `train()`. It replaces stock's callback, whose manager only records signals here, and
+    runs after callbacks that request an evaluation.
 
     manager: of stock's callback. ring: the connections of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Rules of the host trainer, checked before the first optimizer step, and settings compared between ranks."""
+"""Requirements of a trainer, checked before the first optimizer step, and the settings that ranks compare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from enum import Enum
 from typing import Any
 
@@ -38,27 +38,27 @@ logger = get_logger(__name__)
 # Settings that cannot work with online batches, refused in one line before the first step.
 
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-"""Heads missing in transformers' table of losses."""
+"""Heads that are missing in transformers' table of losses."""
 SHARED_REPLICA = ("tp_size", "cp_size", "sp_size")
 DEEPSPEED_REPLICA = (
     "tensor_parallel.autotp_size", "tensor_parallel.tp_size", "sequence_parallel.size", "sequence_parallel_size",
 )  # fmt: skip
 METHODS = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler", "get_batch_samples")
-"""Methods of the Trainer that odb overrides, and one that it relies on."""
+"""Methods of the Trainer that odb overrides, and `get_batch_samples`, which it calls."""
 STEP_IN_BACKWARD = ("_layerwise", "lomo")
-"""Ends of the names of optimizers."""
+"""Ends of the names of optimizers that change weights in a backward."""
 TRIES = 20
-"""Batches tried for whether a trainer makes rows of its own: TRL's GKDTrainer draws for each batch whether it does."""
+"""Batches with which a trainer is tried: TRL's GKDTrainer draws for each batch whether it generates rows."""
 PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or use LLaMA-Factory's stages dpo, rm, kto"
-"""What trains on pairs with odb."""
-LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
+"""How to train on pairs with odb."""
+READ_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
 """Packages whose trainers, in training, read only the loss of a model's output."""
 ENGINES = ("torch", "accelerate", "deepspeed", "transformers")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
 
 
 def _replica(key: str) -> Refusal:
-    """All ranks must be data-parallel ranks. key: of the number of ranks that share a replica of the model."""
+    """Refuses ranks that are not all data-parallel. key: of the number of ranks that share a replica of the model."""
     why = "their lengths would be cut after samples were grouped by them"
     if "tp_size" in key or "tensor" in key:
         why = "a Trainer's figures, checkpoints and evaluation take every rank for a data-parallel one"
@@ -79,7 +79,7 @@ ARGUMENTS = (
     *(_replica(f"deepspeed.{name}") for name in DEEPSPEED_REPLICA),
     GRADIENTS_LOST,
     Refusal("deepspeed.scheduler.type", lambda s: s.deepspeed.get("scheduler") and not s.odb.keeps,
-        "counts optimizer steps, which `global_batch_size: fill` does not know ahead",
+        "counts optimizer steps, whose number is unknown with `global_batch_size: fill`",
         "remove `scheduler` there and use lr_scheduler_type, or keep the optimizer steps"),
     Refusal("n_gpu", lambda s: s.n_gpu > 1, "devices in one process (DataParallel) would cut every batch apart",
         "start one process a device with torchrun (FORCE_TORCHRUN=1), or show it one device"),
@@ -97,15 +97,15 @@ ARGUMENTS = (
         "does not go with odb, where every rank forms its own batches", "remove the key or set it to false"),
     Refusal("accelerator_config.use_seedable_sampler",
         lambda s: s.at("accelerator_config.use_seedable_sampler") is False,
-        "draws an order that no seed gives again, and odb's is that of data_seed or seed", "remove the key"),
+        "draws an order that no seed repeats, and odb draws the order of data_seed or seed", "remove the key"),
     Refusal("ddp_static_graph", lambda s: s.ddp_static_graph and s.world_size > 1,
-        "does not go with odb: torch takes the first backward for every later one, and an optimizer step has a "
-        "number of its own of them", "remove the key"),
+        "does not go with odb: torch expects every backward to be like the first, and the number of micro-batches "
+        "of an optimizer step changes", "remove the key"),
     *refusals_of_auto(lambda s: s.memory_meter is None,
         "tries micro-batches on an accelerator whose memory torch counts, and this training runs on {s.device.type}",
         "set a number (`odb-factory plan` says what it does with the data)"),
     *refusals_of_auto(lambda s: s.is_stream,
-        "tries rows of the dataset before training, and those of a stream cannot be read by their number",
+        "tries rows of the dataset before training, and rows of a stream have no number to read them by",
         "set a number"),
     Refusal("odb.oom", lambda s: s.odb.oom != "raise" and why_not_split(s),
         "works in one process, with DDP and ZeRO-1, and {found}",
@@ -119,7 +119,7 @@ def check_arguments(
 ) -> None:
     """Raise `ConfigError` for training arguments and block keys that cannot work; needs no model.
 
-    memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU. is_stream: rows of the dataset
+    memory_meter: of `enable_odb`, with which `auto` can choose budgets on a CPU. is_stream: the rows of the dataset
     cannot be read by their number.
     """
     meter = memory_meter or (memory.find_meter(args.device) if config.auto_keys else None)
@@ -141,21 +141,21 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 
 
 TRAINER = (
-    # TRL 1.x sets a text before transformers 5.19, which only asks whether there is a function.
+    # TRL 1.x sets a text with transformers before 5.19, which checks only whether the attribute is set.
     Refusal("compute_loss_func", lambda s: s.compute_loss_func is not None and not callable(s.compute_loss_func),
         "is not a function", "install a newer transformers if the trainer has set it, or train without odb"),
-    # Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly.
+    # Supervised tokens are counted after the causal shift, so weights for other heads would be wrong.
     Refusal("model.__class__.__name__", lambda s: not _is_causal(s.model),
-        "has labels that are not those of a causal language model (text or vision-language), one for each next token",
+        "is not a causal language model (text or vision-language), which has a label for each next token",
         "use the Trainer without odb"),
     *(_replica(f"model.{name}") for name in ("_tp_size", "tp_size")),
     *(_replica(f"accelerator.parallelism_config.{name}") for name in SHARED_REPLICA),
     Refusal("accelerator.parallelism_config.dp_shard_size",
         lambda s: s.process_group is None and _replicas(s) not in (1, s.accelerator.num_processes),
         "and dp_replicate_size do not make the {s.accelerator.num_processes} ranks of this training, so its "
-        "data-parallel ranks are unknown", "give them as enable_odb(process_group=...)"),
+        "data-parallel ranks are unknown", "name them with enable_odb(process_group=...)"),
 )  # fmt: skip
-"""Of a trainer and its model as loaded, and of accelerate as started, also from its environment variables."""
+"""Settings of a trainer, its model as loaded, and accelerate as started, also by environment variables."""
 
 
 def _is_causal(model: Any) -> bool:
@@ -166,7 +166,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def _replicas(s: Settings) -> int:
-    """HSDP: replicas of shards. If the data-parallel ranks are all ranks, the default group is theirs."""
+    """The data-parallel ranks of HSDP: replicas x shards."""
     names = ("dp_replicate_size", "dp_shard_size")
     return math.prod(s.at(f"accelerator.parallelism_config.{name}") or 1 for name in names)
 
@@ -180,16 +180,16 @@ def check_trainer(trainer: Any) -> None:
 
 
 class _Stopped(Exception):
-    """A probe of a trainer: what it does with its rows; "": it leaves them alone."""
+    """Ends the trial of a trainer. The message says what it does with its rows; "": it leaves them unchanged."""
 
 
 def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
-    """Raise `ConfigError` for a trainer that trains on other rows than its dataloader yields, as those do that generate
-    answers while they train, or that compares the rows of a sample, such as pairs. Transformers' methods do neither.
+    """Raise `ConfigError` for a trainer that trains on other rows than its dataloader yields, for example on answers
+    that it generates, or that compares the rows of a sample, such as pairs. Transformers' methods do neither.
 
     The trainer's own `training_step` runs on the batch of the first row up to its loss, or to the model's `generate`:
-    nothing is computed. A `_prepare_inputs` of its own that fails there counts as one that makes rows, because it may
-    need what exists only in a training (a server for generation, a whole group of rows).
+    nothing is computed. If a custom `_prepare_inputs` fails there, the trainer is refused as well: the method may need
+    something that exists only in a training (a server for generation, a whole group of rows) to make its rows.
     """
     methods = ("compute_loss", "training_step", "_prepare_inputs")
     own = [name for name in methods if not _is_of_transformers(trainer, name)]
@@ -198,7 +198,7 @@ def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
     try:
         with kept_random_numbers():
             batch: Any = parts.collate_fn([look(parts, operator.itemgetter(0))])
-    except Exception:  # reported when rows are read
+    except Exception:  # reported when the row is read for training
         return
     kind, collation = type(trainer).__name__, trainer.odb.collation
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -234,7 +234,7 @@ def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
                     why = f"makes its rows in its _prepare_inputs, which fails before training ({one_line(error)})"
             if why:
                 raise ConfigError(
-                    f"trainer: a {kind} {why}, so the lengths of its rows are not known when micro-batches are "
+                    f"trainer: a {kind} {why}, so the lengths of its rows are unknown when micro-batches are "
                     "planned; train without odb, or cut its batches by odb_factory.plan_micro_batches."
                 )
 
@@ -254,33 +254,34 @@ def _has_rows_of(batch: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def check_hooks(trainer: Any) -> None:
-    """Raise `ConfigError` if anything changes weights or gradients in every backward: an optimizer step has several of
-    them, and not as many as in stock training. The optimizer has been made."""
-    for name, parameter in trainer.model.named_parameters():
-        hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-        origins = [_origin(getattr(hook, "func", hook)) for hook in hooks]
-        foreign = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
-        if hasattr(parameter, "_in_backward_optimizers"):
-            foreign.append("torch's optimizer in the backward")
-        if foreign:
-            raise ConfigError(
-                f"{foreign[0]} acts on the gradient of {name} in every backward, of which odb makes several an "
-                "optimizer step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
-            )
-    if getattr(trainer.accelerator, "has_lomo_optimizer", False):
+    """Raise `ConfigError` if anything changes weights or gradients in every backward: an optimizer step has another
+    number of backwards than in stock training. Call after the optimizer has been made."""
+
+    def acting() -> Iterator[str]:
+        if getattr(trainer.accelerator, "has_lomo_optimizer", False):
+            yield f"optimizer: {type(trainer.optimizer).__name__} of LOMO changes all weights"
+        for name, parameter in trainer.model.named_parameters():
+            if hasattr(parameter, "_in_backward_optimizers"):
+                yield f"optimizer: torch's optimizer in the backward changes {name}"
+            for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                origin = _origin(getattr(hook, "func", hook))
+                if origin.split(".")[0] not in ENGINES:
+                    yield f"{origin} acts on the gradient of {name}"
+
+    if (first := next(acting(), None)) is not None:
         raise ConfigError(
-            f"optimizer: {type(trainer.optimizer).__name__} of LOMO changes weights in every backward, of which odb "
-            "makes several an optimizer step; choose another optimizer, or train without odb."
+            f"{first} in every backward, of which odb makes several an optimizer step; act once an optimizer step (a "
+            "callback's on_pre_optimizer_step, another optimizer), or train without odb."
         )
 
 
-# `oom: split`, `skip`: a rank computes its micro-batches again without the others, so no collective may run inside.
+# `oom: split`, `skip`: a rank alone computes its micro-batches again, so no collective may run inside them.
 
 
 def why_not_split(args: Any) -> str | None:
-    """Why `oom: split` and `skip` cannot work; None if it can. args: training arguments, which name the engine."""
+    """Why `oom: split` and `skip` cannot work; None if they can. args: training arguments, which name the engine."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
+        return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for ever"
     engine = args.distributed_state.distributed_type
     if getattr(args, "deepspeed_plugin", None) is not None:
         zero = deepspeed_config(args).get("zero_optimization", {})
@@ -291,7 +292,7 @@ def why_not_split(args: Any) -> str | None:
                 "`overlap_comm` and offloading does neither)"
             )
     elif engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
-        return f"what {engine.name} does between the ranks inside forward and backward is not known here"
+        return f"the collectives of {engine.name} inside forward and backward are unknown"
     elif args.torch_compile and args.world_size > 1:
         return "torch_compile compiles DDP as a whole, with the reduction of gradients inside backward"
     return None
@@ -306,7 +307,7 @@ def deepspeed_config(args: Any) -> dict[str, Any]:
 
 
 def check_methods(trainer: Any) -> None:
-    """Refuse a trainer whose methods have been replaced, so that odb's would not be called or would not be right."""
+    """Raise `ConfigError` for a trainer whose methods have been replaced, so that odb's are not called or are wrong."""
     for name in METHODS:
         if name in vars(trainer):
             method = vars(trainer)[name]
@@ -334,29 +335,29 @@ def _origin(function: Any) -> str:
 
 
 def why_no_door(trainer: Any) -> str | None:
-    """Why what a trainer reads of its rows cannot come from the door at a model's output embedding; None: it can."""
+    """Why the door at a model's output embedding cannot give a trainer the values of its rows; None if it can."""
     return next((why for model in models_of(trainer) if (why := UnpadDoor(model).reason) is not None), None)
 
 
 def overriding_compute_loss(trainer: Any) -> list[type]:
-    """Classes with a `compute_loss` that may read the outputs of a model or change its loss, the first called first."""
+    """Classes with a `compute_loss` that may read the outputs of a model or change its loss, in the order of calls."""
     kinds = [kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)]
-    return [kind for kind in kinds if not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY)]
+    return [kind for kind in kinds if not kind.__module__.startswith(READ_LOSS_ONLY)]
 
 
 def why_logits(trainer: Any) -> str | None:
-    """Why the logits of a micro-batch are needed beside the model's own loss; None if only the loss is."""
-    for kind in overriding_compute_loss(trainer):
-        return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
-    return None
+    """Why a trainer needs the logits of a micro-batch in addition to the model's own loss; None if it does not."""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in overriding_compute_loss(trainer)]
+    return f"compute_loss of {names[0]} may read its outputs" if names else None
 
 
-# Logged once at the start: what a user may not expect of the model and its loss.
+# Logged once at the start: properties of the model and its loss that a user may not expect.
 
 
 def log_what_differs(trainer: Any) -> None:
     random = []
-    for name, module in trainer.model.named_modules():  # those of attention keep their rate as a number
+    for name, module in trainer.model.named_modules():
+        # Attention modules keep their rate as a number.
         keys = ("p",) if isinstance(module, _DropoutNd) else ("attention_dropout", "dropout")
         rates = [rate for key in keys if isinstance(rate := vars(module).get(key), float) and rate > 0]
         random += [f"{name}: {rate:g}" for rate in rates[:1]]
@@ -369,42 +370,33 @@ def log_what_differs(trainer: Any) -> None:
         )
     if trainer.args.neftune_noise_alpha is not None:
         logger.info(
-            "neftune_noise_alpha: %g: the noise of a sample goes by its own length (padded micro-batches: by that of "
-            "its row), in stock by that of its row, padded to the longest of its micro-batch; so shorter samples have "
-            "more noise than in stock, unless per_device_train_batch_size is 1",
+            "neftune_noise_alpha: %g: the noise of a sample depends on its own length (in padded micro-batches, and in "
+            "stock: on the length of its padded row), so short samples have more noise than in stock, unless "
+            "per_device_train_batch_size is 1",
             trainer.args.neftune_noise_alpha,
         )
 
 
-# What the ranks of a training compare before the first step: arguments, the model's config (I11).
+# The settings that the ranks of a training compare before the first step: arguments, the model's config (I11).
 
-NOT_COMPARED = {
+NOT_COMPARED = (
     # Of one process or one node, or compared elsewhere: `find_checkpoint`, the odb: block.
-    "_name_or_path", "device_map", "local_rank", "logging_dir", "odb", "output_dir", "resume_from_checkpoint",
-    "transformers_version",
-    # Secret.
-    "hf_hub_token", "hub_token", "ms_hub_token", "om_hub_token", "push_to_hub_token", "swanlab_api_key",
-    "swanlab_lark_secret", "swanlab_lark_webhook_url",
-    # Where things are on a node.
-    "adapter_folder", "adapter_name_or_path", "base_model_name_or_path", "cache_dir", "dataset_dir", "media_dir",
-    "model_name_or_path", "new_special_tokens_config", "nvme_path", "offload_folder", "ref_model",
-    "ref_model_adapters", "reward_model", "reward_model_adapters", "tokenized_path",
+    "device_map", "local_rank", "master_addr", "master_port", "odb", "resume_from_checkpoint", "transformers_version",
+    # Models and files, which may be paths.
+    "new_special_tokens_config", "ref_model", "ref_model_adapters", "reward_model", "reward_model_adapters",
     # How fast data are read.
     "data_shared_file_system", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
     "dataloader_prefetch_factor", "overwrite_cache", "preprocessing_num_workers",
-    # What is printed, logged and uploaded.
-    "debug", "disable_tqdm", "enable_torch_profiler", "log_level", "log_level_replica", "log_on_each_node",
-    "plot_loss", "print_param_status", "profile_modules", "project", "push_to_hub", "report_to", "run_name",
-    "skip_memory_metrics", "use_swanlab",
-    # How the process runs.
-    "ddp_timeout", "low_cpu_mem_usage", "master_addr", "master_port", "overwrite_output_dir", "use_cpu",
-}  # fmt: skip
-PREFIXES_NOT_COMPARED = ("export_", "hub_", "profiler_", "ray_", "sglang_", "swanlab_", "trackio_", "vllm_")
-"""Of arguments for trackers, profilers, and what comes after the training."""
+    # What is printed, logged and uploaded, often by rank 0 alone.
+    "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "plot_loss", "push_to_hub", "report_to",
+    "run_name", "use_swanlab",
+)  # fmt: skip
+ENDINGS_NOT_COMPARED = ("_dir", "_folder", "_path", "_key", "_secret", "_token", "_url")
+"""Ends of the names of paths on a node, and of secrets."""
 
 
 def of_arguments(*owners: Any) -> dict[str, object]:
-    """All fields of argument dataclasses as settings: nested values under dotted keys, such as `fsdp_config.version`.
+    """The fields of argument dataclasses as settings, nested values under dotted keys such as `fsdp_config.version`.
 
     Fields of one process, secrets, and fields that do not change the training are left out.
     """
@@ -434,9 +426,9 @@ def of_trainer(trainer: Any) -> dict[str, object]:
 
 
 def _add(settings: dict[str, object], key: str, value: Any) -> None:
-    """Put a value, or its inner values, under its key."""
+    """Add a value, or its inner values, under its key."""
     name = key.rpartition(".")[2]
-    if name in NOT_COMPARED or name.startswith(PREFIXES_NOT_COMPARED):
+    if name in NOT_COMPARED or name.endswith(ENDINGS_NOT_COMPARED):
         return
     value = json.loads(json.dumps(value, default=_plain, skipkeys=True))
     if isinstance(value, dict) and value:
@@ -447,7 +439,7 @@ def _add(settings: dict[str, object], key: str, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know, as numbers, texts, lists and dicts; other objects by their repr without addresses."""
+    """A value that JSON has no type for, as numbers, texts, lists and dicts; other objects as their repr or class."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):

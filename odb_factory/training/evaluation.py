@@ -3,9 +3,9 @@
 Stock's `eval_loss` is a weighted sum over the samples, and the weights are known before a forward. In each round every
 rank evaluates one batch of `per_device_eval_batch_size` rows. The loss of a batch is a mean over tokens or pairs, as in
 training with an accumulation of 1; `eval_loss` is the mean of these losses over the rows of their batches. Rounds that
-are full on every rank are planned here, some at a time, like the micro-batches of optimizer steps. A last round that is
-not full stays stock's, which repeats rows to fill its batches. A Trainer counts each row once (`gather_for_metrics`), a
-Seq2SeqTrainer, as LLaMA-Factory's for sft, counts the repeated ones too (`gather`).
+are full on every rank are planned here, several at a time, like the micro-batches of optimizer steps. A last round that
+is not full is left to stock, which repeats rows to fill its batches. A Trainer counts each row once
+(`gather_for_metrics`); a Seq2SeqTrainer, such as LLaMA-Factory's for sft, also counts the repeated rows (`gather`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
@@ -37,15 +36,15 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX, Observer
 from odb_factory.data.order import DataLoaderParts, OptimizerStepRule, StockMean, dismantle
 from odb_factory.data.pool import why_not_observed
-from odb_factory.data.samples import Measured, MicroBatch
+from odb_factory.data.samples import Measured, MicroBatch, name_rows
 from odb_factory.errors import OutOfMemoryError, one_line
 from odb_factory.log import get_logger
+from odb_factory.memory import is_out_of_memory
 from odb_factory.model.check import Layout
-from odb_factory.model.tower import one_pass, shards_parameters
+from odb_factory.model.tower import one_pass
 from odb_factory.planner import Cost
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import overriding_compute_loss
-from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
 from odb_factory.training.stock import measure_evaluation
 
 logger = get_logger(__name__)
@@ -55,7 +54,7 @@ ROWS_PLANNED = 256
 
 
 class MicroBatchInputs(dict[str, torch.Tensor]):
-    """A micro-batch in the place of a batch: as a mapping it has as many rows as samples, and no storage."""
+    """A micro-batch in place of a batch: as a mapping it has one row for each sample, and no storage."""
 
     def __init__(self, collated: Collated):
         samples = len(collated[0].ids) or 1
@@ -64,12 +63,12 @@ class MicroBatchInputs(dict[str, torch.Tensor]):
 
 
 class Evaluation:
-    """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
+    """Replaces an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
 
-    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. parts: of it, with
-        the rows that observer reads. mean: what stock's loss of a round is made of, the sum of means divided by its
-        `divisor`. loss_only: no predictions are kept.
-    computing: the micro-batch in forward, where its loss is weighed.
+    stock: the dataloader of the Trainer. Its length, which the progress bar shows, is counted in samples here.
+    parts: the parts of `stock`, with the rows that `observer` reads. mean: stock's loss of a round is the sum of these
+        means, divided by its `divisor`. loss_only: no predictions are kept.
+    computing: the micro-batch in forward, if its loss is weighed.
     """
 
     def __init__(
@@ -87,22 +86,17 @@ class Evaluation:
         self.dataset, self.loss_only = stock.dataset, loss_only
         self.computing: Computing | None = None
         self._trainer, self._stock, self._batch_size = trainer, stock, parts.batch_size
-        # No rank waits for another one in a forward.
-        self._can_split = not (trainer.is_deepspeed_enabled or shards_parameters(trainer))
         # 1. The loader of full rounds, in the layout of the training
         layout = Layout("padded", "outside of training, or not checked yet")
         if training is not None and not training.is_unchecked:
             layout = training.layout
-        self._prompts: PromptObserver | None = None
         if not loss_only and getattr(trainer.args, "predict_with_generate", False):
-            observer = self._prompts = PromptObserver(trainer, observer)
-            layout = Layout("padded", "tokens are generated")
+            observer, layout = PromptObserver(trainer, observer), Layout("padded", "tokens are generated")
         self.loader: ODBLoader = odb.make_loader(
             dataclasses.replace(parts, drop_last=True, persistent_workers=False),
             config,
             layout,
             observer=observer,
-            keeps_samples=self._can_split,
             is_evaluated=True,
             rule=OptimizerStepRule(
                 batch_size=parts.batch_size,
@@ -112,10 +106,7 @@ class Evaluation:
                 equal_weights=odb.equal_weights,
             ),
         )
-        if odb.eval_limits is not None:
-            self.loader.lower(odb.eval_limits)
-        self._watch = MemoryWatch(self.loader.config, self.loader.budget, trainer.args.device, advises_split=False)
-        # 2. Its rows: those of full rounds, of the last one, and all that stock counts in its mean
+        # 2. The rows of full rounds and of the last round, and all rows that stock counts in its mean
         in_round = parts.batch_size * self.loader.world_size
         self._rounds, rest = divmod(len(parts.sampler), in_round)
         self._rest = 0 if parts.drop_last else rest
@@ -123,11 +114,11 @@ class Evaluation:
         gather = getattr(trainer.gather_function, "func", trainer.gather_function)
         self._counts_repeated = gather.__name__ == "gather"
         self._counted = self._num_batches * in_round if self._counts_repeated else self._rows
-        assert mean.divisor is not None, "that of an evaluation has one"
+        assert mean.divisor is not None, "`measure_evaluation` sets it"
         self._of_mean = in_round / mean.divisor
-        # 3. What comes of them on this rank
+        # 3. The results of this rank
         self._loss: Tensor | None = None
-        self._rows_without_loss = 0  # of batches of stock without a supervised token, which it leaves out of the mean
+        self._rows_without_loss = 0  # of stock's batches without a supervised token, which the mean leaves out
         self._figures: defaultdict[str, float] = defaultdict(float)
         self._predicted: list[tuple[int, Any, Any]] = []
         self._num_micro_batches = 0
@@ -149,7 +140,7 @@ class Evaluation:
             self._advance(self._rest - 1)
 
     def _advance(self, samples: int) -> None:
-        """Progress bars have counted one."""
+        """Move progress bars by the samples of an item. The Trainer has counted the item as one sample."""
         for callback in self._trainer.callback_handler.callbacks:
             bar = getattr(callback, "prediction_bar", None)
             if bar is not None:
@@ -160,7 +151,7 @@ class Evaluation:
         of all ranks. Collective."""
         trainer, odb = self._trainer, self._trainer.odb
         stored = {"store_metrics": self._store_metrics} if hasattr(trainer, "store_metrics") else {}
-        # Within a training it is so already.
+        # A training runs the towers in one pass already.
         is_alone = odb.training is None and self.loader.world_size > 1
         models = (trainer.model, getattr(trainer, "ref_model", None)) if is_alone else ()
         try:
@@ -186,7 +177,6 @@ class Evaluation:
             self.loader.abort(one_line(error))
             raise
         finally:
-            odb.eval_limits = self.loader.lowered
             self.loader.close()
         logger.info(
             "evaluated %d rows in %d micro-batches on each rank, where stock has %d batches",
@@ -197,12 +187,13 @@ class Evaluation:
         return output._replace(predictions=predictions, label_ids=labels, metrics=metrics)
 
     def predict(self, step: Callable[..., Any], model: Any, inputs: Any, ignore_keys: Any) -> Any:
-        """The loss of what `__iter__` has yielded, if there is one. step: the Trainer's own `prediction_step`."""
+        """The loss of an item of `__iter__`; None if the model returns none. step: the Trainer's own `prediction_step`.
+
+        Raises `OutOfMemoryError` if memory does not hold a micro-batch.
+        """
         forward = functools.partial(step, model, prediction_loss_only=self.loss_only, ignore_keys=ignore_keys)
         if isinstance(inputs, MicroBatchInputs):
-            box = [inputs.collated]
-            del inputs.collated  # the box holds the only reference
-            return self._predict_in_parts(forward, box)
+            return self._predict_micro_batch(forward, *vars(inputs).pop("collated"))
         first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
         num_rows = min(max(self._rows - first, 0), self._batch_size)
         rows = find_batch_size(inputs) if self._counts_repeated else num_rows
@@ -214,36 +205,6 @@ class Evaluation:
         self._count(loss, counted, range(first, first + (rows or 0)), logits, labels)
         return loss
 
-    def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated]) -> Any:
-        """A micro-batch; if memory does not hold it, and no other rank waits in its forward, in two parts."""
-        micro_batch, measured = box[0][:2]
-        try:
-            return self._predict_micro_batch(forward, *box.pop())
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or not self._can_split:
-                raise
-            if len(micro_batch.ids) < 2:
-                raise OutOfMemoryError(
-                    f"out of memory in an evaluation, at sample {micro_batch.ids[0]} alone ({measured.rows} x "
-                    f"{measured.length} tokens, {measured.patches} patches); lower cutoff_len, max_new_tokens or "
-                    "image_max_pixels, or leave the sample out."
-                ) from error
-            forget(error)
-        length = measured.length if self._prompts is None else self._prompts.tokens(measured.length)
-        self.loader.lower(self._watch.lower(dataclasses.replace(measured, length=length)))
-        loss, self.computing = None, None
-        clear_device_cache(garbage_collection=True)
-        logger.warning(
-            "out of memory in an evaluation, %d x %d tokens: cut in two, and later plans have %s; set "
-            "`eval_token_budget` to less",
-            measured.rows,
-            measured.length,
-            self.loader.budget.within(self.loader.lowered),
-        )
-        for part in cut(micro_batch, self.loader.budget):
-            loss = self._predict_in_parts(forward, [self.loader.collate(part)])
-        return loss
-
     def _predict_micro_batch(
         self, forward: Callable[..., Any], micro_batch: MicroBatch, measured: Measured, batch: Any
     ) -> Any:
@@ -251,46 +212,52 @@ class Evaluation:
         has_loss = any(micro_batch.units)
         weights = [self._of_mean / max(sample.stock_units, 1) for sample in micro_batch.samples] if has_loss else []
         self.computing = Computing(micro_batch, measured, *loss_of(weights, micro_batch.units))
-        with self._trainer.odb.in_forward(measured), self._trainer.odb.unpadded(batch) as batch:
-            loss, logits, labels = forward(batch)
+        try:
+            with self._trainer.odb.in_forward(measured), self._trainer.odb.unpadded(batch) as batch:
+                loss, logits, labels = forward(batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            alone = "" if len(micro_batch.ids) > 1 else ", cutoff_len, max_new_tokens or image_max_pixels"
+            raise OutOfMemoryError(
+                f"out of memory in an evaluation, in a micro-batch of {measured.rows} x {measured.length} = {measured} "
+                f"({name_rows(micro_batch.ids)}); lower `eval_token_budget`{alone}."
+            ) from error
         if loss is not None and not has_loss:
             loss = torch.zeros_like(loss)  # the mean over no token is not a number
-        # Else of the mean over pairs of a `get_batch_loss_metrics`.
+        # `get_batch_loss_metrics` of trainers for pairs returns the mean over the pairs, which is not weighed yet.
         weight = 1.0 if self.computing.is_weighed else self.computing.scale
         self.computing = None
         self._count(loss, weight, micro_batch.ids, logits, labels, measured.segments)
         self._rows_without_loss += sum(not sample.stock_units for sample in micro_batch.samples)
-        self._watch.held(measured)
         return loss
 
     def _count(
         self, loss: Any, weight: float, ids: Sequence[int], logits: Any, labels: Any, segments: Sequence[int] = ()
     ) -> None:
-        """All of it or, if memory is short, nothing."""
-        predicted: list[Any] = []
+        """Add the loss and the predictions of these rows to the results of this rank."""
         if logits is not None:
             preprocess = self._trainer.preprocess_logits_for_metrics
             logits = logits if preprocess is None else preprocess(logits, labels)
-            predicted = list(zip(ids, *(_by_row(values, len(ids), segments) for values in (logits, labels))))
+            self._predicted += zip(ids, *(_by_row(values, len(ids), segments) for values in (logits, labels)))
         if loss is not None:
             share = loss.double() * weight
             self._loss = share if self._loss is None else self._loss + share
-        self._predicted += predicted
 
     def _store_metrics(self, metrics: dict[str, float], train_eval: str = "train") -> None:
-        """Stock takes the mean over the batches of a rank, and over ranks."""
+        """Add figures of a micro-batch. Stock takes their mean over the batches of a rank, and over the ranks."""
         for key, value in metrics.items():
             self._figures[key] += float(value) * self._share / self._num_batches
 
 
 def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
-    """What a forward has returned, for each of its samples: nested as it is, with numpy arrays."""
+    """The output of a forward, split into its samples: numpy arrays, nested as in the output."""
     if values is None:
         return [None] * num_rows
     if not isinstance(values, Tensor) and not values:
-        return [()] * num_rows  # stock computes metrics if the labels are an empty tuple, not if they are None
+        return [()] * num_rows  # to stock, labels of () and of None differ: it computes metrics with () alone
     if isinstance(values, Tensor):
-        values = values.reshape(-1) if values.ndim == 0 else values  # of one pair
+        values = values.reshape(-1) if values.ndim == 0 else values  # a number: one pair
         array = values.detach().float().cpu().numpy() if values.is_floating_point() else values.cpu().numpy()
         if segments and array.shape[:2] == (1, sum(segments)):
             return np.split(array[0], np.cumsum(segments))[:num_rows]
@@ -299,7 +266,7 @@ def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
 
 
 def _stacked(rows: list[Any]) -> Any:
-    """The rows as the Trainer returns them: one array, padded on the right; or a tuple of these."""
+    """The rows as the Trainer returns them: one array, padded on the right, or a tuple of such arrays."""
     if not rows or rows[0] is None:
         return None
     if isinstance(rows[0], tuple):
@@ -310,14 +277,14 @@ def _stacked(rows: list[Any]) -> Any:
 
 
 class PromptObserver:
-    """Counts a row from which tokens are generated: its prompt, and the tokens that may follow, in all beams."""
+    """Counts the tokens of a row that a model generates from: its prompt and all that may follow, in all beams."""
 
     def __init__(self, trainer: Any, observer: Observer):
         gen_kwargs, configured = getattr(trainer, "_gen_kwargs", {}), trainer.model.generation_config
         new_tokens, max_length = gen_kwargs.get("max_new_tokens"), gen_kwargs.get("max_length")
         if new_tokens is None and max_length is None:
             new_tokens, max_length = configured.max_new_tokens, configured.max_length
-        # At most `new_tokens` more or, if that is 0, up to `max_length` in all.
+        # At most `new_tokens` more tokens or, if that is 0, `max_length` tokens with the prompt
         self._new_tokens, self._max_length = new_tokens or 0, 0 if new_tokens else max_length or 0
         self._num_beams = gen_kwargs.get("num_beams") or configured.num_beams or 1
         self._multiple = 1 if trainer.odb.collation is None else trainer.odb.collation.pad_to_multiple_of
@@ -325,19 +292,16 @@ class PromptObserver:
 
     def __call__(self, item: Any) -> tuple[Any, Cost]:
         features, cost = self._observer(item)
-        return features, dataclasses.replace(cost, tokens=self.tokens(cost.tokens), units=1)
-
-    def tokens(self, of_prompt: int) -> int:
-        """Of a prompt and what is generated after it."""
-        padded = -(-of_prompt // self._multiple) * self._multiple
-        return self._num_beams * max(padded + self._new_tokens, self._max_length)
+        prompt = -(-cost.tokens // self._multiple) * self._multiple
+        tokens = self._num_beams * max(prompt + self._new_tokens, self._max_length)
+        return features, dataclasses.replace(cost, tokens=tokens, units=1)
 
     def describe(self, dataset: Any, index: int) -> str:
         return self._observer.describe(dataset, index)
 
 
 def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Evaluation | None:
-    """The evaluation in the place of this dataloader; None if it stays stock's, with one line that says why.
+    """The evaluation that replaces the dataloader `stock`; None, and a log line with the reason, if stock evaluates.
     Collective.
 
     loss_only: of `Trainer.evaluation_loop`.
@@ -367,9 +331,9 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
             rows, observer = odb.eval_rows(parts.dataset)
             parts = dataclasses.replace(parts, dataset=rows)
         elif problem := why_not_observed(parts, observer):
-            why = f"row 0: {problem}"  # what has no labels is predicted, in stock
+            why = f"row 0: {problem}"  # stock predicts rows without labels
     if why is None:
-        # What stock's loss of a round is the mean of, measured once for a trainer
+        # The mean that stock's loss of a round is, measured once for a trainer
         mean = odb.eval_mean
         if odb.equal_weights or odb.cost_fn is not None:
             mean = StockMean("micro_batch", args.world_size)

@@ -1,15 +1,15 @@
-"""Out of memory in a micro-batch: `oom: raise` names it and what to lower; `split` cuts it in two; `skip` leaves it
-out."""
+"""Out of memory in a micro-batch. `oom: raise` ends the training with the key to lower, `split` cuts the micro-batch in
+two, `skip` leaves its samples out."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import json
+import pickle
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,39 +23,36 @@ from odb_factory.accounting.statistics import Computing
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.ranks import ring_of
-from odb_factory.data.samples import OUT_OF_MEMORY, Measured, MicroBatch
+from odb_factory.data.samples import OUT_OF_MEMORY, Measured, MicroBatch, name_rows
 from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
 from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
 from odb_factory.planner import Budget, Limits
 from odb_factory.training.arguments import replaced
+from odb_factory.training.checks import why_not_split
 from odb_factory.training.recompute import Recompute
 
 logger = get_logger(__name__)
 
-MAX_IDS_NAMED = 16
 GIB = 2**30
 
 
 class MemoryWatch:
-    """Records which micro-batches memory held, and knows what to lower if it does not hold one.
+    """Records the largest micro-batches that memory held, and tells what to lower if memory does not hold one.
 
-    budget: as configured. advises_split: `oom: split` would work here and is not set. encoded: patches that this rank
-    encodes for the micro-batch in progress, also other ranks' (`balance_encoder`); None: its own. recompute: of the
-    training.
+    budget: as configured. args: training arguments. recompute: of the training.
     """
 
-    def __init__(self, config: ODBConfig, budget: Budget, device: torch.device, *, advises_split: bool):
-        self.config, self.budget, self.device, self.advises_split = config, budget, device, advises_split
+    def __init__(self, config: ODBConfig, budget: Budget, args: Any):
+        self.config, self.budget, self._args = config, budget, args
         self._most_tokens = self._most_patches = 0
-        self.encoded: int | None = None
         self.recompute: Recompute | None = None
 
     def held(self, measured: Measured) -> None:
         """Memory held forward and backward of a micro-batch."""
         self._most_tokens = max(self._most_tokens, measured.rows * measured.length)
-        self._most_patches = max(self._most_patches, self._patches(measured))
+        self._most_patches = max(self._most_patches, measured.patches)
 
     @contextlib.contextmanager
     def named(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> Iterator[None]:
@@ -69,82 +66,69 @@ class MemoryWatch:
 
     def error(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> OutOfMemoryError:
         """The error that ends the training."""
-        return OutOfMemoryError(
-            f"{self.describe(micro_batch, measured, optimizer_step)}; {self.advice(len(micro_batch.ids), measured)}."
-        )
+        description = self.describe(micro_batch, measured, optimizer_step)
+        return OutOfMemoryError(f"{description}; {self.advice(len(micro_batch.ids), measured)}.")
 
     def describe(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> str:
         """The micro-batch that memory does not hold, and the peak. optimizer_step: of the run, from 1."""
-        tokens, patches = measured.rows * measured.length, self.config.max_patches
-        ids = ", ".join(map(str, micro_batch.ids[:MAX_IDS_NAMED]))
-        suffix = f", ... ({len(micro_batch.ids)} in all)" if len(micro_batch.ids) > MAX_IDS_NAMED else ""
-        shape = f"{measured.rows} x {measured.length} = {tokens} tokens (token_budget {self.config.token_budget})"
-        if measured.patches:
-            shape += f", {measured.media} (max_patches {'none' if patches is None else patches})"
-        if self.encoded:
-            shape += f", {self.encoded} patches of all ranks encoded here"
-        peak = ""
-        if self.device.type == "cuda":
-            most, total = (
-                torch.cuda.max_memory_allocated(self.device),
-                torch.cuda.get_device_properties(self.device).total_memory,
-            )
-            peak = f"; peak {most / GIB:.2f} of {total / GIB:.2f} GiB on {self.device}"
+        peak, device = "", self._args.device
+        if device.type == "cuda":
+            most, total = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[1]
+            peak = f"; peak {most / GIB:.2f} of {total / GIB:.2f} GiB on {device}"
         return (
             f"out of memory in micro-batch {micro_batch.index + 1} of {micro_batch.step.num_micro_batches} of "
-            f"optimizer step {optimizer_step}: {shape}, samples {ids or 'none (idle)'}{suffix}{peak}"
+            f"optimizer step {optimizer_step}: {measured.rows} x {measured.length} = {measured} (budget: "
+            f"{self.budget}), {name_rows(micro_batch.ids) if micro_batch.ids else 'idle'}{peak}"
         )
 
     def lower(self, measured: Measured) -> Limits:
-        """To three quarters of what memory does not hold: of its patches if these are more than it held before, or
-        further beyond that than its tokens are; else of its tokens."""
-        tokens, patches = measured.rows * measured.length, self._patches(measured)
-        is_for_patches, held = patches > measured.patches, self._most_patches or self.budget.max_patches
-        if held:
-            is_for_patches = patches / held > tokens / (self._most_tokens or self.budget.token_budget)
-        is_for_patches |= tokens <= self._most_tokens and patches > self._most_patches
+        """The budgets after memory did not hold a micro-batch: one is lowered to three quarters of its tokens or of its
+        patches, whichever is the larger multiple of what memory held before (at first: of the budget)."""
+        tokens, patches = measured.rows * measured.length, measured.patches
+        if most_patches := self._most_patches or self.budget.max_patches:
+            is_for_patches = patches / most_patches > tokens / (self._most_tokens or self.budget.token_budget)
+        else:
+            is_for_patches = tokens <= self._most_tokens  # memory held as many tokens without patches
         if is_for_patches and patches * 3 // 4 >= max(self.budget.collation.dummies(0, 0)[1], 1):
             return Limits(self.budget.token_budget, patches * 3 // 4)
         return Limits(max(tokens * 3 // 4, self.budget.pad_to_multiple_of), self.budget.max_patches)
 
-    def _patches(self, measured: Measured) -> int:
-        return measured.patches if self.encoded is None else self.encoded
-
     def advice(self, num_samples: int, measured: Measured) -> str:
-        """What to set after memory did not hold a micro-batch of this number of samples."""
+        """The key to set after memory did not hold a micro-batch of this number of samples."""
         if self.recompute is not None and self.recompute.is_off:
             return "it ran without gradient checkpointing: set `recompute: always`"
-        limits = self.lower(measured)
-        is_for_patches = limits.max_patches != self.budget.max_patches
-        key, value = ("max_patches", limits.max_patches) if is_for_patches else ("token_budget", limits.token_budget)
-        of_others = is_for_patches and self._patches(measured) > measured.patches
         if num_samples > 1 and measured.why_padded:
             return "set `layout: padded`: its samples were planned as one flat row, without padding"
-        if num_samples > 1 or of_others:
-            alternative = ", or `oom: split`" if self.advises_split else ""
-            return f"set `{key}: {value}` or less{alternative}"
-        shorten = "lower image_max_pixels or video_max_pixels by a quarter"
-        if not is_for_patches:
-            shorten = f"lower cutoff_len to {limits.token_budget // measured.rows}"  # a pair has two rows
-        drop = f"`{key}: {value}`" if self.config.overlong == "drop" else f"`overlong: drop` with `{key}: {value}`"
-        return f"a sample alone cannot be cut: {shorten}, or set {drop} to leave out such samples"
+        limits = self.lower(measured)
+        is_for_patches = limits.max_patches != self.budget.max_patches
+        key = f"`max_patches: {limits.max_patches}`" if is_for_patches else f"`token_budget: {limits.token_budget}`"
+        others = ""
+        if self.config.balance_encoder:
+            others = ", or `balance_encoder: false` (a rank may encode images of other ranks)"
+        elif num_samples > 1 and self.config.oom == "raise" and why_not_split(self._args) is None:
+            others = ", or `oom: split`"
+        if num_samples > 1:
+            return f"set {key} or less{others}"
+        shorten = "image_max_pixels or video_max_pixels" if is_for_patches else "cutoff_len"
+        return f"a sample alone cannot be cut: lower {shorten}, or leave it out with `overlong: drop` and {key}{others}"
 
 
-# `oom: split` and `skip`: an optimizer step whose micro-batches are cut in two, or left out, if memory does not hold
-# them; `recompute: auto`: one whose micro-batch ran without gradient checkpointing, and runs with it now. A backward
-# that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped, and all its
-# micro-batches so far are collated and computed again, the failing one in two parts, or with a small sample that weighs
-# nothing in its place. A rank does so by itself, because no collective runs inside forward and backward: gradients are
-# synchronised when every rank has reported that its part of the optimizer step went through. DDP would do so inside the
-# last backward: a rank that fails in it leaves the others waiting and its own buckets half done. So the model inside
-# DDP is trained on each rank by itself, and the same reduction follows. ZeRO-1 of DeepSpeed reduces gradients when an
-# accumulation ends: no backward is the last one here, and its own reduction follows.
+# `oom: split` and `skip`: if memory does not hold a micro-batch, it is cut in two, or its samples are left out. With
+# `recompute: auto`, a micro-batch that ran without gradient checkpointing runs again with it.
+# A backward that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped,
+# and all its micro-batches so far are collated and computed again, the failing one in two parts, or replaced by a small
+# sample of weight 0. A rank does so by itself, because no collective runs inside forward and backward: gradients are
+# synchronised once every rank has reported that its part of the optimizer step went through. DDP would synchronise
+# inside the last backward: a rank that fails in it leaves the others waiting and its own buckets half done. So the
+# model inside DDP is trained on each rank by itself, and the same reduction follows. ZeRO-1 of DeepSpeed reduces
+# gradients when an accumulation ends: no backward is the last one here, and its own reduction follows.
 
 
 def cut(micro_batch: MicroBatch, budget: Budget) -> tuple[MicroBatch, MicroBatch]:
-    """Two parts of which the larger is as small as can be: by tokens or patches as collated, whichever is more.
+    """Two parts of a micro-batch of two samples or more, the larger part as small as possible.
 
-    There are two samples or more. budget: of the plan, which knows what the collator adds.
+    Its size is its share of the tokens or of the patches, as collated, whichever is larger. budget: of the plan, which
+    knows what the collator adds.
     """
     costs = [sample.cost for sample in micro_batch.light]
     rows, length, patches = budget.shape(costs)
@@ -164,9 +148,9 @@ MOST_LOST = 0.5
 
 @dataclass(slots=True)
 class _Attempt:
-    """An optimizer step on this rank. parts: of its micro-batches so far; done: those computed since the step was
-    restarted, with their losses. cuts, lost (of each row left out the share of the loss of the step), lowered: since
-    the first attempt."""
+    """An optimizer step on this rank. parts: its micro-batches so far, as cut. done: the parts computed since the step
+    was restarted, with their losses. Since the first attempt: cuts, lost (the share of each row left out in the loss of
+    the step), lowered."""
 
     parts: list[MicroBatch] = field(default_factory=list)
     done: list[tuple[Computing, Tensor]] = field(default_factory=list)
@@ -176,7 +160,7 @@ class _Attempt:
 
 
 class RestartedSteps:
-    """Takes the optimizer steps of a `Training`, whose model is wrapped. The ranks agree on each.
+    """Takes the optimizer steps of a `Training` whose model is wrapped. The ranks end each step together.
 
     Raises `ConfigError` for DDP with a communication hook.
     """
@@ -193,8 +177,8 @@ class RestartedSteps:
         if self._ddp is not None:
             if getattr(self._ddp, "_comm_hooks", None):
                 raise ConfigError(
-                    f"odb.oom: {config.oom!r} takes the mean of gradients in the place of DDP, whose communication "
-                    "hook would not be called; leave one of both out."
+                    f"odb.oom: {config.oom!r} averages gradients in place of DDP, whose communication hook would not "
+                    "be called; remove the hook or the key."
                 )
             ignored = self._ddp.parameters_to_ignore
             self._parameters = [weight for name, weight in self._local.named_parameters() if name not in ignored]
@@ -202,7 +186,7 @@ class RestartedSteps:
         self._exchange = ring_of(training.odb.process_group, config.exchange_timeout_s).main
 
     def take(self, micro_batches: Iterator[Collated]) -> Tensor:
-        """Gradients of a whole optimizer step, synchronised; returns the sum of the losses of this rank.
+        """Compute the synchronised gradients of an optimizer step; returns the sum of the losses of this rank.
 
         Raises `OutOfMemoryError` if memory does not hold a sample alone, `CollectiveError` if another rank ended.
         """
@@ -225,12 +209,9 @@ class RestartedSteps:
         return sum_of_losses([loss for _, loss in step.done], skip_non_finite=trainer.args.logging_nan_inf_filter)
 
     def _runs(self, step: _Attempt, box: list[Collated]) -> bool:
-        """Forward and backward of a part; False if memory did not hold it, and it was cut in two, left out, or is to
-        run again with recomputation.
-
-        The error refers to the frames that raised it, and these to what fills the memory: it is released after the
-        `except`.
-        """
+        """Forward and backward of a part; False if memory did not hold the part, and it was cut in two, left out, or
+        has to run again with recomputation. Memory is freed after the `except`: the error holds the frames that raised
+        it, and these hold tensors."""
         run, (micro_batch, measured, batch) = self.training, box.pop()
         recompute, oom = self.training.recompute, self.watch.config.oom
         skips = oom == "skip"
@@ -271,15 +252,15 @@ class RestartedSteps:
         return False
 
     def _no_gathering(self) -> contextlib.AbstractContextManager[None]:
-        """Within it accelerate's collectives raise `ConfigError`: a rank that restarts a step is alone in them."""
+        """Let accelerate's collectives raise `ConfigError`: a rank that restarts a step would wait in them alone."""
         if self.training.loader.world_size == 1:
             return contextlib.nullcontext()
 
         def refuse(name: str, *args: Any, **kwargs: Any) -> None:
             raise ConfigError(
-                f"odb.oom: {self.watch.config.oom!r} has a rank repeat its forwards alone, and the loss of "
-                f"{type(self.trainer).__name__} calls accelerator.{name}, which waits for all ranks; leave the key out "
-                "(raise) and lower token_budget if memory is short, or move the call out of the loss."
+                f"odb.oom: {self.watch.config.oom!r} repeats forwards on one rank, and the loss of "
+                f"{type(self.trainer).__name__} calls accelerator.{name}, which waits for all ranks; remove the key "
+                "and lower token_budget, or move the call out of the loss."
             )
 
         return replaced(self.trainer.accelerator, **{name: functools.partial(refuse, name) for name in COLLECTIVES})
@@ -287,45 +268,33 @@ class RestartedSteps:
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective.
 
-        All raise `OutOfMemoryError` if the step has lost most of its loss.
+        All ranks raise `OutOfMemoryError` if the step has lost most of its loss.
         """
-        loader = self.training.loader
-        answer = {
-            "cuts": step.cuts,
-            "lost": step.lost,
-            "lowered": None if step.lowered is None else asdict(step.lowered),
-            "has_gradient": "".join("01"[parameter.grad is not None] for parameter in self._parameters),
-        }
+        loader, accounting = self.training.loader, self.training.accounting
         about = f"optimizer step {self.training.optimizer_steps + 1}"
-        answers = [json.loads(answer) for answer in self._exchange.gather(json.dumps(answer).encode(), about)]
-        lost, before = [share for answer in answers for share in answer["lost"]], loader.lowered
-        for answer in answers:
-            if answer["lowered"] is not None:
-                loader.lower(Limits(**answer["lowered"]))
-        if (lowered := loader.lowered) is not None:
-            patches = lowered.max_patches
-            if sum(lost) > MOST_LOST:  # a training on what is left would be another one
-                caps = "" if patches is None else f" and `max_patches: {patches}`"
-                raise OutOfMemoryError(
-                    f"oom: skip has left out {len(lost)} samples with {sum(lost):.0%} of the loss of {about}, and at "
-                    f"most {MOST_LOST:.0%} may be lost; set `token_budget: {lowered.token_budget}`{caps} or less, or "
-                    "lower cutoff_len or image_max_pixels."
-                )
-            if lowered != before and loader.rank == 0:
-                caps = "" if patches is None else f" and {patches} patches"
-                logger.warning(
-                    "oom: %s: later plans are made with budgets of %d tokens%s",
-                    self.watch.config.oom,
-                    lowered.token_budget,
-                    caps,
-                )
-        self.training.accounting.total["oom_cuts"] += sum(answer["cuts"] for answer in answers)
-        self.training.accounting.lose(lost, OUT_OF_MEMORY)
-        self._synchronize(["1" in has for has in zip(*(answer["has_gradient"] for answer in answers))])
+        have_gradients = [parameter.grad is not None for parameter in self._parameters]
+        message = pickle.dumps((step.cuts, step.lost, step.lowered, have_gradients))
+        cuts, shares, all_lowered, gradients = zip(*map(pickle.loads, self._exchange.gather(message, about)))
+        lost, before = list(itertools.chain(*shares)), loader.lowered
+        for limits in filter(None, all_lowered):
+            loader.lower(limits)
+        lowered = loader.budget.within(loader.lowered)
+        if sum(lost) > MOST_LOST:  # the rest would be another training
+            patches = "" if lowered.max_patches is None else f" and `max_patches: {lowered.max_patches}`"
+            raise OutOfMemoryError(
+                f"oom: skip has left out {len(lost)} samples with {sum(lost):.0%} of the loss of {about}, and at most "
+                f"{MOST_LOST:.0%} may be lost; set `token_budget: {lowered.token_budget}`{patches} or less, or lower "
+                "cutoff_len or image_max_pixels."
+            )
+        if loader.lowered != before and loader.rank == 0:
+            logger.warning("oom: %s: later plans have budgets of %s", self.watch.config.oom, lowered)
+        accounting.total["oom_cuts"] += sum(cuts)
+        accounting.lose(lost, OUT_OF_MEMORY)
+        self._synchronize(list(map(any, zip(*gradients))))
 
     def _synchronize(self, have_gradients: Sequence[bool]) -> None:
-        """The mean of gradients over the ranks. have_gradients: the parameters that any rank has used. Collective."""
-        if self._zero1 is not None:  # the optimizer's step too, which accelerate has the engine take with a backward
+        """Average gradients over the ranks. have_gradients: whether any rank has used each parameter. Collective."""
+        if self._zero1 is not None:  # accelerate has the engine take the optimizer's step in the backward, so here too
             self._zero1.set_gradient_accumulation_boundary(True)
             self._zero1.allreduce_gradients()
             self._zero1.step()
@@ -342,7 +311,7 @@ class RestartedSteps:
 
 
 def forget(error: BaseException | None) -> None:
-    """Release the local variables of all frames that an error and its causes went through."""
+    """Release the local variables of all frames of an error and its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

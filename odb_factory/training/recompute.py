@@ -1,40 +1,39 @@
 """`recompute: auto`: gradient checkpointing only in the micro-batches that need it.
 
-LLaMA-Factory turns gradient checkpointing on for everyone: each layer's forward runs again in the backward, a third of
-the computation. Micro-batches differ in size, so each decides. Before training, micro-batches of growing size run
-without recomputation, and their peaks of memory are measured. In a training, a micro-batch with no more tokens and
-patches than one that memory held runs with the model's checkpointing modules switched off; a larger one as configured.
+LLaMA-Factory turns gradient checkpointing on by default: each layer's forward runs again in the backward, a third of
+the computation. Before training, micro-batches of growing size run without this recomputation, and their peaks of
+memory are measured. In a training, a micro-batch with no more tokens and patches than one that memory held runs with
+the model's checkpointing modules switched off; a larger one runs as configured.
 
-If a recomputation repeats collectives (FSDP, ZeRO-3), and if ranks encode each other's images, every rank decides
-by the largest micro-batch of the micro-step, which the plan holds (`MicroStepTotals`).
+If a recomputation repeats collectives (FSDP, ZeRO-3), or if ranks encode each other's images, every rank decides by the
+largest micro-batch of the micro-step, which the plan holds (`MicroStepTotals`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from odb_factory.accounting.statistics import Computing
-from odb_factory.data.samples import Measured, Sample, describe_cost
+from odb_factory.data.samples import Measured, describe_cost
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped, without_cache
 from odb_factory.model.tower import shards_parameters
-from odb_factory.planner import Budget, Limits, Media
+from odb_factory.planner import Media
 from odb_factory.training.arguments import replaced
-from odb_factory.training.auto_budget import FirstRows, trials_of
+from odb_factory.training.auto_budget import size_of, trials_of
 from odb_factory.training.stock import Unmeasured
 
 logger = get_logger(__name__)
 
 RESERVE = 0.9
-"""Share of the memory that trials may use (`Trials.limits`) which micro-batches without recomputation may fill. The
-rest is for fragments: memory that the allocator holds and cannot hand out in one piece."""
-GROWTH = 1.5
-"""The next trial from the longest sample on, as a multiple of the last."""
+"""Share of `Trials.limits` that micro-batches without recomputation may fill. The rest is for fragments: memory that
+the allocator holds and cannot hand out in one piece."""
 
 
 class Recompute:
@@ -56,7 +55,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def decided(self, computing: Computing) -> Iterator[None]:
-        """Within it forward and backward are of this micro-batch."""
+        """Switch for the forward and backward of this micro-batch."""
         tokens, patches = computing.measured.rows * computing.measured.length, computing.measured.patches
         if self._by_plan:
             totals = computing.micro_batch.totals
@@ -67,8 +66,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Within it no forward is computed again in its backward, and no cache of keys and values is made, which
-        transformers leaves out by itself only if it checkpoints."""
+        """Switch checkpointing off, and the cache of keys and values, which transformers leaves on without it."""
         with contextlib.ExitStack() as stack:
             stack.callback(without_cache(self._model))
             for module in self._modules:
@@ -76,8 +74,9 @@ class Recompute:
             yield
 
     def lower(self, measured: Measured) -> bool:
-        """After memory did not hold the micro-batch computed last: whether it ran without recomputation. Then it can
-        run again with it, and the bound is at most three quarters of its tokens."""
+        """Lower the bound to three quarters of a micro-batch that memory did not hold, if it ran without recomputation.
+
+        Returns whether it did: then the micro-batch can run again, with recomputation."""
         if not self.is_off:
             return False
         most = measured.rows * measured.length * 3 // 4
@@ -87,8 +86,8 @@ class Recompute:
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of a model of transformers that have torch's gradient checkpointing switched on, also through
-    LLaMA-Factory's function. Checkpointing that moves activations to the host is left alone: who asks for that has no
-    memory to spare."""
+    LLaMA-Factory's function. Checkpointing that moves activations to the host is not among them: it is chosen if memory
+    is short."""
     return [
         module
         for module in model.modules()
@@ -99,67 +98,42 @@ def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
 
 def _is_of_torch(function: Any) -> bool:
     while function is not None and function is not checkpoint:
-        function = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # a partial, a wrapper
+        function = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # partials, wrappers
     return function is checkpoint
 
 
 def can_be_measured(trainer: Any) -> bool:
-    """Whether a training of this trainer decides by micro-batch, if its model checkpoints: not on a CPU, whose memory
-    is not counted."""
+    """Whether a training decides by micro-batch if its model checkpoints. The memory of a CPU is not counted."""
     return trainer.odb.config.recompute == "auto" and trainer.odb.memory_meter is not None
 
 
 def find_recompute(trainer: Any) -> Recompute | None:
-    """What a training decides by, measured on its wrapped model before the first optimizer step; None: its gradient
-    checkpointing stays as configured. Collective: all ranks run the same trials and get the same. Leaves nothing
-    behind."""
+    """The switch of a training, measured on its wrapped model before the first optimizer step; None: its gradient
+    checkpointing stays as configured. Collective: all ranks get the same. Leaves nothing behind."""
     training, model = trainer.odb.training, trainer.model_wrapped
     if not can_be_measured(trainer) or not checkpointing_modules(model):
         return None
-    tried, loader = Recompute(model, []), training.loader
-    budget = loader.budget.within(loader.lowered)
-
+    budget = training.loader.budget
     try:
-        with trials_of(trainer, "recompute") as search:
-            # No trial runs that the two before it show to be too large: not every engine can continue after an error.
-            for group in _growing(search.rows, budget):
-                if search.expected(group, budget) > RESERVE:
-                    break
-                with tried.off():
-                    if search.hold(group, RESERVE) is None:
-                        break
+        with trials_of(trainer, "recompute") as trials, Recompute(model, []).off():
+            low = min(size_of([sample], budget)[0] for sample in trials.samples)
+            high = max(min(budget.token_budget, trials.most_tokens), low)
+            trials.largest(lambda tokens: replace(budget, token_budget=tokens), low, high, RESERVE)
     except Unmeasured as error:
         logger.info("recompute: auto: no micro-batch can be tried (%s), so all are recomputed", error)
         return None
-    trials, cost = search.fitting, f"{search.count} micro-batches tried in {search.seconds:.1f} s"
-    if not trials:
+    cost = f"{trials.count} micro-batches tried in {trials.seconds:.1f} s"
+    if not trials.fitting:
         logger.info("recompute: auto: memory does not hold the shortest sample without recomputation; %s", cost)
         return None
-    sizes = [(trial.measured.rows * trial.measured.length, trial.measured.patches) for trial in trials]
+    sizes = [(trial.measured.rows * trial.measured.length, trial.measured.patches) for trial in trials.fitting]
     tokens, patches = max(sizes)
     logger.info(
         "recompute: auto: micro-batches of up to %s run without gradient checkpointing (peak %.0f%% of the memory that "
         "trials may use; %s)",
         describe_cost(tokens, Media(patches)),
-        100 * max(trial.share for trial in trials),
+        100 * max(trial.share for trial in trials.fitting),
         cost,
     )
     by_plan = shards_parameters(trainer) or training.encoder is not None
     return Recompute(model, sizes, by_plan=by_plan)
-
-
-def _growing(rows: FirstRows, budget: Budget) -> Iterator[list[Sample]]:
-    """More and more of the shortest sample, until it has as many tokens as the longest; then the heaviest micro-batches
-    of real samples, up to the budgets."""
-    longest, shortest = rows.tokens_of(rows.longest), rows.tokens_of(rows.shortest)
-    count = 1
-    while count * shortest < longest:
-        yield count * [rows.shortest]
-        count *= 2
-    tokens, most = longest, min(budget.token_budget, rows.most_tokens)
-    while True:
-        patches = budget.max_patches and -(-budget.max_patches * min(tokens, most) // most)
-        yield from rows.heaviest(budget.within(Limits(min(tokens, most), patches)))
-        if tokens >= most:
-            return
-        tokens = int(GROWTH * tokens) + 1

@@ -331,9 +331,7 @@ class Training(TrainerCallback):
         self.has_begun = True
         if not self.lacks_budgets:
             odb.resolved = config
-        cuts_nothing = config.oom == "raise" and not config.balance_encoder
-        advises_split = cuts_nothing and why_not_split(args) is None
-        self.memory = MemoryWatch(config, loader.budget, args.device, advises_split=advises_split)
+        self.memory = MemoryWatch(config, loader.budget, args)
         if (checkpoint := self.checkpoint) is not None:
             steps, restarts_epoch = checkpoint.optimizer_steps, self._restarts_epoch
             self._epochs_before = go_to_checkpoint(loader, checkpoint, restarts_epoch=restarts_epoch)

@@ -33,7 +33,7 @@ from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import Layout, positions_of_media, unwrapped
 from odb_factory.model.flat_row import flat_row
 from odb_factory.model.unpad import FlatRows, positions_of_samples
-from odb_factory.planner import Collation, Limits
+from odb_factory.planner import Collation
 from odb_factory.training.arguments import replaced
 from odb_factory.training.checks import why_logits
 from odb_factory.training.evaluation import Evaluation
@@ -51,8 +51,8 @@ class Session:
         each has `in_place()`, a context.
     training: the `train()` in progress. evaluation: by budget, while one runs, in a training or not. resolved: the
         config with the budgets of the training, or of the last one; None while those of `auto` are not chosen.
-    eval_limits: to which this rank has lowered the budgets of evaluations. eval_mean: what stock's loss of an
-        evaluation is made of, once it is measured. token_losses: of the training, by why they need logits.
+    eval_mean: what stock's loss of an evaluation is made of, once it is measured. token_losses: of the training, by
+        why they need logits.
     """
 
     trainer: Any
@@ -74,7 +74,6 @@ class Session:
     training: Training | None = None
     evaluation: Evaluation | None = None
     resolved: ResolvedConfig | None = None
-    eval_limits: Limits | None = None
     eval_mean: StockMean | None = None
     token_losses: dict[str | None, TokenLoss] = field(default_factory=dict)
 

@@ -70,7 +70,6 @@ def shared_encoder(trainer: Any) -> Iterator[EncoderDoor | None]:
         plan = plan_encoders(patches, cost, weighed, max_patches=training.config.max_patches)
         computing = training.accounting.computing
         computing.encoded = (*computing.encoded, plan)
-        training.memory.encoded = int(plan.patches[exchange.rank])
         return plan
 
     door = EncoderDoor(tower, group, gather, assign)

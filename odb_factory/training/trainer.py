@@ -25,7 +25,7 @@ from odb_factory.accounting.statistics import Computing
 from odb_factory.config import ODBConfig, ODBKeys, make_config
 from odb_factory.data.flat import pads_left
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch
-from odb_factory.data.ranks import check_process_group, ring_of
+from odb_factory.data.ranks import check_process_group, gather_once, ring_of
 from odb_factory.errors import ConfigError
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.known import with_known_integers
@@ -70,7 +70,8 @@ class ODBTrainerMixin(Base):
         ring_of(odb.process_group, odb.config.exchange_timeout_s)  # a rank that dies from here on ends the others
         check_trainer(self)
         log_what_differs(self)
-        checkpoint = find_checkpoint(self, resume_from_checkpoint)
+        gather = functools.partial(gather_once, silence_s=odb.config.exchange_timeout_s)
+        checkpoint = find_checkpoint(self, resume_from_checkpoint, gather)
         with Training(self, checkpoint).under_way():
             return super().train(None if checkpoint is None else str(checkpoint.folder), *args, **kwargs)
 

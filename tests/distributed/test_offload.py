@@ -1,4 +1,4 @@
-"""DeepSpeed with optimizer or parameters on the CPU: the training is stock's (I9), whatever K, or refused.
+"""DeepSpeed with optimizer or parameters on the CPU: the training is stock's (I9) for any K, or it is refused.
 
 The grid: `pytest -s -m nightly tests/distributed/test_offload.py`.
 """
@@ -19,13 +19,13 @@ from odb_factory.refusals import SUMS_OFFLOADED_GRADIENTS
 
 OFFLOADED = {"nothing": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}
 BUDGETS = {"one": 4096, "several": 200}
-"""Tokens, by how many micro-batches an optimizer step has."""
+"""token_budget by the number of micro-batches of an optimizer step."""
 GRID = [(1, "nothing"), (1, "optimizer"), (2, "nothing"), (3, "nothing"), (3, "optimizer"), (3, "parameters")]
 LIMIT_S = 280
 
 
 def offloading(stage: int, offloaded: str, folder: Path) -> str:
-    """torch's own AdamW in place of DeepSpeed's for a CPU, which takes minutes to compile."""
+    """A configuration with torch's AdamW: DeepSpeed's AdamW for a CPU takes minutes to compile."""
     path = Path(deepspeed_config(stage, folder))
     config = json.loads(path.read_text(encoding="utf-8")) | {"zero_force_ds_cpu_optimizer": False}
     for part in OFFLOADED[offloaded]:
@@ -42,7 +42,7 @@ def offloading(stage: int, offloaded: str, folder: Path) -> str:
     ],
 )
 def test_offload(stage: int, offloaded: str, config_of: Config, tmp_path: Path) -> None:
-    """On two ranks, with both budgets and by stock."""
+    """On two ranks: with both budgets, and stock."""
     common: dict[str, Any] = {
         "deepspeed": offloading(stage, offloaded, tmp_path),
         "use_cpu": False,
@@ -65,5 +65,5 @@ def test_offload(stage: int, offloaded: str, config_of: Config, tmp_path: Path) 
     one, several, stock = (read(tmp_path / name, 2) for name in (*BUDGETS, "stock"))
     assert max(one.num_micro_batches) == 1 < min(several.num_micro_batches)
     for name, ours in (("one", one), ("several", several)):
-        found = check_same_training(ours, stock, shards_parameters=stage == 3)
-        report(f"ZeRO-{stage}, {offloaded} offloaded, {name} micro-batches", found)
+        deviation = check_same_training(ours, stock, shards_parameters=stage == 3)
+        report(f"ZeRO-{stage}, {offloaded} offloaded, {name} micro-batches", deviation)

@@ -22,7 +22,7 @@ from support import training_config, without_clock, write_dataset
 NUM_ROWS = 200
 SAVE_STEPS = 3
 ENV = {"ACCELERATE_TORCH_DEVICE": "cpu"}
-"""Not cpu:0, as which torch cannot load the optimizer of a stock checkpoint."""
+"""torch cannot load an optimizer of cpu:0."""
 
 
 def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audits]:
-    """End every process at once. Returns the optimizer step of the last checkpoint, and what was audited by then."""
+    """Kill all processes at once. Returns the optimizer step of the last checkpoint, and the audits."""
     out = Path(config["output_dir"])
     with Run(config, num_ranks=num_ranks, env=ENV) as run:
         run.wait_until(lambda: checkpoint_of(out) >= 3 * SAVE_STEPS, "no checkpoint came")
@@ -43,12 +43,12 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audi
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.end(60)
-    # A checkpoint that the kill has cut off would be refused in one line.
+    # A checkpoint that is cut off would be refused.
     for folder in out.glob("checkpoint-*"):
         state = folder / "trainer_state.json"
         if not (state.exists() and state.read_text().endswith("}\n")):
             shutil.rmtree(folder)
-    run.folder.rename(run.folder.with_name("first_logs"))  # those of a second run stand beside them
+    run.folder.rename(run.folder.with_name("first_logs"))  # the second run writes to this folder
     audits = []
     for rank in range(num_ranks):
         whole, _, _ = (out / f"odb_audit_rank{rank}.jsonl").read_text().rpartition("\n")
@@ -68,7 +68,7 @@ def checkpoint_of(out: Path) -> int:
     [("ddp", 2), *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in (("none", 1), ("zero2", 2)))],
 )
 def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: int) -> None:
-    """Every row once; only steps behind the last checkpoint come again, as they were; the same weights at the end."""
+    """Every row once; only steps after the last checkpoint are repeated, unchanged; the same weights at the end."""
     changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False} if engine == "zero2" else {}
     whole = configuration(tiny_text, tmp_path / "whole", save_strategy="no", **changes)
     launch([whole], tmp_path / "whole", num_ranks, env=ENV)
@@ -88,7 +88,7 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
     assert emitted == list(range(NUM_ROWS)), "I2"
     for before, rest in zip(first, second):
         lost = [line for line in before if line["optimizer_step"] > checkpoint]
-        assert lost == rest[: len(lost)], "repeated by design, as they were"
+        assert lost == rest[: len(lost)], "repeated unchanged"
     assert together == read_audits(Path(whole["output_dir"]), num_ranks)
     ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (out, whole["output_dir"]))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
@@ -96,8 +96,8 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
-    """Those of an optimizer under FSDP, which in stock restart. (The name of a test is a part of its path, and
-    accelerate fails on one with the word optimizer in it.)"""
+    """The moments of an optimizer under FSDP, which restart in stock. (accelerate fails on a path with the word
+    optimizer, so the name of this test does without the word.)"""
     changes = dict(ENGINES[engine].changes)
     changes["fsdp_config"] = changes["fsdp_config"] | {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
     changes |= {"max_steps": SAVE_STEPS + 2, "learning_rate": 1e-2}
@@ -105,5 +105,5 @@ def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     again = whole | {"resume_from_checkpoint": f"{whole['output_dir']}/checkpoint-{SAVE_STEPS}"}
     again["output_dir"] = str(tmp_path / "again")
     launch([whole, again], tmp_path, env=ENGINES[engine].env | ENV)
-    first, second = (losses(Path(one["output_dir"])) for one in (whole, again))
+    first, second = (losses(Path(config["output_dir"])) for config in (whole, again))
     assert len(first) == SAVE_STEPS + 2 and second == first

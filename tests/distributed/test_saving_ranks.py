@@ -1,4 +1,4 @@
-"""Ranks that save a checkpoint: all of the same optimizer step or none, and a restart goes on with stock's losses."""
+"""Ranks save checkpoints of the same optimizer step, and a resumed run has the losses of an unbroken run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
 
 def as_rank(rank: int) -> list[str]:
-    """To which is added what this rank logs."""
+    """Be this rank; returns the list to which its log lines are added."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # torch cannot load an optimizer of cpu:0
     lines: list[str] = []
@@ -32,7 +32,7 @@ def as_rank(rank: int) -> list[str]:
 
 
 class SignalledTwice(Signalled):
-    """Once more while it saves."""
+    """Sends SIGTERM once more while it saves."""
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_training_stop:
@@ -41,13 +41,13 @@ class SignalledTwice(Signalled):
 
 
 def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What each cell left, how its run ended, and the history of the run that was started again.
+    """For each cell the steps, checkpoints and log of the stopped run, and the history of the resumed run.
 
-    cells: `at`: for each rank the event and the optimizer steps done when SIGTERM comes (None: never); `twice`: once
-    more during the save; the rest are training arguments.
+    cells: `at`: for each rank the event and the optimizer steps done at SIGTERM (None: no signal); `twice`: once more
+    during the save; the rest are training arguments.
     """
     lines = as_rank(rank)
-    found: dict[str, Any] = {"": history(train(Path(model), Path(out_dir, "whole"), block=KEEP, **EPOCH))}
+    results: dict[str, Any] = {"": history(train(Path(model), Path(out_dir, "whole"), block=KEEP, **EPOCH))}
     for name, cell in cells.items():
         out = Path(out_dir, name)
         changes = EPOCH | {"enable_jit_checkpoint": True, "save_steps": 100} | cell
@@ -58,15 +58,15 @@ def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str,
         stopped = train(Path(model), out, block=KEEP, trainer_class=kind, **changes)
         dist.barrier()
         left = sorted(path.name for path in out.glob("checkpoint-*"))
-        said = [line for line in lines if "SIGTERM" in line]
+        logged = [line for line in lines if "SIGTERM" in line]
         again = train(Path(model), out, block=KEEP, resume=True, **changes)
-        found[name] = {"steps": stopped.state.global_step, "left": left, "said": said, "history": history(again)}
+        results[name] = {"steps": stopped.state.global_step, "left": left, "logged": logged, "history": history(again)}
         dist.barrier()
-    return found
+    return results
 
 
 def resumed_with_other_rows(rank: int, *, model: str, out_dir: str) -> str:
-    """What the resume ends with."""
+    """The error that ends the resumed run."""
     as_rank(rank)
     train(Path(model), Path(out_dir), block=KEEP, stop=2, **EPOCH)
     dist.barrier()
@@ -88,7 +88,7 @@ PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
         [1],
     ),
 }
-"""The cell, the optimizer step that all ranks save, the ranks that SIGTERM reaches."""
+"""The cell, the optimizer step that all ranks save, the ranks that get SIGTERM."""
 
 
 @pytest.mark.timeout(600)
@@ -99,17 +99,16 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
     outcomes = run_ranks("distributed.test_saving_ranks:preempted", tmp_path, limit_s=500, **options)
     for rank, outcome in enumerate(outcomes):
         for name, (_, step, asking) in PREEMPTIONS.items():
-            found = outcome.value[name]
-            assert (found["steps"], found["left"]) == (step, [f"checkpoint-{step}"]), (rank, name)
-            said = f"SIGTERM on rank {asking[0]}: all ranks save optimizer step {step}, and the training ends"
-            assert found["said"] == [said], (rank, name)
-            assert found["history"] == outcome.value[""], (rank, name)
+            result = outcome.value[name]
+            assert (result["steps"], result["left"]) == (step, [f"checkpoint-{step}"]), (rank, name)
+            assert [line.split(":")[0] for line in result["logged"]] == [f"SIGTERM on rank {asking[0]}"], (rank, name)
+            assert result["history"] == outcome.value[""], (rank, name)
 
 
 def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, tmp_path: Path) -> None:
     options = {"model": str(tiny_text), "out_dir": str(tmp_path / "out")}
     outcomes = run_ranks("distributed.test_saving_ranks:resumed_with_other_rows", tmp_path, limit_s=150, **options)
     reasons = {re.sub(r"^rank \d left the training: ", "", outcome.value) for outcome in outcomes}
-    (reason,) = reasons  # one of the ranks may learn it from the other
+    (reason,) = reasons  # a rank may report the error of the other rank
     assert "samples was 60, is 50" in reason and "\n" not in reason
     assert not any("sign of life" in outcome.said for outcome in outcomes)

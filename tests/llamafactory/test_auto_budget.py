@@ -1,4 +1,4 @@
-"""Budgets of `auto` in LLaMA-Factory's own training of a vision-language model; refused on a CPU in one line."""
+"""`auto` budgets in LLaMA-Factory's training of a vision-language model; refused on a CPU in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 60 * 2**20
 
 
 def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) -> None:
-    """The training is that of the two numbers; patches have room for what the data bring, and are kept."""
+    """The training equals that with the two numbers; the patches of all images are within the budget."""
     caplog.set_level(logging.INFO, "odb_factory")
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -38,12 +38,13 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
         context.setattr(auto_budget, "LIMIT_S", 600)  # on a busy machine
         context.setattr(memory, "find_meter", lambda device: CPUMeter(CAPACITY))
         auto = run("auto", token_budget="auto", max_patches="auto")
-    (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
+    (line,) = [message for message in caplog.messages if "token_budget: auto is" in message]
     tokens, patches = map(int, re.findall(r"auto is (\d+)", line))
     assert "as much as memory_fraction allows" in line
-    evaluated = [one.getMessage() for one in caplog.records if "evaluat" in one.getMessage()]
+    evaluated = [message for message in caplog.messages if "evaluat" in message]
     assert len(evaluated) == 1 and evaluated[0].startswith("evaluated 4 rows"), "after the training that has chosen"
     assert auto == run("numbers", token_budget=tokens, max_patches=patches)
     lines = read_jsonl(tmp_path / "auto" / "odb_audit_rank0.jsonl")
-    assert all(one["rows"] * one["length"] <= tokens and one["patches"] <= patches for one in lines if one["rows"] > 1)
-    assert any(one["rows"] > 1 and one["patches"] > 16 for one in lines)
+    several = [line for line in lines if line["rows"] > 1]
+    assert all(line["rows"] * line["length"] <= tokens and line["patches"] <= patches for line in several)
+    assert any(line["patches"] > 16 for line in several)

@@ -1,4 +1,4 @@
-"""`token_budget: auto` and the rehearsal: what is tried on a CPU, by tracking of tensors, leaves nothing behind."""
+"""`token_budget: auto` and the rehearsal, on a CPU whose tensors are counted: trials leave nothing behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,23 +20,22 @@ from training.toy_training import audit, check_same, ids, losses, make
 from training.trainings import deepspeed_forgotten, zero
 from transformers import Trainer
 
-from odb_factory import ConfigError, ODBConfig, ODBDataLoader, enable_odb
+from odb_factory import ConfigError, ODBDataLoader, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ODBError, OutOfMemoryError
-from odb_factory.memory import find_meter
 from odb_factory.planner import Budget, Cost, make_metadata, plan_optimizer_step
 from odb_factory.training import auto_budget
-from odb_factory.training.auto_budget import FirstRows
+from odb_factory.training.auto_budget import heaviest, most_samples_of
 
 MIB = 2**20
 CAPACITY = 40 * MIB
-"""Of which a training of the tiny model needs about 10, and each token some 60 KiB."""
+"""A training of the tiny model needs about 10 MiB, and each token some 60 KiB."""
 BLOCK = {"buffer_size": 16, "audit": True}
 AUTO: dict[str, Any] = {"token_budget": "auto", "layout": "flat"}
 LONGEST = 40
 """Tokens of the longest row of `Rows`."""
 LARGE_STEPS = {"gradient_accumulation_steps": 8}
-"""The memory does not hold all samples of a step at once."""
+"""Memory does not hold all samples of an optimizer step at once."""
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +53,11 @@ def trained(folder: Path, model: Any, capacity: int | None, block: dict[str, Any
 
 
 def budget_of(trainer: Trainer) -> int:
-    """That it has chosen."""
+    """The budget that the training has chosen."""
     return trainer.odb.resolved.token_budget
 
 
-def check_same_as(ours: Trainer, other: Trainer) -> None:
-    """Whatever was tried before."""
+def check_same_audit(ours: Trainer, other: Trainer) -> None:
     check_same(ours, other)
     audits = [audit(Path(trainer.args.output_dir), trainer.args.process_index) for trainer in (ours, other)]
     assert audits[0] == audits[1]
@@ -82,9 +79,9 @@ class Counts(Trainer):
 
 
 @pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
-def test_what_is_tried_leaves_nothing_behind(tiny_text, tmp_path, caplog, block) -> None:
-    """`auto`, and a rehearsal of the number that it finds, train to the last bit as that number without a rehearsal:
-    gradients, modes, buffers and random numbers (dropout) are as they were."""
+def test_trials_leave_nothing_behind(tiny_text, tmp_path, caplog, block) -> None:
+    """`auto`, and a rehearsal of its number, train to the last bit as that number without one: gradients, modes,
+    buffers and random numbers (dropout) are restored."""
     changes = LARGE_STEPS | {"trainer_class": Counts, "dropout": 0.1}
     auto = trained(tmp_path / "auto", tiny_text, CAPACITY, block | {"token_budget": "auto"}, **changes)
     budget = budget_of(auto)
@@ -95,11 +92,11 @@ def test_what_is_tried_leaves_nothing_behind(tiny_text, tmp_path, caplog, block)
     caplog.clear()
     rehearsed = trained(tmp_path / "rehearsed", tiny_text, 10 * CAPACITY, number, **changes)
     without = trained(tmp_path / "without", tiny_text, None, number, **changes)
-    (line,) = rehearsals(caplog)  # the memory of a CPU is not counted
-    weights = sum(one.numel() * one.element_size() for one in without.model.parameters())
+    (line,) = rehearsals(caplog)  # `without` has no meter
+    weights = sum(weight.numel() * weight.element_size() for weight in without.model.parameters())
     assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
     for trainer in (auto, rehearsed):
-        check_same_as(trainer, without)
+        check_same_audit(trainer, without)
         assert trainer._metrics == without._metrics
     half = block | {"token_budget": "auto", "memory_fraction": 0.45}
     assert budget_of(trained(tmp_path / "half", tiny_text, CAPACITY, half, max_steps=1, **changes)) < 0.5 * budget
@@ -119,24 +116,6 @@ def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_
     assert max(line["length"] for line in audit(tmp_path / "other")) <= LONGEST
 
 
-class Jumps(Trainer):
-    """Above a number of tokens it takes much more memory than below, as no small micro-batch shows."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if inputs["input_ids"].numel() > 300:
-            torch.zeros(CAPACITY, dtype=torch.uint8)
-        return loss
-
-
-def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path) -> None:
-    auto = trained(tmp_path / "auto", tiny_text, CAPACITY, AUTO, trainer_class=Jumps)
-    budget = budget_of(auto)
-    assert 200 < budget <= 300 + LONGEST
-    number = AUTO | {"token_budget": budget}
-    check_same_as(auto, trained(tmp_path / "number", tiny_text, None, number, trainer_class=Jumps))
-
-
 @pytest.mark.parametrize(
     ("key", "block", "capacity", "changes"),
     [
@@ -146,7 +125,7 @@ def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path) -> None:
         ("token_budget", {"token_budget": "auto"}, 9 * MIB, {}),  # not even one row fits
     ],
 )
-def test_what_cannot_be_tried_is_refused(tiny_text, tmp_path, key, block, capacity, changes) -> None:
+def test_auto_without_a_trial_is_refused(tiny_text, tmp_path, key, block, capacity, changes) -> None:
     with pytest.raises(ConfigError, match=f"^odb.{key}: 'auto' ") as refused:
         trained(tmp_path, tiny_text, capacity, block, **changes)
     assert "\n" not in str(refused.value)
@@ -163,12 +142,12 @@ def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, monkey
 
 
 def test_ranks_that_cannot_continue_do_not_run_out_of_memory(tiny_text, tmp_path, monkeypatch) -> None:
-    """As with FSDP: no trial begins that the two before it show to be too large."""
+    """FSDP: no trial begins that the two trials before it show to be too large."""
     monkeypatch.setattr(auto_budget, "engine_of", lambda model: "sharded")
     monkeypatch.setattr(auto_budget, "why_not_split", lambda args: "FSDP")
     assert budget_of(trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1, **LARGE_STEPS)) > 300
     with pytest.raises(ConfigError, match="^odb.token_budget: 'auto' ran out of memory"):
-        trained(tmp_path, tiny_text, 9 * MIB, AUTO, max_steps=1)
+        trained(tmp_path, tiny_text, 7 * MIB, AUTO, max_steps=1)
 
 
 # The rehearsal
@@ -184,8 +163,8 @@ def rehearsals(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["padded", "flat"])
-def test_what_does_not_fit_ends_before_the_first_step(tiny_text, tmp_path, caplog, layout: str) -> None:
-    """In one line with a lower budget, or, with `oom: split`, it trains."""
+def test_a_rehearsal_out_of_memory_ends_before_the_first_step(tiny_text, tmp_path, caplog, layout: str) -> None:
+    """`oom: raise`: in one line with a lower budget. `oom: split`: the training begins."""
     block = HEAVY | {"layout": layout}
     with pytest.raises(OutOfMemoryError, match="^rehearsal: .* `token_budget: 480` or less") as caught:
         trained(tmp_path / "heavy", tiny_text, SMALL, block, **AT_ONCE)
@@ -193,27 +172,26 @@ def test_what_does_not_fit_ends_before_the_first_step(tiny_text, tmp_path, caplo
     assert not (tmp_path / "heavy" / "odb_audit_rank0.jsonl").exists()
     trained(tmp_path / "split", tiny_text, SMALL, block | {"oom": "split"}, **AT_ONCE)
     (failed,) = rehearsals(caplog)
-    assert failed.endswith("oom: split: training begins all the same")
+    assert failed.endswith("oom: split: training begins nevertheless")
     assert ids(tmp_path / "split").total() == NUM_ROWS
 
 
-def first_rows(drawn: list[Cost], budget: Budget, size: int | None, ranks: int, **keys: Any) -> FirstRows:
-    samples = [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
-    loader: Any = SimpleNamespace(budget=budget, global_batch_size=size, world_size=ranks)
-    return FirstRows(samples, loader, ODBConfig(token_budget=budget.token_budget, **keys))
+def samples_of(drawn: list[Cost]) -> list[Sample]:
+    return [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
 
 
-@given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.none() | st.integers(1, 9))
-def test_what_is_tried_is_within_the_budgets_and_full(drawn: list[Cost], budget: Budget, size: int | None) -> None:
-    rows = first_rows(drawn, budget, size, 2)
-    groups = [[one.cost for one in samples] for samples in rows.heaviest(budget)]
+@given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.integers(1, 9))
+def test_the_heaviest_micro_batches_are_within_the_budgets_and_full(
+    drawn: list[Cost], budget: Budget, most_samples: int
+) -> None:
+    groups = [[sample.cost for sample in group] for group in heaviest(samples_of(drawn), budget, most_samples)]
     assert max(budget.shape(group)[2] for group in groups) >= max(cost.patches for cost in drawn)
     for group in groups:
         assert len({cost.modality for cost in group}) == 1
-        assert len(group) <= rows.most_samples
+        assert len(group) <= most_samples
         assert len(group) == 1 or within(group, budget)
         for text in (cost for cost in drawn if not cost.patches and cost.modality == group[0].modality):
-            assert len(group) == rows.most_samples or not within([*group, text], budget)
+            assert len(group) == most_samples or not within([*group, text], budget)
 
 
 @given(st.lists(costs(), min_size=1, max_size=24), flat_budgets | budgets, st.integers(1, 6), st.booleans())
@@ -224,17 +202,16 @@ def test_no_plan_has_more_samples_in_a_micro_batch(
     buffers = [make_metadata(of_rank, exhausted=False) for of_rank in of_ranks]
     plan = plan_optimizer_step(buffers, budget, balance=balance)
     most = max(len(group) for groups in plan.groups for group in groups)
-    assert most <= first_rows(drawn, budget, len(drawn), ranks, balance=balance).most_samples
+    assert most <= most_samples_of(len(drawn), ranks, balance=balance)
 
 
 @pytest.mark.parametrize(("max_patches", "tried"), [(200, [160]), (100, [160, 90]), (50, [160])])
 def test_the_densest_image_that_fits_is_tried_and_larger_ones_alone(max_patches: int, tried: list[int]) -> None:
     drawn = [Cost(60), Cost(40, 160, has_media=True), Cost(30, 90, has_media=True), Cost(20, 0)]
     for layout in ("padded", "flat"):
-        budget = Budget(60, max_patches, layout=layout)
-        groups = first_rows(drawn, budget, None, 2).heaviest(budget)
-        patches = [[one.cost.patches for one in group if one.cost.patches] for group in groups]
-        assert [group for group in patches if group] == [[one] for one in tried]
+        groups = heaviest(samples_of(drawn), Budget(60, max_patches, layout=layout), 100)
+        patches = [[sample.cost.patches for sample in group if sample.cost.patches] for group in groups]
+        assert [group for group in patches if group] == [[count] for count in tried]
 
 
 def pad_unless_longest(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -243,30 +220,29 @@ def pad_unless_longest(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return pad(items)
 
 
-def test_where_no_rehearsal_can_be_made(tiny_text, tmp_path, caplog) -> None:
-    assert find_meter(torch.device("mps")) is None, "its module counts no allocations"
+def test_a_rehearsal_without_a_trial(tiny_text, tmp_path, caplog) -> None:
     trained(tmp_path / "stream", tiny_text, CAPACITY, {"token_budget": 64}, dataset=Stream(), max_steps=1)
     broken = {"token_budget": 64, "on_error": "skip", "layout": "padded"}
     trained(tmp_path / "broken", tiny_text, CAPACITY, broken, collate=pad_unless_longest)
     assert [word in line for word, line in zip(("stream", "a picture is broken"), rehearsals(caplog))] == [True, True]
     assert 0 < ids(tmp_path / "broken").total() < NUM_ROWS
     with pytest.raises(OutOfMemoryError, match="^rehearsal: .* lower cutoff_len"):
-        trained(tmp_path / "row", tiny_text, 8 * MIB, {"token_budget": 40})
+        trained(tmp_path / "row", tiny_text, 6 * MIB, {"token_budget": 40})
 
 
 # Several ranks
 
 
 def on_two_ranks(rank: int, model: str, output_dir: str) -> dict[str, Any]:
-    """One rank has less memory than the other. Returns losses of a training with `auto`, of one with the number that
-    it has chosen, of one under ZeRO-1 whose rehearsal ran out of memory, and without; and a refusal."""
+    """One rank has less memory than the other. Returns the budget of `auto`, the refusal of a rehearsal, and the losses
+    under ZeRO-1 with a rehearsal that runs out of memory and without a rehearsal."""
     os.environ["LOCAL_RANK"] = str(rank)
     auto_budget.LIMIT_S = 600
     folder, refused = Path(output_dir, str(rank)), ""
     with deepspeed_forgotten():
         auto = trained(folder / "auto", Path(model), CAPACITY - rank * 10 * MIB, AUTO)
         budget = budget_of(auto)
-        check_same_as(auto, trained(folder / "number", Path(model), None, AUTO | {"token_budget": budget}))
+        check_same_audit(auto, trained(folder / "number", Path(model), None, AUTO | {"token_budget": budget}))
         try:
             trained(folder / "heavy", Path(model), SMALL if rank else 10 * SMALL, HEAVY, **AT_ONCE)
         except ODBError as error:
@@ -280,15 +256,15 @@ def on_two_ranks(rank: int, model: str, output_dir: str) -> dict[str, Any]:
     return {"budget": budget, "refused": refused, "under zero": under_zero}
 
 
-def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
+def test_two_ranks_take_the_budget_of_the_smaller_memory(tiny_text, tmp_path) -> None:
     arguments = {"model": str(tiny_text), "output_dir": str(tmp_path)}
     outcomes = run_ranks("training.test_auto_budget:on_two_ranks", tmp_path, limit_s=300, **arguments)
     first, second = (outcome.value for outcome in outcomes)
     assert first["budget"] > 100
-    assert first["refused"] == second["refused"], "what memory of one rank does not hold all name"
+    assert first["refused"] == second["refused"]
     assert first["refused"].startswith("rehearsal: out of memory in ")
     for outcome in outcomes:
         rehearsed, without = outcome.value["under zero"]
         assert rehearsed == without != []
-        assert "rehearsal: out of memory in the heaviest" in outcome.said, "under ZeRO-1 ranks continue after it"
+        assert "rehearsal: out of memory in the heaviest" in outcome.said, "under ZeRO-1 ranks continue"
     assert any("of the 27.0 MiB that 90% of the memory are" in outcome.said for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""What cannot work with online batches is refused in one line, before the first step."""
+"""Trainers and arguments that cannot work with online batches are refused in one line, before the first step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import torch
 from toy import NUM_ROWS, Rows, item, pad
 from training.toy_training import BLOCK, FILL, arguments, audit, ids, make, train
 from transformers import (
-    BertConfig,
-    BertForTokenClassification,
     Qwen2Config,
     Qwen2ForSequenceClassification,
     T5Config,
@@ -34,7 +32,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidd
 
 
 def refuses(trainer: Trainer, key: str) -> None:
-    """Training it ends in one line that names this first, before any step."""
+    """Its training ends before any step, in one line that begins with `key`."""
     with pytest.raises((ConfigError, DataError)) as refused:
         trainer.train()
     assert str(refused.value).startswith(key) and "\n" not in str(refused.value)
@@ -56,7 +54,7 @@ def classifier() -> Any:
 
 
 def has(**attributes: Any) -> Callable[[Trainer], None]:
-    """The trainer has these attributes, which functions make."""
+    """Sets attributes of a trainer. attributes: functions that make the values."""
     return lambda trainer: vars(trainer).update({name: make() for name, make in attributes.items()})
 
 
@@ -69,12 +67,12 @@ def acts_in_backward(trainer: Trainer) -> None:
 
 
 def loss_of_a_text(trainer: Trainer) -> None:
-    """As TRL 1.x sets it with transformers before 5.19."""
+    """TRL 1.x sets such a text with transformers before 5.19."""
     trainer.compute_loss_func = "non-None value to disable scaling"
 
 
 class Generates(Trainer):
-    """As TRL's GKDTrainer: in some steps the answers are the model's own."""
+    """Like TRL's GKDTrainer: in some steps the model generates the answers."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if random.random() < 0.5:
@@ -83,21 +81,21 @@ class Generates(Trainer):
 
 
 class Rolls(Trainer):
-    """As TRL's GRPOTrainer: rows are made in `_prepare_inputs`."""
+    """Like TRL's GRPOTrainer: `_prepare_inputs` makes rows."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return super()._prepare_inputs({key: value.repeat(2, 1) for key, value in inputs.items()})
 
 
 class Needs(Trainer):
-    """Its rows come from a server that is not there before training."""
+    """Its rows come from a server that does not exist before training."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return self.server.rows(inputs)
 
 
 class Decays(Trainer):
-    """Its loss has a term that is made of weights."""
+    """Its loss has a term of weights."""
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         squares = sum(weight.square().sum() for weight in model.parameters())
@@ -107,16 +105,11 @@ class Decays(Trainer):
 REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Trainer, has(model=t5), "model.__class__.__name__: 'T5ForConditionalGeneration'"),
     (Trainer, has(model=classifier), "model.__class__.__name__: 'Qwen2ForSequenceClassification'"),
-    (
-        Trainer,
-        has(model=lambda: BertForTokenClassification(BertConfig(**SMALL))),
-        "model.__class__.__name__: 'BertForTokenClassification'",
-    ),
     (Trainer, has(train_dataset=lambda: Rows(num_rows=0)), "train_dataset: "),
     (Trainer, tensor_parallel, "model._tp_size: 2 "),
     (Trainer, acts_in_backward, "training.test_checks.step_at_once "),
     (Trainer, loss_of_a_text, "compute_loss_func: 'non-None value"),
-    # By what they do with a batch, whatever their names
+    # Refused for what they do with a batch
     (Generates, has(), "trainer: a Generates "),
     (Rolls, has(), "trainer: a Rolls "),
     (Needs, has(), "trainer: a Needs "),
@@ -126,7 +119,7 @@ REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
 
 @pytest.mark.parametrize(("kind", "change", "key"), REFUSED, ids=[key for *_, key in REFUSED])
 def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, kind: Any, change: Any, key: str) -> None:
-    """Random numbers are drawn as if nothing had been tried, no method stays replaced, and no gradient is left."""
+    """The trial restores random numbers and methods, and leaves no gradient."""
     trainer = make(tiny_text, tmp_path, block=BLOCK, trainer_class=kind)
     change(trainer)
     state = random.getstate()
@@ -140,8 +133,8 @@ def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, kind: Any, c
 
 
 @pytest.mark.parametrize("labels", [1, np.int64(1), torch.tensor(1), 0.5])
-def test_one_label_a_sample_is_said_so(labels: Any) -> None:
-    """Where no model tells: a loop or a model of one's own."""
+def test_one_label_for_a_sample_is_refused(labels: Any) -> None:
+    """In a loop, or with a custom model."""
     with pytest.raises(DataError, match=r"labels.*one label for each token"):
         count_supervised(labels)
     with pytest.raises(DataError, match=r"labels.*one label for each token"):
@@ -156,14 +149,14 @@ def patches_of(item: Any) -> Cost:
 
 
 @pytest.mark.parametrize("given_by", ["odb_n_patches", "cost_fn"])
-def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_text, tmp_path, given_by: str) -> None:
-    """I4. Columns that the model does not take are counted from, and do not reach the collator."""
+def test_max_patches_holds_if_the_trainer_removes_the_column_of_patches(tiny_text, tmp_path, given_by: str) -> None:
+    """I4. Patches are counted from columns that the model does not take and that do not reach the collator."""
     column = "odb_n_patches" if given_by == "odb_n_patches" else "width"
     rows = datasets.Dataset.from_list([item(k) | {column: 100, "note": "text"} for k in range(NUM_ROWS)])
     keys: list[set[str]] = []
 
     def collate(items: list[dict[str, Any]]) -> Any:
-        keys.extend(set(one) for one in items)
+        keys.extend(set(item) for item in items)
         return pad(items)
 
     trainer = make(tiny_text, tmp_path, rows, collate=collate)
@@ -173,11 +166,11 @@ def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_
     assert max(len(line["ids"]) for line in audit(tmp_path)) == 2
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
     assert trainer.args.remove_unused_columns
-    assert all(one == {"input_ids", "labels"} for one in keys)
+    assert all(columns == {"input_ids", "labels"} for columns in keys)
 
 
 class PadsTo32:
-    """As transformers' collators have it."""
+    """Has the attribute of transformers' collators."""
 
     pad_to_multiple_of = 32
 
@@ -187,21 +180,14 @@ class PadsTo32:
 
 
 def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text, tmp_path) -> None:
-    """I4. The Trainer wraps its collator where the dataset is not one of `datasets`."""
+    """I4. The Trainer wraps its collator if the dataset is not one of `datasets`."""
     train(tiny_text, tmp_path, collate=PadsTo32(), block=BLOCK)
     assert max(line["rows"] * line["length"] for line in audit(tmp_path)) <= BLOCK["token_budget"]
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
-class Loops(Trainer):
-    """As TRL's PPOTrainer."""
-
-    def train(self) -> None:  # type: ignore[override]
-        raise AssertionError
-
-
 class Adds(Trainer):
-    """A `_prepare_inputs` and a `training_step` that leave the rows alone."""
+    """A `_prepare_inputs` and a `training_step` that leave the rows unchanged."""
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return super()._prepare_inputs(inputs) | {"use_cache": False}
@@ -210,21 +196,16 @@ class Adds(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_a_trainer_with_a_loop_of_its_own_is_refused(tiny_text, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="^enable_odb: train of a Loops is not"):
-        make(tiny_text, tmp_path, block=BLOCK, trainer_class=Loops)
-
-
 class Compares(Trainer):
-    """As TRL's DPOTrainer since 1.0: the collator makes two rows of a sample, the loss compares them."""
+    """Like TRL's DPOTrainer since 1.0: the collator makes two rows of a sample, and the loss compares them."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         chosen, rejected = model(**inputs).logits.mean((1, 2)).chunk(2)
         return (rejected - chosen).mean()
 
 
-def test_a_trainer_that_compares_rows_of_a_sample_is_refused_and_not_sent_elsewhere(tiny_text, tmp_path) -> None:
-    """With a cost function and no weights it would train, on another loss than stock."""
+def test_a_trainer_that_compares_rows_of_a_sample_is_refused(tiny_text, tmp_path) -> None:
+    """With a cost function and no weights it would train with another loss than stock."""
 
     def made(kind: type[Trainer], collator: Any) -> Trainer:
         trainer = make(tiny_text, tmp_path, trainer_class=kind, max_steps=1, collate=collator)
@@ -265,7 +246,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"accelerator_config.split_batches": True},
     ),
     ({"world_size": 2, "ddp_static_graph": True}, "ddp_static_graph", {"ddp_static_graph": True}),
-    # As LLaMA-Factory's `examples/deepspeed/ds_z2_autotp_config.json` has it
+    # From LLaMA-Factory's `examples/deepspeed/ds_z2_autotp_config.json`
     (deepspeed(tensor_parallel={"autotp_size": 2}), "deepspeed.tensor_parallel.autotp_size", deepspeed()),
     (deepspeed(sequence_parallel_size=2), "deepspeed.sequence_parallel_size", deepspeed()),
     (
@@ -280,7 +261,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         ({"odb": {"oom": policy}} | engine, "odb.oom", engine)
         for policy, engine in (
             ("split", {"fsdp": ["full_shard"]}),
-            ("skip", {"ACCELERATE_USE_FSDP": "true"}),  # as `accelerate launch` says it
+            ("skip", {"ACCELERATE_USE_FSDP": "true"}),  # set by `accelerate launch`
             ("skip", {"torch_compile": True, "world_size": 2}),
         )
     ),
@@ -289,13 +270,13 @@ ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         for zero in ({"stage": 0}, {"stage": 1, "overlap_comm": True}, {"stage": 2}, {"stage": 3})
     ),
 ]
-"""Arguments, the key that is refused, and arguments that work."""
+"""Arguments, the key that is refused, arguments that work."""
 
 
 @pytest.mark.parametrize(
-    ("given", "key", "cure"), ARGUMENTS, ids=[f"{key}-{n}" for n, (_, key, _) in enumerate(ARGUMENTS)]
+    ("wrong", "key", "right"), ARGUMENTS, ids=[f"{key}-{n}" for n, (_, key, _) in enumerate(ARGUMENTS)]
 )
-def test_arguments_that_cannot_work_are_refused(tmp_path, monkeypatch, given, key: str, cure) -> None:
+def test_arguments_that_cannot_work_are_refused(tmp_path, monkeypatch, wrong, key: str, right) -> None:
     """Before a model is loaded."""
     from accelerate import ParallelismConfig
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -321,16 +302,16 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, monkeypatch, given, ke
         check_arguments(args, ODBConfig(**block))
 
     with pytest.raises(ConfigError) as refused:
-        check(given)
+        check(wrong)
     assert str(refused.value).startswith(f"{key}: ") and "\n" not in str(refused.value)
     monkeypatch.undo()
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
-    check(cure)
+    check(right)
 
 
 @pytest.mark.parametrize("name", ["tp_size", "cp_size"])
 def test_parallelism_of_accelerate_launch_is_refused(tiny_text, tmp_path, monkeypatch, name: str) -> None:
-    """It is in accelerate alone."""
+    """The training arguments do not have it."""
     from accelerate import ParallelismConfig
 
     trainer = make(tiny_text, tmp_path, block=BLOCK)
@@ -344,8 +325,8 @@ def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
         enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(dummy_media_patches=16))
 
 
-def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
-    """With `fill` there is no such batch."""
+def test_drop_last_leaves_out_the_rows_that_stock_leaves_out(tiny_text, tmp_path) -> None:
+    """With `fill` it is refused."""
     trainer = train(tiny_text, tmp_path, dataloader_drop_last=True, block=BLOCK)
     assert trainer.state.global_step == NUM_ROWS // 8
     assert sum(ids(tmp_path).values()) == NUM_ROWS // 8 * 8
@@ -353,17 +334,17 @@ def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
     refuses(filled, "drop_last: True ")
 
 
-def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
-    """Of what this process has trained on: nothing, after all optimizer steps of the checkpoint."""
+def test_a_finished_training_writes_a_summary(tiny_text, tmp_path) -> None:
+    """No samples, and the optimizer steps of the checkpoint."""
     first = train(tiny_text, tmp_path, save_strategy="epoch", block=BLOCK)
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     summary = json.loads((tmp_path / "odb_summary.json").read_text())
     (tmp_path / "odb_summary.json").unlink()
     again = train(tiny_text, tmp_path, block=BLOCK, resume=str(checkpoint))
     assert again.state.global_step == first.state.global_step
-    found = json.loads((tmp_path / "odb_summary.json").read_text())
-    assert summary["samples"] == NUM_ROWS and found["samples"] == 0
-    assert (found["optimizer_steps"], found["epochs"]) == (summary["optimizer_steps"], summary["epochs"])
+    resumed = json.loads((tmp_path / "odb_summary.json").read_text())
+    assert summary["samples"] == NUM_ROWS and resumed["samples"] == 0
+    assert (resumed["optimizer_steps"], resumed["epochs"]) == (summary["optimizer_steps"], summary["epochs"])
 
 
 # Methods and logs
@@ -378,7 +359,7 @@ of_unsloth.__module__ = "unsloth_zoo.loss_utils"
 
 @pytest.mark.parametrize("name", ["get_batch_samples", "training_step", "compute_loss"])
 def test_methods_that_hide_those_of_odb_are_refused(tiny_text, tmp_path, monkeypatch, name: str) -> None:
-    """Replaced on the class, as unsloth does it, or on the object, as its patches of LLaMA-Factory do."""
+    """Replaced on the class, as by unsloth, or on the object, as by its patches of LLaMA-Factory."""
     trainer = make(tiny_text, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, name, of_unsloth)
@@ -387,6 +368,18 @@ def test_methods_that_hide_those_of_odb_are_refused(tiny_text, tmp_path, monkeyp
     setattr(trainer, name, getattr(trainer, name))
     with pytest.raises(ConfigError, match=f"^enable_odb: {name} of this trainer has been replaced by "):
         enable_odb(trainer, **BLOCK)
+
+
+class Loops(Trainer):
+    """Like TRL's PPOTrainer."""
+
+    def train(self) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_a_trainer_with_its_own_loop_is_refused(tiny_text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="^enable_odb: train of a Loops is not"):
+        make(tiny_text, tmp_path, block=BLOCK, trainer_class=Loops)
 
 
 def own_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -400,8 +393,8 @@ OVERRIDES = {"training_step": own_step, "compute_loss": lambda self, model, inpu
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_text, tmp_path, name: str) -> None:
-    """Of a subclass that has odb's methods below its own: the loss would not be weighed."""
+def test_an_override_without_super_is_refused_in_the_first_step(tiny_text, tmp_path, name: str) -> None:
+    """In a subclass of `ODBTrainer`: the loss would not be weighed."""
     kind = type("Mine", (ODBTrainer,), {name: OVERRIDES[name]})
     trainer = make(tiny_text, tmp_path, odb=BLOCK, trainer_class=kind)
     with pytest.raises(ConfigError, match=f"^{name} of Mine .* super") as refused:
@@ -411,7 +404,7 @@ def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_
 
 
 def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
-    """`odb/...` entries are those of all steps since the Trainer's last log, whatever else is logged."""
+    """`odb/...` entries cover all steps since the Trainer's own last log."""
 
     seen: list[Any] = []
 
@@ -440,16 +433,16 @@ def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
 
 
 def test_active_dropout_is_logged_in_one_line(tiny_text, tmp_path, caplog) -> None:
-    """Of attention, and of a module such as LLaMA-Factory's value head of a reward model has by default."""
+    """In attention, and in a module such as the value head of LLaMA-Factory's reward models."""
     for attention, head in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         trainer = make(tiny_text, tmp_path, max_steps=1)
         trainer.model.model.layers[0].self_attn.attention_dropout = attention
         trainer.model.summary = torch.nn.Dropout(head)
         enable_odb(trainer, **BLOCK)
         trainer.train()
-    of_attention, of_head = [one.getMessage() for one in caplog.records if "dropout is" in one.getMessage()]
-    assert "model.layers.0.self_attn: 0.1" in of_attention and "(summary: 0.1)" in of_head
-    assert "\n" not in of_attention + of_head
+    attention_line, head_line = [message for message in caplog.messages if "dropout is" in message]
+    assert "model.layers.0.self_attn: 0.1" in attention_line and "(summary: 0.1)" in head_line
+    assert "\n" not in attention_line + head_line
 
 
 class Fails(TrainerCallback):
@@ -458,8 +451,8 @@ class Fails(TrainerCallback):
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])
-def test_a_failed_training_leaves_no_noise_behind(tiny_text, tmp_path, layout: str) -> None:
-    """Stock leaves the hook of NEFTune, and the next training adds another."""
+def test_a_failed_training_removes_the_hook_of_neftune(tiny_text, tmp_path, layout: str) -> None:
+    """Stock leaves the hook, and the next training adds another one."""
     block = BLOCK | {"layout": layout}
     trainer = make(tiny_text, tmp_path, block=block, callbacks=[Fails()], neftune_noise_alpha=5.0)
     with pytest.raises(RuntimeError, match="made up"):

@@ -17,15 +17,15 @@ from distributed.ranks import run_ranks
 from same_training import RELATIVE, deviation, read
 from support import read_audit
 from toy import Rows, a_micro_batch, pad
-from training.toy_training import Sequential
+from training.toy_training import Sequential, arguments
 from training.trainings import BLOCK, ODB, SGD, Memory, Training, make_odb
 
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader, ODBError
-from odb_factory.data.samples import Measured, Sample
+from odb_factory.data.samples import Measured
 from odb_factory.errors import CollectiveError, OutOfMemoryError
 from odb_factory.memory import is_out_of_memory
-from odb_factory.planner import Budget, Cost, Media
-from odb_factory.training.oom import MemoryWatch, cut
+from odb_factory.planner import Budget, Media
+from odb_factory.training.oom import MemoryWatch
 
 TEXT = Training(unequal=2, batch=3, arguments=SGD, block={"layout": "padded"}, kinds=(ODB,))
 WITHOUT = {
@@ -35,7 +35,7 @@ WITHOUT = {
     "zero": replace(TEXT, zero=1),
     "filled": replace(TEXT, batch=1, block=TEXT.block | {"global_batch_size": "fill", "loss_scaling": "none"}),
 }
-"""Trainings for which there is memory enough."""
+"""Trainings with enough memory."""
 
 
 def short(name: str, oom: str, memory: tuple[int, int], phase: str = "forward", **changes: Any) -> Training:
@@ -69,7 +69,7 @@ SETS = {"2_ranks": (2, WITHOUT | SPLIT | SKIP | ENDS)}
 
 @pytest.fixture
 def two_ranks(trained: Any) -> Any:
-    """`two_ranks("text")`: folder, what came of it on each rank, summary and the audit of each rank."""
+    """`two_ranks("text")`: the folder, the end of each rank, the summary, and the audit of each rank."""
 
     def get(name: str) -> tuple[Path, list[dict[str, Any]], dict[str, Any], list[list[dict[str, Any]]]]:
         path, ends = trained("2_ranks", name)
@@ -82,25 +82,25 @@ def two_ranks(trained: Any) -> Any:
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_two_ranks_take_the_same_optimizer_steps(name: str, two_ranks: Any) -> None:
-    """The same figures and weights (of `fill` in the first step, as later ones are filled otherwise)."""
+    """The same figures and weights (`fill`: in the first step, because later steps are filled otherwise)."""
     folder, ends, summary, audits = two_ranks(name)
-    of = name.split(",")[0]
+    cell = name.split(",")[0]
     assert {(end["leaked"], end["error"]) for end in ends} == {(0, None)}
     assert summary["oom_cuts"] == sum(end["fails"] for end in ends) > 0
-    ours, without = read(folder, 2), read(two_ranks(of)[0], 2)
-    if of == "filled":
+    ours, without = read(folder, 2), read(two_ranks(cell)[0], 2)
+    if cell == "filled":
         for figure in ("loss", "grad_norm"):
             assert ours.log[0][figure] == pytest.approx(without.log[0][figure], rel=RELATIVE)
     else:
-        found = deviation(ours, without)
-        assert max(found.loss, found.weights) < RELATIVE
-        assert found.grad_norm < (1e-4 if SPLIT[name].zero else RELATIVE)  # DeepSpeed sums squares in float32
+        differences = deviation(ours, without)
+        assert max(differences.loss, differences.weights) < RELATIVE
+        assert differences.grad_norm < (1e-4 if SPLIT[name].zero else RELATIVE)  # DeepSpeed sums squares in float32
     rows = Counter(row for audit in audits for line in audit for row in line["ids"])
     assert rows == Counter(dict.fromkeys(range(SPLIT[name].rows), 2))
 
 
-def test_plans_to_come_are_lower_on_all_ranks(two_ranks: Any) -> None:
-    """Memory was short on rank 0 alone; what had been planned ahead kept its plan."""
+def test_later_plans_are_lower_on_all_ranks(two_ranks: Any) -> None:
+    """Memory was short on rank 0 alone; steps that were planned ahead keep their plan."""
     _, _, summary, audits = two_ranks("text, forward")
     lowered = summary["lowered_to"]["token_budget"]
     assert lowered < BLOCK["token_budget"]
@@ -123,13 +123,13 @@ def test_a_micro_batch_that_does_not_fit_is_left_out(name: str, two_ranks: Any) 
     assert summary["left_out"] == {"out_of_memory": gone.total()} and summary["oom_cuts"] == 0
     assert summary["samples"] == computed.total()
     assert summary["idle_micro_batches"] >= sum(end["fails"] for end in ends) > 0
-    # Nothing of it is in the gradient.
+    # They add nothing to the gradient.
     of_step = [line for line in lines if line["optimizer_step"] == 1]
     assert any(line["idle"] for line in of_step) and all(line["weight"] == 0 for line in of_step if line["idle"])
 
 
 def keys_of(message: str) -> list[str]:
-    """What a message advises to set."""
+    """The settings that a message advises."""
     assert "\n" not in message
     return re.findall("`(.*?)`", message)
 
@@ -137,16 +137,16 @@ def keys_of(message: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "rank", "samples", "keys"),
     [
-        ("alone", 1, "2", ["overlong: drop", "token_budget: 33"]),
-        ("raise", 0, "10, 8, 6", ["token_budget: 72", "oom: split"]),
+        ("alone", 1, "row 2", ["overlong: drop", "token_budget: 33"]),
+        ("raise", 0, "rows 10, 8, 6", ["token_budget: 72", "oom: split"]),
     ],
 )
-def test_all_ranks_end_and_say_what_to_lower(name: str, rank: int, samples: str, keys: list[str], trained: Any) -> None:
-    """In one line, on each rank that of the one that ran out."""
+def test_all_ranks_end_with_the_key_to_lower(name: str, rank: int, samples: str, keys: list[str], trained: Any) -> None:
+    """In one line: each rank reports the rank that ran out of memory."""
     _, ends = trained("2_ranks", name)
     line = ends[rank]["error"]
     assert ends[rank]["cause"] == "OutOfMemoryError" and keys_of(line) == keys
-    assert "micro-batch 1 of 2 of optimizer step 1: " in line and f"samples {samples}; " in line
+    assert "micro-batch 1 of 2 of optimizer step 1: " in line and samples in line
     assert f"rank {rank} left the training: {line}" in ends[1 - rank]["error"]
 
 
@@ -159,7 +159,7 @@ METHODS = ("gather", "gather_for_metrics", "reduce")
 
 
 def train_with_a_gathering_loss(rank: int, path: str, output_dir: str) -> list[str]:
-    """What the loss is told that calls methods of accelerate's Accelerator for a figure, and how the training ended."""
+    """The errors of a loss that calls methods of accelerate's Accelerator, and of the training."""
     os.environ["LOCAL_RANK"] = str(rank)
     errors: list[str] = []
 
@@ -186,37 +186,16 @@ def train_with_a_gathering_loss(rank: int, path: str, output_dir: str) -> list[s
 
 def test_a_loss_that_gathers_over_ranks_is_refused_before_it_waits(models: dict[str, str], tmp_path: Path) -> None:
     """A rank that restarts its step would gather alone, while the others wait for the step to end."""
-    arguments = {"path": models["text"], "output_dir": str(tmp_path)}
-    outcomes = run_ranks("training.test_oom:train_with_a_gathering_loss", tmp_path, limit_s=120, **arguments)
+    options = {"path": models["text"], "output_dir": str(tmp_path)}
+    outcomes = run_ranks("training.test_oom:train_with_a_gathering_loss", tmp_path, limit_s=120, **options)
     for *asked, ending in (outcome.value for outcome in outcomes):
-        assert len(asked) in (0, len(METHODS)), "a rank may learn it from the other, before its own loss asks"
+        assert len(asked) in (0, len(METHODS)), "the other rank may report it before the own loss calls"
         for line, method in zip([*asked, ending], [*METHODS[: len(asked)], METHODS[-1]], strict=True):
             assert "odb.oom: 'split'" in line and f"accelerator.{method}," in line and "\n" not in line
     assert any(len(outcome.value) > 1 for outcome in outcomes)
 
 
-# Its pieces
-
-
-@pytest.mark.parametrize(
-    ("costs", "layout", "cut_at"),
-    [
-        ([(10, 0)] * 6, "padded", 3),
-        ([(30, 0), (10, 0), (10, 0), (10, 0)], "flat", 1),
-        ([(30, 0), (10, 0), (10, 0), (10, 0)], "padded", 1),
-        ([(10, 0), (10, 40), (10, 40), (10, 0)], "flat", 2),
-        ([(10, 90), (10, 3), (10, 3), (10, 0)], "flat", 1),
-    ],
-)
-def test_the_larger_part_is_as_small_as_can_be(costs: list[tuple[int, int]], layout: str, cut_at: int) -> None:
-    """Of (tokens, patches)."""
-    samples = [Sample(k, Cost(tokens, patches), b"") for k, (tokens, patches) in enumerate(costs)]
-    whole = a_micro_batch(**{key: tuple(range(len(samples))) for key in ("ids", "lengths", "units", "stock_units")})
-    parts = cut(replace(whole, light=samples), Budget(1000, layout=layout))
-    assert [part.light for part in parts] == [samples[:cut_at], samples[cut_at:]]
-
-
-def test_what_is_out_of_memory() -> None:
+def test_errors_that_report_a_lack_of_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     for message in ("NPU out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"):
         assert is_out_of_memory(RuntimeError(f"an error: {message} when calling"))
@@ -232,36 +211,31 @@ def test_what_is_out_of_memory() -> None:
         ({"oom": "split"}, [], (4, 250, 0), 4, ["token_budget: 750"]),
         ({}, [(4, 250, 400)], (4, 240, 4000), 4, ["max_patches: 3000", "oom: split"]),
         ({}, [(4, 250, 4000)], (4, 500, 4100), 4, ["token_budget: 1500", "oom: split"]),
+        ({}, [(4, 250, 0)], (4, 240, 400), 4, ["max_patches: 300", "oom: split"]),
         ({"max_patches": 400}, [], (1, 100, 400), 2, ["max_patches: 300", "oom: split"]),
-        ({}, [], (1, 2000, 0), 1, ["cutoff_len to 1500", "overlong: drop", "token_budget: 1500"]),
-        ({}, [], (2, 1000, 0), 1, ["cutoff_len to 750", "overlong: drop", "token_budget: 1500"]),
-        ({"overlong": "drop"}, [], (1, 900, 0), 1, ["cutoff_len to 675", "token_budget: 675"]),
+        ({}, [], (1, 2000, 0), 1, ["cutoff_len", "overlong: drop", "token_budget: 1500"]),
         ({}, [(1, 900, 100)], (1, 900, 800), 1, ["image_max_pixels", "overlong: drop", "max_patches: 600"]),
-        # A rank that holds text alone and encodes images of others
-        ({}, [], (1, 500, 0, 4000), 1, ["max_patches: 3000", "oom: split"]),
-        ({}, [(1, 900, 0, 900)], (1, 500, 0, 4000), 3, ["max_patches: 3000", "oom: split"]),
+        ({"balance_encoder": True}, [(1, 900, 100)], (1, 900, 800), 3, ["max_patches: 600", "balance_encoder: false"]),
     ],
 )
-def test_advice(block: dict[str, Any], held: list, failed: tuple, num_samples: int, advice: list[str]) -> None:
-    """Of (rows, length, patches, those that this rank encodes for all)."""
+def test_advice(
+    tmp_path: Path, block: dict[str, Any], held: list, failed: tuple, num_samples: int, advice: list[str]
+) -> None:
+    """held, failed: (rows, length, patches) of a micro-batch."""
     config = ODBConfig(**{"token_budget": 1000, **block})
-    budget = Budget(config.token_budget, config.max_patches)
-    watch = MemoryWatch(config, budget, torch.device("cpu"), advises_split=config.oom == "raise")
+    watch = MemoryWatch(config, Budget(config.token_budget, config.max_patches), arguments(tmp_path))
 
-    def measured(rows: int, length: int, patches: int, encoded: int | None = None) -> Measured:
-        watch.encoded = encoded
+    def measured(rows: int, length: int, patches: int) -> Measured:
         return Measured(rows, length, Media(patches), units=1)
 
     for shape in held:
         watch.held(measured(*shape))
-    micro_batch, last = a_micro_batch(ids=tuple(range(num_samples))), measured(*failed)
     with pytest.raises(OutOfMemoryError, match="micro-batch 1 of 1 of optimizer step 7: ") as caught:
-        with watch.named(micro_batch, last, optimizer_step=7):
+        with watch.named(a_micro_batch(ids=tuple(range(num_samples))), measured(*failed), optimizer_step=7):
             raise torch.OutOfMemoryError("CUDA out of memory")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    message = str(caught.value)
-    assert keys_of(message) == [key for key in advice if ":" in key]
-    assert all(key in message for key in advice)
+    assert keys_of(str(caught.value)) == [key for key in advice if ":" in key]
+    assert all(key in str(caught.value) for key in advice)
 
 
 def test_a_custom_loop_refuses_split() -> None:

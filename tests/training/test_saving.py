@@ -1,4 +1,4 @@
-"""Whoever lets the Trainer save, at whatever moment: the checkpoint resumes as that of a run that was not stopped."""
+"""A checkpoint that is saved at any moment resumes with the losses of an unbroken run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ActsAt(Trainer):
             self.act()
 
     def act(self) -> None:
-        """Calls `_save_checkpoint`, and keeps a copy of what it wrote."""
+        """Saves a checkpoint, and keeps a copy."""
         to = Path(self.args.output_dir) / "saved" / f"checkpoint-{STEPS}"
         if not to.exists():
             self._save_checkpoint(self.model, trial=None)
@@ -51,7 +51,7 @@ class ActsAt(Trainer):
 
 
 def test_a_save_at_any_event_resumes_exactly(tiny_text: Path, tmp_path: Path) -> None:
-    """The same losses to the last digit. (Random numbers, as of dropout, are saved as they are at that moment.)"""
+    """The same losses to the last digit, without dropout: its random numbers are saved as they are at that moment."""
     options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1, "save_strategy": "no", "warmup_steps": 2}
     whole = history(toy_training.train(tiny_text, tmp_path / "whole", **options))
     for event in EVENTS:
@@ -69,7 +69,7 @@ class Signalled(ActsAt):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        managers = (getattr(one, "jit_manager", None) for one in self.callback_handler.callbacks)
+        managers = (getattr(callback, "jit_manager", None) for callback in self.callback_handler.callbacks)
         next(filter(None, managers)).kill_wait = 0
 
     def act(self) -> None:
@@ -77,20 +77,20 @@ class Signalled(ActsAt):
 
 
 def terminate() -> None:
-    """SIGTERM to this process and its workers, as launchers and schedulers send it; returns once its handler's timer
-    has run."""
+    """Send SIGTERM to this process and its workers, as launchers and schedulers do; returns after the timer of its
+    handler has run."""
     os.kill(os.getpid(), signal.SIGTERM)
     workers = [str(child.pid) for child in multiprocessing.active_children()]
-    if workers:  # to torch a signal from their own parent is another
-        subprocess.run(["kill", "-TERM", *workers], check=False)  # one may have ended by now, with nothing left to read
-        time.sleep(0.2)  # until torch has heard of those that it ends
+    if workers:  # torch handles a signal from the parent process in another way
+        subprocess.run(["kill", "-TERM", *workers], check=False)  # a worker may have ended by now
+        time.sleep(0.2)  # until torch has noticed the ended workers
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
             thread.join()
 
 
 def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path) -> None:
-    """With workers; other events, and two ranks: tests/distributed/test_saving_ranks.py."""
+    """With workers. Other events, and two ranks: tests/distributed/test_saving_ranks.py."""
     options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1, "dataloader_num_workers": 1}
     whole = train(tiny_text, tmp_path / "whole", save_strategy="no", **options)
     options |= {"enable_jit_checkpoint": True, "save_steps": 100, "save_total_limit": 1}
@@ -104,16 +104,16 @@ def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path) -> 
 
 
 def test_figures_of_numpy_are_saved_with_the_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
-    """Of `compute_metrics`, in an evaluation by budget: the Trainer writes them as JSON. An evaluation without a whole
-    batch (`dataloader_drop_last`) has no figures, as in stock."""
+    """`compute_metrics` in an evaluation by budget: the Trainer writes the figures as JSON. An evaluation without a
+    whole batch (`dataloader_drop_last`) has no figures, as in stock."""
     each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     each |= {"dataloader_drop_last": True, "per_device_eval_batch_size": 4}
     block = BLOCK | {"eval_token_budget": BUDGET}
-    for num_rows, given in ((16, block), (3, block), (3, None)):
-        out = tmp_path / f"{num_rows} {given is None}"
-        trainer = make(tiny_text, out, block=given, eval_dataset=Rows(num_rows=num_rows), **each)
-        trainer.compute_metrics = lambda found: {"rows": np.int64(len(found.label_ids)), "half": np.float32(0.5)}
+    for num_rows, keys in ((16, block), (3, block), (3, None)):
+        out = tmp_path / f"{num_rows} {keys is None}"
+        trainer = make(tiny_text, out, block=keys, eval_dataset=Rows(num_rows=num_rows), **each)
+        trainer.compute_metrics = lambda result: {"rows": np.int64(len(result.label_ids)), "half": np.float32(0.5)}
         trainer.train()
         state = json.loads((out / "checkpoint-1" / "trainer_state.json").read_text())
-        found = [entry for entry in state["log_history"] if "eval_loss" in entry or "eval_rows" in entry]
-        assert [(entry["eval_rows"], entry["eval_half"]) for entry in found] == [(16, 0.5)] * (num_rows == 16)
+        entries = [entry for entry in state["log_history"] if "eval_loss" in entry or "eval_rows" in entry]
+        assert [(entry["eval_rows"], entry["eval_half"]) for entry in entries] == [(16, 0.5)] * (num_rows == 16)
