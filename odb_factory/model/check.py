@@ -80,6 +80,8 @@ def why_refused(model: Any, args: Any) -> str | None:
         return f"{model.config.model_type} attends from every token of a row to all images of that row"
     if getattr(args, "packing", False):  # of TRL's arguments
         return "packing: True makes rows of several samples, in each of which positions begin at 0 again"
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        return "neftune_noise_alpha: the noise would be scaled by the length of the whole row"
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():  # the Trainer shifts the labels of these
         return None

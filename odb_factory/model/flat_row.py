@@ -143,19 +143,6 @@ def row_of_backward(output: Any, row: FlatRow | None) -> None:
             tensor.register_hook(begin)
 
 
-def noise_by_sample(embedding: Any, _: Any, embedded: Tensor) -> Tensor:
-    """The hook of NEFTune for an embedding: noise of alpha / sqrt(length x width), where stock's hook takes the length
-    of the row and this one, in a flat row, that of the sample. embedded: [rows, length, width]."""
-    if not embedding.training:
-        return embedded
-    row = row_in_progress()
-    lengths = torch.full((1, 1, 1), embedded.shape[1])
-    if row is not None:
-        lengths = torch.tensor(row.segments).repeat_interleave(torch.tensor(row.segments))[None, :, None]
-    size = embedding.neftune_noise_alpha / (lengths * embedded.shape[2]).sqrt()
-    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * copy_to(size.to(embedded.dtype), embedded.device)
-
-
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Let the forward of `module` be this one, whose first argument is the module's own; returns what undoes it.
 

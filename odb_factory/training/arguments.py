@@ -1,7 +1,7 @@
-"""Training arguments that have other values while odb trains.
+"""Training arguments that odb replaces during a training.
 
-The Trainer's accumulation is 1, so that it counts optimizer steps, and it skips no batches after a resume, because the
-loader starts at the right place. DeepSpeed's engine is made for an accumulation of 1 as well.
+The accumulation of the Trainer and of DeepSpeed's engine is 1, because they count optimizer steps. The Trainer skips no
+batches after a resume, because the loader starts at the right place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RUNNING = {GAS: 1, "ignore_data_skip": True}
 
 
 def replaced(owner: Any, /, **attributes: Any) -> contextlib.AbstractContextManager[None]:
-    """Within it an object has these attributes of its own; afterwards it has what it had."""
+    """Within it `owner` has these instance attributes; afterwards it has its former ones."""
     return _updated(vars(owner), attributes)
 
 
@@ -34,9 +34,8 @@ def _updated(mapping: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
 
 @contextlib.contextmanager
 def run_arguments(trainer: Any) -> Iterator[dict[str, Any]]:
-    """Within it training arguments are as a run needs them, for the Trainer and for DeepSpeed; yields the user's values
-    of those that differ. As a dict, as JSON and pickled, which trackers and checkpoints take them as, they are the
-    user's."""
+    """Within it the arguments of the Trainer and of DeepSpeed have the values of a run; yields the user's values of the
+    arguments that differ. Trackers and checkpoints, which take them as a dict, as JSON or pickled, get the user's."""
     args, kind, accelerator = trainer.args, type(trainer.args), trainer.accelerator
     user_values = {name: getattr(args, name) for name in RUNNING}
 
@@ -50,7 +49,7 @@ def run_arguments(trainer: Any) -> Iterator[dict[str, Any]]:
             return values
 
     Shows.__name__, Shows.__qualname__, Shows.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    # An engine is made from the configuration of the arguments, and from accelerate's, if it is another.
+    # An engine is made from the configuration of the arguments and, if it is another object, from accelerate's.
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     configs = [
         getattr(getattr(args, "hf_deepspeed_config", None), "config", None),
@@ -62,7 +61,7 @@ def run_arguments(trainer: Any) -> Iterator[dict[str, Any]]:
             values = {GAS: 1}
             if isinstance(config.get(MICRO_BATCH), int):
                 values[TRAIN_BATCH] = config[MICRO_BATCH] * args.world_size
-            elif TRAIN_BATCH in config:  # the Trainer may fill it in; as it is now it shall be afterwards
+            elif TRAIN_BATCH in config:  # the Trainer may fill it in, and the user's value is restored
                 values[TRAIN_BATCH] = config[TRAIN_BATCH]
             restore.enter_context(_updated(config, values))
         restore.enter_context(replaced(args, **RUNNING))

@@ -368,13 +368,6 @@ def log_what_differs(trainer: Any) -> None:
             random[0],
             f" and {len(random) - 1} more" if len(random) > 1 else "",
         )
-    if trainer.args.neftune_noise_alpha is not None:
-        logger.info(
-            "neftune_noise_alpha: %g: the noise of a sample depends on its own length (in padded micro-batches, and in "
-            "stock: on the length of its padded row), so short samples have more noise than in stock, unless "
-            "per_device_train_batch_size is 1",
-            trainer.args.neftune_noise_alpha,
-        )
 
 
 # The settings that the ranks of a training compare before the first step: arguments, the model's config (I11).

@@ -1,7 +1,7 @@
 """Figures of preference trainers (rewards, accuracies, log-probabilities), averaged over the samples trained on.
 
-Stock stores the figures of every micro-batch and takes their mean, over the ranks too. Here micro-batches differ in
-size and some are idle, so each counts by its samples, and idle ones not at all.
+Stock takes the mean of the figures of all micro-batches and ranks. Micro-batches of odb differ in size and some are
+idle, so each counts by its samples, and idle ones not at all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from odb_factory.training.arguments import replaced
 
 
 class PreferenceMetrics(ABC):
-    """Takes the figures of micro-batches out of a trainer's `get_batch_loss_metrics` during a run.
+    """Averages the figures that a trainer's `get_batch_loss_metrics` returns for micro-batches during a run.
 
-    After each micro-batch the figures of the logging interval so far are in `trainer._stored_metrics`, from which
-    `trainer.log` takes and removes them. Evaluations are stock's.
-    sums: of the figures of this logging interval. counts: what they are divided by, or of.
+    After each micro-batch `trainer._stored_metrics` has the figures of the logging interval so far; `trainer.log` takes
+    and removes them. Evaluations are stock's.
+    sums: of the figures of this logging interval. counts: their divisors, or numbers of samples.
     """
 
     def __init__(self, trainer: Any):
@@ -34,7 +34,7 @@ class PreferenceMetrics(ABC):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the figures of this trainer are taken."""
+        """Within it the figures of this trainer are averaged."""
         stock = self.trainer.get_batch_loss_metrics
         with replaced(self.trainer, get_batch_loss_metrics=functools.partial(self._get_batch_loss_metrics, stock)):
             yield
@@ -46,14 +46,14 @@ class PreferenceMetrics(ABC):
         if computing is None or odb.evaluation is not None:
             return loss, metrics
         stored = self.trainer._stored_metrics["train"]
-        if not stored:  # they have been logged
+        if not stored:  # the trainer has logged
             self.sums.clear()
             self.counts.clear()
             self._begun = None
         if computing.micro_batch.begins_optimizer_step:
             if (step := computing.micro_batch.step) is not self._begun:
                 self._begun, self._before = step, (self.sums, self.counts)
-            # A step that is restarted (`oom: split`): its figures so far do not count.
+            # The figures of a restarted step (`oom: split`) do not count.
             self.sums, self.counts = self._before[0].copy(), self._before[1].copy()
         self.add(computing, metrics)
         stored.clear()
@@ -62,18 +62,18 @@ class PreferenceMetrics(ABC):
 
     @abstractmethod
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        """Add the figures of a micro-batch of this rank; those of an idle one count nothing, but its step does."""
+        """Add the figures of a micro-batch of this rank. An idle one adds no figures, but its step counts."""
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """This rank's contribution to the sum or mean over ranks: the same keys in the same order on all of them."""
+        """This rank's part of the sum or mean over ranks: the same keys in the same order on all ranks."""
 
 
 class PairMetrics(PreferenceMetrics):
     """Figures of DPO and its variants: means over pairs. The mean of `figures` over ranks is the mean over all pairs.
 
-    A pair has its weight in the loss of its optimizer step; a step counts by its number of stock micro-batches, or of
-    pairs, whichever the loss is a mean over.
+    A pair has its weight in the loss of its optimizer step. A step counts by the number of stock's micro-batches
+    or of pairs, whichever the loss is a mean over.
     """
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`Training`: one `train()` under online dynamic batching, whose batches are optimizer steps to the Trainer."""
+"""`Training`: one `train()` under online dynamic batching. To the Trainer its batches are optimizer steps."""
 
 from __future__ import annotations
 
@@ -38,11 +38,9 @@ from odb_factory.model.check import (
     models_of,
     of_flat_batch,
     resolve_layout,
-    unwrapped,
 )
 from odb_factory.model.encoder import EncoderDoor
 from odb_factory.model.engine import engine_of, gradients_deferred
-from odb_factory.model.flat_row import noise_by_sample
 from odb_factory.model.head import WithoutLogits
 from odb_factory.model.known import can_know
 from odb_factory.model.tower import images_at_once, one_pass, patch_products
@@ -55,27 +53,25 @@ from odb_factory.training.checks import check_hooks, check_own_rows, of_trainer,
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.recompute import Recompute, can_be_measured, find_recompute
 from odb_factory.training.shared_encoder import shared_encoder
-from odb_factory.training.stock import StockLoss, UnknownWeights, assumed, measure, short_rows
+from odb_factory.training.stock import StockLoss, UnknownWeights, assumed, measurable_model, measure, short_rows
 
 logger = get_logger(__name__)
 
-# The learning rate of a run whose number of optimizer steps is not known ahead (`fill` in epochs).
-# A schedule is a curve over optimizer steps. Here the curve is drawn over an estimated number of steps, and read at a
-# position that follows the share of samples done: after half the samples the learning rate is that of half the run,
-# however many steps that took.
+# The learning rate of a run whose number of optimizer steps is unknown (`fill` in epochs).
+# A schedule is a curve over optimizer steps. The curve is drawn over an estimated number of steps and read at a
+# position that follows the share of samples done: after half the samples the learning rate is that of half the run.
 
 SAMPLES_TO_JUDGE_BY = 256
 """Lengths often vary as much as their mean, so the mean of 256 random ones is known to about 6 %."""
 
 
 class FillSchedule:
-    """Does nothing to a run whose steps are known: then `lr_scale` is none, and its scheduler counts steps itself.
+    """The learning rate of a run. A run with a known number of steps keeps the Trainer's scheduler.
 
-    is_shuffled: the order of samples is random. is_estimated: the number of steps is not known ahead.
+    is_shuffled: the order of samples is random. is_estimated: the number of steps is unknown.
     position: of the run on the curve, in estimated optimizer steps. warmup_steps: a warm-up given in optimizer steps,
-    which is then taken in real steps; 0 if it is a share of the run. total_steps: steps of the curve: warm-up plus the
-    rest (at least 1, so that the learning rate comes down with the samples that are left, not at once, if the estimate
-    is too low); 0 before the scheduler is made.
+    taken in real steps; 0 if it is a share of the run. total_steps: steps of the curve: warm-up plus the rest (at least
+    1, so that a low estimate does not end the schedule at once); 0 before the scheduler is made.
     """
 
     def __init__(self, *, is_shuffled: bool, is_estimated: bool):
@@ -93,11 +89,11 @@ class FillSchedule:
             self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
 
     def scale(self, loader: ODBLoader, optimizer: Any, scheduler: Any) -> None:
-        """Multiply the learning rates by the factor of `lr_scale`: the samples of an optimizer step, estimated from the
-        first plan, as a multiple of those of stock (rows of a batch x accumulation x ranks), linear or sqrt.
+        """Multiply the learning rates by the factor of `lr_scale`, linear or sqrt: samples of an optimizer step
+        (estimated from the first plan) / samples of stock's (rows of a batch x accumulation x ranks).
 
-        Before the first optimizer step; a checkpoint has rates that are multiplied already. Raises `ConfigError` if the
-        first window need not be like the rest: few samples, or an order that is not random.
+        Call before the first optimizer step; the rates of a checkpoint are multiplied already. Raises `ConfigError` if
+        the first window may differ from the rest: few samples, or an order that is not random.
         """
         config, num_samples, rule = loader.config, loader.num_samples, loader.rule
         if self._lr_factor is not None or config.lr_scale == "none":
@@ -123,7 +119,7 @@ class FillSchedule:
         for group in optimizer.param_groups:
             group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
         scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
-        for name in ("base_lrs", "_last_lr"):  # the second is what it says of its last step
+        for name in ("base_lrs", "_last_lr"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
         logger.info(
@@ -135,7 +131,7 @@ class FillSchedule:
         )
 
     def create(self, make: Callable[[int], Any], expected: int, warmup_steps: float) -> Any:
-        """The scheduler that `make` makes over the expected optimizer steps; if these are estimated, it follows the
+        """The scheduler of `make` over the expected optimizer steps. If these are estimated, the scheduler follows the
         samples done. warmup_steps: of the training arguments."""
         if not self._is_estimated:
             return make(expected)
@@ -143,7 +139,7 @@ class FillSchedule:
             self.warmup_steps = int(warmup_steps) if warmup_steps >= 1 else 0
             self.total_steps = self.warmup_steps + max(expected - self.warmup_steps, 1)
         scheduler = make(self.total_steps)
-        if isinstance(scheduler, LambdaLR):  # every schedule of transformers but those that go by metrics
+        if isinstance(scheduler, LambdaLR):  # every schedule of transformers that does not follow a metric
             # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
             at_position: list[Any] = [lambda _, curve=curve: curve(self.position) for curve in scheduler.lr_lambdas]
             scheduler.lr_lambdas = at_position
@@ -160,11 +156,11 @@ class FillSchedule:
 
 
 class StepInputs(dict[str, torch.Tensor]):
-    """An optimizer step in the place of a batch.
+    """An optimizer step, which the Trainer takes for a batch.
 
-    As a mapping it holds what the Trainer counts in a batch: a main input whose `numel` are input tokens (without
-    storage), and an attention mask whose sum are tokens without padding. Its micro-batches are taken from the loader
-    one by one, so that one at a time is in memory.
+    Its entries are for the counts of the Trainer: a main input whose `numel` is the input tokens (without storage), and
+    an attention mask whose sum is the tokens without padding. The micro-batches come from the loader one by one, so
+    that one at a time is in memory.
     """
 
     def __init__(self, main_input: str, num_tokens: int, num_real_tokens: int, micro_batches: Iterator[Collated]):
@@ -181,21 +177,21 @@ def not_reached(trainer: Any, name: str) -> str:
 
 
 class Training(TrainerCallback):
-    """One `train()`, from its begin to its end. To the Trainer it is the train dataloader, whose batches are optimizer
-    steps, and a callback that sets the figures which the Trainer cannot know.
+    """One `train()`. To the Trainer it is the train dataloader, whose batches are optimizer steps, and a callback that
+    sets the figures which the Trainer cannot know.
 
-    checkpoint: that it resumes. encoder: where ranks share the work of the vision tower. trial_units: units of a
-    micro-batch that is only tried (`auto`).
-    From `begin` on (`has_begun`), when the Trainer asks for its dataloader:
-    stock_dataloader: that the Trainer would have used; callbacks are given that one, which they may iterate. stock: how
-        stock makes the loss; is_measured: by a measurement. user_values: training arguments that differ in a run.
-    config, layout, loader, accounting, memory (names micro-batches that do not fit): made anew if layout or budgets
+    checkpoint: to resume from. encoder: lets the ranks share the work of the vision tower. trial_units: units of a
+        micro-batch that is only tried (`auto`).
+    Set by `begin` (`has_begun`), when the Trainer asks for its dataloader:
+    stock_dataloader: the Trainer's own, for callbacks, which may iterate it. stock: how stock makes the loss.
+        user_values: training arguments that differ in a run.
+    config, layout, loader, accounting, memory (names micro-batches that do not fit): replaced if layout or budgets
         change before the first optimizer step. is_unchecked: the layout is flat, and not yet checked. lacks_budgets:
-        the config holds stand-ins until `auto` budgets are chosen. accounting counts optimizer steps, those before a
+        the config holds placeholders until `auto` budgets are chosen. accounting counts optimizer steps, those before a
         resume included. schedule: of the learning rate. step: the optimizer step taken last.
-    epochs, max_steps: of the arguments; epochs are infinite if `max_steps` counts, which else is None.
-    From `settle` on: restarts: takes the optimizer steps with `oom: split` or `skip`, and if a micro-batch may run
-        again with recomputation. recompute: decides which micro-batches are recomputed; None: as configured.
+    epochs, max_steps: of the arguments; epochs are infinite if `max_steps` is set, else `max_steps` is None.
+    Set by `settle`: restarts: takes the optimizer steps with `oom: split` or `skip`, and if a micro-batch may run again
+        with recomputation. recompute: decides which micro-batches are recomputed; None: as configured.
     """
 
     config: ResolvedConfig
@@ -210,7 +206,7 @@ class Training(TrainerCallback):
     def __init__(self, trainer: Any, checkpoint: Checkpoint | None):
         self.odb, self.trainer, self.checkpoint = trainer.odb, trainer, checkpoint
         self.stock, self.layout = StockLoss(), Layout("padded", "not resolved yet")
-        self.has_begun = self.is_measured = self.is_unchecked = self.lacks_budgets = False
+        self.has_begun = self.is_unchecked = self.lacks_budgets = False
         self.user_values: dict[str, Any] = {}
         self.encoder: EncoderDoor | None = None
         self.restarts: RestartedSteps | None = None
@@ -221,10 +217,10 @@ class Training(TrainerCallback):
         self._first_epoch: int | None = None
         self._ends = contextlib.ExitStack()
 
-    # Its begin
+    # The begin
 
     def begin(self, stock: Any) -> None:
-        """Make the loader of the settings. Its budgets and its layout are settled when the model is wrapped.
+        """Make the loader. `settle` decides on its budgets and its layout once the model is wrapped.
 
         stock: the Trainer's train dataloader.
         """
@@ -234,8 +230,8 @@ class Training(TrainerCallback):
         self.epochs: float = args.num_train_epochs if self.max_steps is None else math.inf
         self.accumulation: int = args.gradient_accumulation_steps
         self._restarts_epoch, self._agree_on = args.ignore_data_skip, {**of_trainer(trainer), **odb.agree_on}
-        # 1. The parts of the Trainer's dataloader. The seed of its order, if none is given, is that which torch was
-        #    seeded with last, as accelerate's sampler takes it, unless that is another on each rank.
+        # 1. The parts of the Trainer's dataloader. Without `data_seed` the order has torch's last seed, as in
+        #    accelerate's sampler, unless the ranks differ in it.
         self._seed: int = args.data_seed
         if self._seed is None:
             seeds = odb.gather(torch.initial_seed())
@@ -247,25 +243,20 @@ class Training(TrainerCallback):
         if odb.observer is None:
             parts = with_all_columns(parts, dataset, odb.cost_fn)
         self._parts, self._sampler_at_begin = parts, SamplerState(parts.sampler)
-        # 2. How stock makes the loss of an optimizer step. No row of a stream is read, which can be read once. A
-        #    refusal is raised once the loader has read rows and found its checkpoint, whose error may be the cause.
-        refusal: ConfigError | None = None
-        if odb.equal_weights:
-            self.stock = assumed(trainer)
-        else:
+        # 2. How stock makes the loss of an optimizer step. A stream can be read once, so none of its rows are read.
+        self.stock = assumed(trainer)
+        if not odb.equal_weights:
+            model, scaling = measurable_model(trainer), odb.config.loss_scaling
             observer = odb.observer or odb.observer_of_items(parts, odb.config)
             has_rows = parts.sampler is not None
             rows = short_rows(parts.dataset, observer, args.process_index) if has_rows else []
             try:
-                self.stock, self.is_measured = measure(trainer, rows, parts.collate_fn, odb.gather), True
+                self.stock = measure(trainer, model, rows, parts.collate_fn, odb.gather)
             except ConfigError as error:
-                is_own = isinstance(error, UnknownWeights)  # then other weights can be given to the losses of samples
-                if odb.config.loss_scaling == "stock" or (odb.config.loss_scaling != "none" and not is_own):
-                    refusal = error
-                else:
-                    logger.warning("%s", error)
-                self.stock = assumed(trainer)
-        # 3. The loader, in the layout to begin with
+                if scaling == "stock" or (scaling != "none" and not isinstance(error, UnknownWeights)):
+                    raise
+                logger.warning("%s", error)
+        # 3. The loader, in its first layout
         config = self._first_config()
         models, is_stream = models_of(trainer), isinstance(dataset, IterableDataset)
         layout = resolve_layout(models, odb.config.layout, args, refused=odb.not_flat, is_stream=is_stream)
@@ -274,13 +265,11 @@ class Training(TrainerCallback):
         is_estimated = not config.keeps and self.max_steps is None
         self.schedule = FillSchedule(is_shuffled=is_shuffled, is_estimated=is_estimated)
         self._make_loader(layout, config)
-        if refusal is not None:
-            raise refusal
         self.user_values = self._ends.enter_context(run_arguments(trainer))
 
     def _first_config(self) -> ResolvedConfig:
-        """With the budgets of the checkpoint or, if `auto` ones are still to be chosen, stand-ins: each sample is a
-        micro-batch until then, so that little is read before."""
+        """The config with the `auto` budgets of the checkpoint or, before they are chosen, placeholders: each sample is
+        a micro-batch, so that little is read."""
         config = self.odb.config
         if not (keys := config.auto_keys):
             return config.resolved()
@@ -293,12 +282,12 @@ class Training(TrainerCallback):
             )
             return config.resolved(**chosen)
         self.lacks_budgets = True
-        stand_in: dict[str, int | None] = {"token_budget": config.pad_to_multiple_of or 1, "max_patches": None}
-        resolved = config.resolved(**{key: stand_in[key] for key in keys})
+        least: dict[str, int | None] = {"token_budget": config.pad_to_multiple_of or 1, "max_patches": None}
+        resolved = config.resolved(**{key: least[key] for key in keys})
         return dataclasses.replace(resolved, overlong="singleton", buffer_size=1)
 
     def _make_loader(self, layout: Layout, config: ResolvedConfig) -> None:
-        """At the start of the run, or where its checkpoint left it, with its first plan made."""
+        """Make the loader, at the start of the run or where its checkpoint left it, and its first plan."""
         odb, trainer, args, parts = self.odb, self.trainer, self.trainer.args, self._parts
         if self.has_begun:
             self._close_loader()
@@ -307,7 +296,7 @@ class Training(TrainerCallback):
         observer: Any = odb.observer or odb.observer_of_items(parts, config)
         if self.stock.counts_unsupervised:
             observer.keeps_unsupervised = True
-        # Such a label counts, though nothing predicts it; a mean over the micro-batch of a row alone has no value.
+        # A first label counts in a mean over more than the row, though nothing predicts it.
         observer.counts_first_labels = mean.counts == "labels" and mean.over in ("step", "rank")
         self.loader = loader = odb.make_loader(
             parts,
@@ -337,8 +326,8 @@ class Training(TrainerCallback):
             self._epochs_before = go_to_checkpoint(loader, checkpoint, restarts_epoch=restarts_epoch)
             self.accounting.resume_at(steps)
             if (an_epoch := loader.num_optimizer_steps) and steps // an_epoch > loader.epoch:
-                # An epoch was restarted. The Trainer divides the steps taken by the length of an epoch, and must not
-                # find more epochs in them than were done.
+                # An epoch was restarted. The Trainer divides the steps taken by the length of an epoch, which must not
+                # give more epochs than were done.
                 self._least_length = steps // (loader.epoch + 1) + 1
             if checkpoint.saved is not None:
                 self.schedule.load_state_dict(checkpoint.saved["schedule"])
@@ -348,14 +337,10 @@ class Training(TrainerCallback):
                 loader.begin()
 
     def settle(self) -> None:
-        """Settle the loader to train with: another one if the flat layout fails its check, or once `auto` budgets are
-        chosen. Call after the model is wrapped."""
+        """Check the flat layout, choose `auto` budgets, and replace the loader if these change it. Call after the model
+        is wrapped."""
         trainer, odb = self.trainer, self.odb
         check_hooks(trainer)
-        if self.layout.name == "flat" and getattr(trainer, "neftune_hook_handle", None) is not None:
-            trainer.neftune_hook_handle.remove()
-            embedding = unwrapped(trainer.model).get_input_embeddings()
-            trainer.neftune_hook_handle = embedding.register_forward_hook(noise_by_sample)
         loader = self.loader
         if self.is_unchecked and loader.has_rows:
             why = self._check_layout(lambda: trial_batches(loader.first_samples(), loader.groups, NUM_SAMPLES))
@@ -369,7 +354,7 @@ class Training(TrainerCallback):
         logger.info("layout: %s (%s)", self.layout.name, self.layout.reason)
         if (begun := self.loader.under_way) is not None and begun.planned:
             log_first_step(self.loader, begun.planned[0].step)
-        # What happens if memory is short.
+        # What happens if memory is short
         if not chooses and odb.memory_meter is not None:
             rehearse(trainer)
         self.recompute = self.memory.recompute = find_recompute(trainer)
@@ -378,24 +363,24 @@ class Training(TrainerCallback):
 
     @property
     def _repeats_alone(self) -> bool:
-        """Whether a micro-batch that ran out of memory without recomputation can run again, with `oom: raise`, too. On
-        several ranks it would cost something: restarted steps reduce their gradients late."""
+        """Whether a micro-batch that ran out of memory without recomputation can run again with `oom: raise`. Only on
+        one rank: restarted steps reduce their gradients late, which costs time on several."""
         args = self.trainer.args
         return can_be_measured(self.trainer) and args.world_size == 1 and why_not_split(args) is None
 
     def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
-        """Check a flat layout by the first micro-batch, if rows cannot be read by their number. segments: of its
-        samples. Raises `LayoutError` if the layout is not right for the model."""
+        """Check a flat layout by the first micro-batch of a dataset whose rows have no number. segments: lengths of its
+        samples (tokens). Raises `LayoutError` if the layout is wrong for the model."""
         if self.is_unchecked and (why := self._check_layout(lambda: of_flat_batch(batch, segments))):
             raise LayoutError(why)
 
     def _check_layout(self, make: Callable[[], Iterable[Any]]) -> str | None:
-        """Why the flat layout is not right for the model; None if it is. Collective."""
+        """Why the flat layout is wrong for the model; None if it is right. Collective."""
         self.is_unchecked, trainer = False, self.trainer
         context = trainer.compute_loss_context_manager
         return check_rows(Runs(trainer.model_wrapped, trainer._prepare_inputs, self.odb.gather, context), make)
 
-    # How long it is
+    # The length of the run
 
     @property
     def optimizer_steps(self) -> int:
@@ -403,14 +388,14 @@ class Training(TrainerCallback):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None if they are not known ahead (`fill` in epochs)."""
+        """Optimizer steps of the whole run; None if unknown (`fill` in epochs)."""
         if self.max_steps is not None:
             return self.max_steps
         an_epoch = self.loader.num_optimizer_steps
         return None if an_epoch is None else max(math.ceil(self.epochs * an_epoch), self.optimizer_steps)
 
     def expected_steps(self) -> int:
-        """The same, or an estimate, which equals the steps taken if and only if the run is done."""
+        """`total_steps`, or an estimate, which equals the steps taken if and only if the run is done."""
         if (total := self.total_steps) is not None:
             return total
         steps, share = self.optimizer_steps, self._share
@@ -420,7 +405,7 @@ class Training(TrainerCallback):
 
     @property
     def _share(self) -> float:
-        """Of the samples of the run, those done; of a run in epochs."""
+        """Share (0 to 1) of the samples that are done, in a run of epochs."""
         return min(self.epoch / self.epochs, 1.0)
 
     @property
@@ -476,30 +461,31 @@ class Training(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()
 
     def _keep_cursor(self, state: Any) -> None:
-        """Every save from here on, up to the end of the next optimizer step, is of this moment."""
+        """Put the present state into all checkpoints that are saved before the next optimizer step ends."""
         state.stateful_callbacks[CURSOR] = {"args": self.state_dict(), "attributes": {}}
 
-    # Its optimizer steps, as a dataloader
+    # Optimizer steps, as a dataloader
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch: exact if they are kept, else a bound, at which the Trainer would end it."""
+        """Optimizer steps of an epoch: exact if they are kept, else an upper bound."""
         loader = self.loader
         length = loader.num_optimizer_steps
         if not self.config.keeps and self.max_steps is None and loader.num_samples is not None:
             # A micro-step has at least one sample, and all optimizer steps but the last have `accumulation` of them.
             length = -(-loader.num_samples // self.accumulation)
         if length is None:
-            raise TypeError("the number of optimizer steps of an epoch is not known ahead")
+            raise TypeError("the number of optimizer steps of an epoch is unknown")
         return max(length, self._least_length)
 
     def set_epoch(self, epoch: int) -> None:
-        """After a resume the Trainer counts epochs from a bound; the first is the one where the loader stands."""
+        """Start the epoch. After a resume the Trainer's first epoch number follows from a bound, so the epochs are
+        counted from the loader's."""
         if self._first_epoch is None:
             self._first_epoch = self.loader.epoch - epoch
         self.loader.set_epoch(epoch + self._first_epoch)
 
     def __iter__(self) -> Iterator[StepInputs]:
-        """The optimizer steps of an epoch; the run is settled when the first is requested."""
+        """The optimizer steps of an epoch. The first request settles the run."""
         if self.finished:
             return
         if self.step is None:
@@ -516,17 +502,18 @@ class Training(TrainerCallback):
             yield StepInputs(main_input, tokens, real, self._micro_batches(box, collated))
 
     def _micro_batches(self, box: list[Any], collated: Iterator[Collated]) -> Iterator[Collated]:
-        """Those of one optimizer step, of which the box holds the first; keeps no reference to those handed on."""
+        """The micro-batches of an optimizer step. box: holds the first. Keeps no reference to yielded micro-batches."""
         while box:
             is_last = box[0][0].ends_optimizer_step
             yield box.pop()
             if not is_last:
                 box.append(self.accounting.next(collated))
 
-    # Its micro-batches
+    # Micro-batches
 
     def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured) -> Computing:
-        """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says."""
+        """Begin the micro-batch whose forward comes next. `accounting.computing` weighs its loss until
+        `accounting.end`."""
         self.step = micro_batch.step
         if micro_batch.index == 0 and self.schedule.total_steps:
             self.schedule.advance(self.optimizer_steps + 1, self._share)
@@ -534,7 +521,7 @@ class Training(TrainerCallback):
 
     @contextlib.contextmanager
     def flat(self, rows: FlatRows) -> Iterator[None]:
-        """Every model that sees the batch computes these rows in place of its own."""
+        """Within it every model that sees the batch computes these flat rows instead of the rows of the batch."""
         with contextlib.ExitStack() as doors:
             for door in self._doors:
                 doors.enter_context(door.flat(rows))
@@ -550,24 +537,24 @@ class Training(TrainerCallback):
 
     @functools.cached_property
     def sample_door(self) -> WithoutLogits:
-        """Where code of the trainer computes the loss of a sample from its hidden states."""
+        """Lets the trainer compute the loss of a sample from its hidden states."""
         return WithoutLogits(self.trainer.model_wrapped)
 
     @functools.cached_property
     def knows_integers(self) -> bool:
-        """Whether micro-batches are given as `with_known_integers`."""
+        """Whether micro-batches pass through `with_known_integers`."""
         return can_know(self.trainer.model_wrapped, self.trainer.args.device)
 
     @contextlib.contextmanager
     def gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
-        """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
+        """Within it gradients add up on each rank; the backward of the last micro-batch synchronises them."""
         accelerator, engine = self.trainer.accelerator, self._engine
         if engine == "deepspeed":  # newer releases of accelerate do the same by `sync_gradients`
             model.set_gradient_accumulation_boundary(is_last)
         syncs = is_last or engine in ("deepspeed", "none")
         syncs = syncs or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if engine == "sharded" and self.accumulation == 1:
-            syncs = True  # it would hold whole gradients, for which stock training needs no memory
+            syncs = True  # unsynchronised gradients are whole, and stock training has no memory for them
         accelerator.sync_gradients = is_last
         try:
             with contextlib.nullcontext() if syncs else gradients_deferred(model):
@@ -579,11 +566,11 @@ class Training(TrainerCallback):
     def _engine(self) -> str:
         return engine_of(self.trainer.model_wrapped)
 
-    # Its state and its end
+    # The state and the end
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands after the optimizer step taken last: JSON types, the same on all ranks. budgets: those
-        of `auto`."""
+        """The state after the optimizer step taken last: JSON types, the same on all ranks. budgets: chosen by
+        `auto`."""
         budgets = BUDGETS if self.odb.config.auto_keys else ()
         return {
             "optimizer_steps": self.optimizer_steps,
@@ -598,16 +585,16 @@ class Training(TrainerCallback):
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Within it the Trainer trains with odb. At its end the summary is written (collective). After an error the
-        other ranks are told; raises the cause of the error, if known."""
+        """Within it the Trainer trains with odb. Its end writes the summary (collective). An error also ends the other
+        ranks, and its cause is raised, if known."""
         odb, trainer, args = self.odb, self.trainer, self.trainer.args
         callbacks, models = trainer.callback_handler.callbacks, (trainer.model, getattr(trainer, "ref_model", None))
         with self._ends as ends:
             odb.training = self
             try:
-                callbacks.insert(0, self)  # the other callbacks read the figures that it sets
+                callbacks.insert(0, self)  # the other callbacks read the figures that this one sets
                 ends.callback(callbacks.remove, self)
-                jit: Any = next((one for one in callbacks if getattr(one, "jit_manager", None) is not None), None)
+                jit: Any = next((each for each in callbacks if getattr(each, "jit_manager", None) is not None), None)
                 if jit is not None:
                     preemption = Preemption(jit.jit_manager, ring_of(None, odb.config.exchange_timeout_s).main)
                     callbacks.append(preemption)
@@ -625,7 +612,7 @@ class Training(TrainerCallback):
                 self.accounting.finish(Path(args.output_dir), round(self.epoch, 4))
             except BaseException as error:
                 cause = ending(error, args.output_dir)
-                if self.has_begun and not isinstance(cause, CollectiveError):  # of which they know
+                if self.has_begun and not isinstance(cause, CollectiveError):  # which all ranks raise
                     self.loader.abort(one_line(cause))
                 if cause is not error:
                     raise cause from error
@@ -634,13 +621,11 @@ class Training(TrainerCallback):
                 if self.has_begun:
                     self._close_loader()
                 self.layout.undo()
-                if (noise := getattr(trainer, "neftune_hook_handle", None)) is not None:
-                    noise.remove()  # stock leaves it after an error
                 odb.training, odb.token_losses = None, {}
 
 
 def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callable | None) -> DataLoaderParts:
-    """With the columns of `train_dataset` that the Trainer removes, if costs are counted from them."""
+    """The parts with the columns that the Trainer removes from `train_dataset`, if costs are counted from them."""
     if not isinstance(parts.dataset, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
         return parts
     columns = parts.dataset.column_names

@@ -1,5 +1,6 @@
-"""`trainer.odb`: a `Session` has the settings of `enable_odb`, and makes the loss of the micro-batch in forward; during
-`train()` it has a `Training` (`run.py`), and while an evaluation by budget runs that `Evaluation`."""
+"""`Session`, the `trainer.odb` of a trainer: the settings of `enable_odb`, and the loss of the micro-batch in forward.
+
+It holds a `Training` (`run.py`) during `train()`, and an `Evaluation` during an evaluation by budget."""
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ from odb_factory.training.stock import SampleModel, cut, number_like
 
 @dataclass(eq=False, kw_only=True, repr=False)
 class Session:
-    """odb on one trainer, as long as that lives: `trainer.odb`. The first fields are the arguments of `enable_odb`.
+    """odb on one trainer: `trainer.odb`. The first fields are the arguments of `enable_odb`.
 
-    before_step: called with the model and all micro-batches of an optimizer step before the first is trained on, which
-        are in memory together then; None: they come one by one.
-    collate_fn: of training, in the place of the trainer's data collator. parts: what `train()` changes on the trainer:
-        each has `in_place()`, a context.
-    training: the `train()` in progress. evaluation: by budget, while one runs, in a training or not. resolved: the
-        config with the budgets of the training, or of the last one; None while those of `auto` are not chosen.
-    eval_mean: what stock's loss of an evaluation is made of, once it is measured. token_losses: of the training, by
-        why they need logits.
+    before_step: called with the model and all micro-batches of an optimizer step, which then are in memory together,
+        before the first is trained on; None: the micro-batches come one by one.
+    collate_fn: replaces the trainer's data collator in training. parts: change the trainer in `train()`; each has
+        `in_place()`, a context.
+    training: the `train()` in progress. evaluation: the evaluation by budget in progress. resolved: the config with the
+        budgets of this or the last training; None until `auto` budgets are chosen.
+    eval_mean: the measured rule of stock's loss of an evaluation. token_losses: of the training, by the reason why they
+        need logits.
     """
 
     trainer: Any
@@ -88,7 +89,7 @@ class Session:
     # For a training and for evaluations
 
     def observer_of_items(self, parts: DataLoaderParts, config: ODBConfig | ResolvedConfig) -> ItemObserver:
-        """Of a dataset that yields processed samples."""
+        """The observer of a dataset that yields processed samples."""
         collate, scaling = Picklable(parts.collate_fn, "collate_fn"), config.loss_scaling
         return ItemObserver(collate, cost_fn=self.cost_fn, patch_size=self.patch_size, loss_scaling=scaling)
 
@@ -125,16 +126,18 @@ class Session:
 
     @property
     def way(self) -> Literal["number of stock", "by sample", "mean"]:
-        """How the loss of the micro-batch in forward is made. number of stock: stock's own number of items of the
-        optimizer step makes it weigh as in stock. by sample: code of the trainer is called once a sample. mean: over
-        the units of the micro-batch, which is weighed here."""
+        """How the loss of the micro-batch in forward is made.
+
+        number of stock: with stock's number of items of the optimizer step. by sample: by one call of the trainer's
+        code a sample. mean: as a mean over the units of the micro-batch, which odb weighs.
+        """
         computing, training = self.computing, self.training
         if computing is None or training is None or self.evaluation is not None or not computing.micro_batch.samples:
             return "mean"
         stock = training.stock
         if stock.is_trainers:
             return "by sample"
-        # Stock's own number of items makes any cut of the optimizer step stock's.
+        # With stock's number of items any cut of the optimizer step has stock's loss.
         is_stock = self.config.loss_scaling == "stock" and computing.row_weights is None
         return "number of stock" if is_stock and stock.number is not None and stock.mean.over == "step" else "mean"
 
@@ -148,7 +151,7 @@ class Session:
 
     @contextlib.contextmanager
     def unpadded(self, inputs: Any) -> Iterator[Any]:
-        """Yields a batch without the rows that its models compute in place of its own; within it they do."""
+        """Yields the batch without its flat rows; within it the models compute these instead of the padded rows."""
         if self.training is None or not isinstance(inputs, dict) or UNPADDED not in inputs:
             yield inputs
             return
@@ -158,8 +161,8 @@ class Session:
     def compute_loss(
         self, stock: Callable[..., Any], model: Any, inputs: Any, *, return_outputs: bool, kwargs: dict[str, Any]
     ) -> Any:
-        """The loss of the micro-batch in forward, with its weights. stock, kwargs: the trainer's `compute_loss`, and
-        what else it is given."""
+        """The weighted loss of the micro-batch in forward. stock: the trainer's `compute_loss`; kwargs: its other
+        arguments."""
         training: Any = self.training
         computing, num_items, args = self.computing, self.num_items, self.trainer.args
         if num_items is None and isinstance(inputs, StepInputs):
@@ -172,7 +175,7 @@ class Session:
             way = self.way
             weighs_as_stock = training is not None and self.evaluation is None and self.config.loss_scaling == "stock"
             is_measured = way == "by sample" and weighs_as_stock
-            # Our weights include the number of ranks; those of code of the trainer were measured as stock multiplies.
+            # odb's weights include the number of ranks, unless they were measured for the trainer's own code.
             if way != "number of stock" and not is_measured:
                 contexts.enter_context(replaced(args, average_tokens_across_devices=False))
             if way == "by sample":
@@ -182,9 +185,9 @@ class Session:
                 result = self._loss_by_sample(once, model, batch, counts_first=counts_first)
                 result = result if return_outputs else result[0]
             else:
-                if way == "mean":  # a loss that divides by their number returns a mean, like one that ignores it
+                if way == "mean":  # a loss that divides by the number then is a mean, as a loss that ignores it
                     kwargs["num_items_in_batch"] = torch.full((), num_items, device=args.device)
-                elif computing is not None:  # it was handed to `training_step`
+                elif computing is not None:  # `training_step` was given this number
                     num_items = computing.micro_batch.samples[0].stock_units
                 contexts.enter_context(self._weighing(model, num_items, weighs_as_stock=weighs_as_stock))
                 result = stock(model, batch, return_outputs=return_outputs, **kwargs)
@@ -200,8 +203,8 @@ class Session:
     def _weighing(
         self, model: Any, num_items: int, *, weighs_as_stock: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it the loss of the model is the weighted sum over its tokens, also in a trial, which needs the same
-        memory. model: as trained. num_items: what a sum of equal weights is divided by."""
+        """Within it the loss of the model is the weighted sum over its tokens, also in a trial, which must need the
+        same memory. model: as wrapped. num_items: divides the sum if all weights are equal."""
         training: Any = self.training
         computing = self.computing
         if self.equal_weights or (training is not None and training.stock.is_trainers):
@@ -215,8 +218,8 @@ class Session:
                 return contextlib.nullcontext()  # the model's own mean
             if weighs_as_stock:
                 times = computing.num_items / num_items
-                # If the loss of tokens is divided by the tokens of all micro-batches, nothing divides that of a model's
-                # routers: stock adds it once a micro-batch, multiplied by the ranks if tokens are counted on all ranks.
+                # Stock divides a loss of tokens by the tokens of all micro-batches, but adds the loss of routers once a
+                # micro-batch, multiplied by the ranks if tokens are counted on all ranks.
                 rule, samples = training.loader.rule, computing.micro_batch.step.samples
                 if rule.stock_mean.over in ("step", "rank"):
                     times *= math.ceil(samples / rule.batch_size)
@@ -225,17 +228,18 @@ class Session:
         if self.evaluation is not None and not self.evaluation.loss_only:
             why = why or "the predictions of an evaluation are made of them"
         if why not in self.token_losses:
-            is_measured = training is not None and training.is_measured
+            is_measured = training is not None and training.stock.is_measured
             self.token_losses[why] = TokenLoss(model, self.config.loss_scaling, why, is_measured=is_measured)
         return self.token_losses[why].weighing(row_weights, segments, num_items, num_supervised, times)
 
     def _loss_by_sample(
         self, compute_loss: Callable[..., Tensor], model: Any, inputs: Mapping[str, Any], *, counts_first: bool
     ) -> Any:
-        """The weighted sum of the losses of the samples of the micro-batch in forward, each computed from its own
-        logits, and the output of the model. If the model allows it, the logits of one sample exist at a time.
+        """The weighted sum of the losses of all samples of the micro-batch in forward, and the output of the model.
 
-        compute_loss: of the trainer. counts_first: a sample weighs by all its labels, the first one too."""
+        Each loss is computed from the logits of its sample; if the model allows it, only these exist at a time.
+        compute_loss: of the trainer. counts_first: a sample weighs by all its labels, the first too.
+        """
         computing: Any = self.computing
         training: Any = self.training
         number_of_stock, samples, measured = training.stock.number, computing.micro_batch.samples, computing.measured

@@ -1,4 +1,4 @@
-"""`balance_encoder` in a training: the ranks share the work of the vision tower, through `EncoderDoor`."""
+"""`balance_encoder` in a training: the ranks share the work of the vision tower, by `EncoderDoor`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from odb_factory.planner import EncoderCost, EncoderPlan, plan_encoders
 logger = get_logger(__name__)
 
 _kept: list[Any] = []
-"""Process groups of trainings that have failed, to the end of the process."""
+"""Process groups of failed trainings, which live to the end of the process."""
 
 
 @contextlib.contextmanager
 def shared_encoder(trainer: Any) -> Iterator[EncoderDoor | None]:
-    """Within it, in `train()`, all ranks share the work of the vision tower in every forward within the door's
-    `balanced`. Yields None if the block does not ask for it, or it has no effect (logged). Collective.
+    """Within it the ranks share the work of the vision tower in every forward within the door's `balanced`. Yields None
+    without the key `balance_encoder`, or if it has no effect (logged). Collective.
 
-    Raises `CollectiveError` on all ranks if they differ in that: a rank alone would wait for its process group.
+    Raises `CollectiveError` on all ranks if they differ in this: a single rank would wait for its process group.
     """
     config, parent = trainer.odb.config, trainer.odb.process_group
     if trainer.args.world_size == 1:
@@ -76,7 +76,7 @@ def shared_encoder(trainer: Any) -> Iterator[EncoderDoor | None]:
     logger.info("balance_encoder: %s: images move to the rank that encodes them", config.balance_encoder)
     try:
         yield door
-    except BaseException:  # other ranks may wait, and the destructor of a group in use would wait for the call
+    except BaseException:  # other ranks may wait in a call, and the destructor of the group would wait for its end
         _kept.append(group)
         raise
     else:

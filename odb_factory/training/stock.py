@@ -1,12 +1,13 @@
-"""How stock weighs the samples of an optimizer step: measured before training, with the trainer that will train.
+"""Measure, before training, how stock weighs the samples of an optimizer step.
 
-1. The trainer's own `get_batch_samples` and `training_step` run on a few rows. The layers of the model do not compute,
-   and its output embedding returns logits that are leaves: the gradient of what reaches `accelerator.backward` ends at
-   the logits. A gradient of what the model returns shows that the trainer's code computes the loss.
-2. The loss of each sample alone, on its own logits, has a gradient, too. Stock's gradient must be that one times a
-   weight, and the weights of all samples must be those of one rule (`candidates`).
+1. The `get_batch_samples` and `training_step` of the trainer that will train run on a few rows. The layers of the model
+   do not compute, and its output embedding returns logits that are leaves, so the gradient of the loss that reaches
+   `accelerator.backward` ends there. If the returned logits have a gradient, the trainer computes the loss.
+2. The loss of each sample alone, on its own logits, has a gradient, too. Stock's gradient must be this gradient times a
+   weight, and the weights of all samples must be those that the planner gives by one rule (`candidates`).
 
-So a release, a custom loss or a trainer that weighs in another way needs no branch here. What fits no rule is refused.
+So a release, a custom loss or a trainer that weighs differently needs no branch here. A loss that fits no rule is
+refused.
 
 Names of shapes: rows, length: of a padded micro-batch; V: vocabulary.
 """
@@ -20,11 +21,12 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
@@ -33,12 +35,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from odb_factory.data.observe import IGNORE_INDEX
-from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, OptimizerStepRule, StockMean, StockSteps
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
 from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.head import StandIn, has_routers, model_with_labels, without_layers
+from odb_factory.planner import ROW
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
 
@@ -46,13 +49,13 @@ logger = get_logger(__name__)
 
 ROWS, ROWS_OF_MICRO_BATCH = 6, 2
 ROWS_READ, FEW_TOKENS = 16, 12
-"""Rows of a rank to choose from; those with fewer tokens than this show less."""
+"""Rows of a rank to choose from; rows of fewer tokens than this come last."""
 MOST_TOKENS, MOST_PADDING = 16, 3
-"""Columns of a row, and those of its padding: the logits of whole rows may not fit into memory."""
+"""Columns of a row, and columns of its padding: the logits of whole rows may not fit into memory."""
 SUPERVISED, NONE_IN_THE_LAST = (2, 5, 3, 7, 4, 9), (2, 5, 3, 7, 4, 0)
-"""Tokens with a loss of each row, if it is long enough: a rule shows itself only if the rows differ."""
-TOLERANCE, VALUE_TOLERANCE = 1e-3, 5e-3
-"""Relative, of gradients and weights, and of losses of a whole model. Two rules differ by several percent."""
+"""Supervised tokens of each row, if it is long enough: only rows that differ show the rule."""
+TOLERANCE = 1e-3
+"""Allowed relative difference of gradients and weights. Two rules differ by several percent."""
 
 FROM_PADDING = (
     "a label is predicted from padding: the first token of a row that is padded on the left has a label; set it to "
@@ -64,35 +67,52 @@ FROM_PADDING = (
 class StockLoss:
     """How stock makes the loss of an optimizer step.
 
-    mean: the rule of the weights. is_trainers: code of the trainer computes it from logits (`compute_loss_func`, a
-    `compute_loss` of its own, the label smoother), and is called once a sample; else the model's own forward.
-    counts_unsupervised: a mean over samples counts those without a supervised token, which otherwise are left out.
-    number: an example of what stock's `get_batch_samples` returns as the number of items.
+    mean: the rule of the weights. is_measured: the rule is not assumed.
+    is_trainers: the trainer computes the loss from logits (`compute_loss_func`, its own `compute_loss`, the label
+    smoother), and is called once a sample; else the forward of the model computes it.
+    counts_unsupervised: a mean over samples counts samples without a supervised token.
+    number: an example of the number of items that stock's `get_batch_samples` returns.
     """
 
     mean: StockMean = MEAN_OF_STEP
+    is_measured: bool = False
     is_trainers: bool = False
     counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
 
 def assumed(trainer: Any) -> StockLoss:
-    """The rule of a loss that cannot be measured here, such as that of pairs."""
+    """The usual rule, for a loss that cannot be measured, such as the loss of pairs."""
     return StockLoss(MEAN_OF_STEP if trainer.model_accepts_loss_kwargs else MEAN_OF_MICRO_BATCH)
 
 
 class UnknownWeights(ConfigError):
-    """What stock weighs the samples fits no rule, or cannot be seen; nothing shows that their losses are not their own.
+    """Stock's weights fit no rule or cannot be measured, but each sample may have a loss of its own.
 
-    So other weights can be given to them (`loss_scaling`)."""
+    So odb can give the samples other weights (`loss_scaling`)."""
+
+
+def measurable_model(trainer: Any) -> Any:
+    """The transformers model that takes labels and has an output embedding, inside `trainer.model`.
+
+    Raises `ConfigError` if there is none.
+    """
+    model: Any = model_with_labels(trainer.model)
+    if model is None or model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"model: {type(unwrapped(trainer.model)).__name__} has no output embedding (get_output_embeddings), so how "
+            f"{type(trainer).__name__} weighs the samples of an optimizer step cannot be measured; use ODBDataLoader "
+            "in a custom loop, or train without odb."
+        )
+    return model
 
 
 Rows = Sequence[tuple[Any, int]]
-"""A few short processed rows of this rank, to measure with: features, and units."""
+"""Processed rows of this rank to measure with: features, tokens."""
 
 
 def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
-    """observer: dataset item -> features, cost."""
+    """A few short rows of the dataset, each perhaps several times. observer: dataset item -> features, cost."""
     rows: list[tuple[int, int, Any]] = []
     with kept_random_numbers():
         for number in range(min(ROWS_READ, len(dataset))):
@@ -100,76 +120,74 @@ def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
                 features, cost = observer(dataset[(rank * ROWS_READ + number) % len(dataset)])
             except Exception:  # reported when the row is trained on
                 continue
-            rows.append((cost.tokens + cost.patches, cost.units, features))
+            rows.append((cost.tokens + cost.patches, cost.tokens, features))
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
-    chosen = itertools.cycle([(features, units) for size, units, features in rows if size > 1])
+    chosen = itertools.cycle([(features, tokens) for size, tokens, features in rows if size > 1])
     return list(itertools.islice(chosen, ROWS))
 
 
-# The rules, and what a sample weighs by each of them.
+# The rules, and the weight of a sample by each of them.
 
 
 def candidates(world_size: int) -> list[StockMean]:
-    """The rules that exist, the usual ones first.
+    """All rules, the usual ones first.
 
-    Some trainers multiply by the number of ranks, over which the engine takes the mean, and some do not, so each rule
-    comes with factors.
+    The engine takes the mean over the ranks. Some trainers multiply the loss by the number of ranks and some do not, so
+    each rule comes with factors.
     """
-    of_tokens, of_samples = ("tokens", "labels"), ("samples", "all labels")
+    of_tokens, of_all = ("tokens", "labels"), ("tokens", "labels", "samples", "all labels")
     kinds: list[tuple[Any, float | None, tuple[Any, ...]]] = [
         ("step", None, of_tokens),
-        *[("rank", None, of_tokens)] * (world_size > 1),
-        ("micro_batch", None, of_tokens + of_samples),
-        ("micro_batch", world_size, of_tokens + of_samples),
+        ("rank", None, of_tokens),
+        ("micro_batch", None, of_all),
+        ("micro_batch", world_size, of_all),
     ]
     return [
         StockMean(over, divisor, counts, factor)
         for factor in dict.fromkeys((1.0, float(world_size), 1 / world_size))
         for over, divisor, all_counts in kinds
         for counts in all_counts
+        if over != "rank" or world_size > 1
     ]
 
 
-Table = Sequence[Sequence[tuple[int, int, bool]]]
-"""Of each rank the samples of the measurement: micro-batch, tokens with a loss, whether the first token has a label."""
+def _table(answers: Sequence[Any]) -> np.ndarray:
+    """The `samples` (units, whether the first token has a label) of all ranks as `ROW`, in stock's micro-batches."""
+    samples = [sample for answer in answers for sample in answer["samples"]]
+    rows = np.zeros(len(samples), ROW)
+    rows["units"], rows["leading_label"] = zip(*samples)
+    rank, number = np.divmod(np.arange(len(rows)), len(rows) // len(answers))
+    micro_batch, row = np.divmod(number, ROWS_OF_MICRO_BATCH)
+    rows["position"] = (micro_batch * len(answers) + rank) * ROWS_OF_MICRO_BATCH + row
+    return rows
 
 
-def weights_by(mean: StockMean, table: Table) -> list[list[float]]:
-    """What the mean loss of each sample weighs on its own rank."""
-    totals: dict[Any, int] = {}
-    samples: list[list[tuple[Any, int]]] = []  # of each rank: the mean that a sample is in, and what it counts there
-    for rank, rows in enumerate(table):
-        samples.append([])
-        for micro_batch, units, has_first in rows:
-            key = {"step": (), "rank": (rank,), "micro_batch": (rank, micro_batch)}[mean.over]
-            amount = 1 if mean.counts == "samples" else units + (mean.counts == "all labels" and has_first)
-            totals[key] = totals.get(key, 0) + amount + (mean.counts == "labels" and has_first)
-            samples[-1].append((key, amount))
-    times = mean.factor * len(table) / (mean.divisor or len(totals))
-    return [[times * amount / max(totals[key], 1) for key, amount in rows] for rows in samples]
+def _planned_weights(mean: StockMean, rows: np.ndarray, world_size: int) -> np.ndarray:
+    """[n]: the weight that the planner gives the mean loss of each sample (`ROW` [n]) by this rule."""
+    steps = StockSteps(
+        rule=OptimizerStepRule(batch_size=ROWS_OF_MICRO_BATCH, accumulation=1, stock_mean=mean),
+        global_batch_size=len(rows),
+        world_size=world_size,
+        num_samples=None,
+        remainder=0,
+        is_split=False,
+    )
+    of_stock, num_means = steps.means_of(rows)
+    divisors, counted, _ = of_stock.T
+    amounts = counted if mean.counts == "all labels" else np.maximum(rows["units"], 1)
+    weights: np.ndarray = world_size * mean.factor / (mean.divisor or num_means) * amounts / np.maximum(divisors, 1)
+    return weights
 
 
-def _losses_by(mean: StockMean, answers: Sequence[Any]) -> Iterator[tuple[float, float]]:
-    """The loss of each micro-batch of all ranks, and what this rule makes of the losses of its samples.
-
-    answers: of each rank `rows` (`Table`), the loss of each row `alone`, and `stock`'s of each micro-batch.
-    """
-    for answer, weights in zip(answers, weights_by(mean, [answer["rows"] for answer in answers])):
-        sums = [0.0] * len(answer["stock"])
-        for (micro_batch, *_), weight, loss in zip(answer["rows"], weights, answer["alone"]):
-            sums[micro_batch] += weight * loss
-        yield from zip(answer["stock"], sums)
-
-
-def _is_near(value: float, expected: float, tolerance: float = TOLERANCE) -> bool:
-    return abs(value - expected) <= tolerance * max(abs(value), abs(expected))
+def _is_near(value: float, expected: float) -> bool:
+    return math.isclose(value, expected, rel_tol=TOLERANCE)
 
 
 class Unmeasured(Exception):
     """Why something cannot be measured before training.
 
-    help: what may help: other "labels" of the rows, because stock cannot train on a row without a supervised token;
-    other "rows"; other "weights" for the samples, as nothing shows that their losses are not their own.
+    help: what may help: other "labels" of the rows, if stock cannot train on a row without a supervised token; other
+    "rows"; other "weights" of the samples, if each may have a loss of its own.
     """
 
     def __init__(self, why: str, help: str = ""):
@@ -178,9 +196,9 @@ class Unmeasured(Exception):
 
 
 def together(gather: Callable, failure: Unmeasured, compute: Callable[[], Any]) -> Any:
-    """What `compute` returns here, unless it fails on a rank: then all raise. Collective.
+    """The result of `compute`. If it fails on a rank, all ranks raise `Unmeasured`. Collective.
 
-    failure: of an error that code of a trainer or a collator raises, whose message follows.
+    failure: raised with the message of any other error appended.
     """
     result, problem = None, None
     try:
@@ -194,232 +212,136 @@ def together(gather: Callable, failure: Unmeasured, compute: Callable[[], Any]) 
     return result
 
 
-def measure(trainer: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
-    """The rule by which `trainer` weighs the samples of an optimizer step.
+def measure(trainer: Any, model: Any, rows: Rows, collate: Callable[[list[Any]], Any], gather: Callable) -> StockLoss:
+    """The rule by which `trainer` weighs the samples of an optimizer step. Collective.
 
-    rows: of this rank; none: rows are made up. collate: the trainer's collator. gather: (JSON) -> the JSON of all
-    ranks. Collective.
+    model: of `measurable_model`. rows: of this rank; if a rank has none, rows are made up. collate: the trainer's
+    collator. gather: (JSON) -> the JSON of all ranks.
     Leaves the trainer, its model and all random numbers as they are. Raises `ConfigError` on all ranks if no rule fits,
-    `UnknownWeights` if other weights would be right.
+    `UnknownWeights` if other weights are possible.
     """
-    model: Any = model_with_labels(trainer.model)
-    own = [model is not None and model.get_output_embeddings() is not None, bool(rows)]
-    has_logits, has_rows = map(all, zip(*gather(own)))
-    try:
-        if not has_logits:
-            return _by_values(_Measurement(trainer, model), rows, collate, gather)
-        return _by_gradients(trainer, model, [rows] * has_rows + [()], collate, gather)
-    except Unmeasured as why:
-        kind = UnknownWeights if why.help in ("rows", "weights") else ConfigError
-        raise kind(
-            f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), "
-            "so odb would train another loss; train without odb."
-        ) from None
-
-
-def _by_gradients(trainer: Any, model: Any, to_read: list[Rows], collate: Callable, gather: Callable) -> StockLoss:
-    """The rule that the gradients of logits fit. to_read: rows to try, one after the other. Collective."""
-    why = Unmeasured("")
-    for rows, supervised in itertools.product(to_read, (NONE_IN_THE_LAST, SUPERVISED)):
-        measurement = _Measurement(trainer, model)
+    has_rows, why = all(gather(bool(rows))), Unmeasured("")
+    to_read: list[Rows] = [rows, ()] if has_rows else [()]
+    for some_rows, supervised in itertools.product(to_read, (NONE_IN_THE_LAST, SUPERVISED)):
         try:
-            make = functools.partial(measurement.micro_batches, rows, collate, supervised)
-            micro_batches = together(gather, Unmeasured("its rows cannot be collated: ", "rows"), make)
-            weigh = functools.partial(measurement.weigh, micro_batches)
-            stock = _rule_of(gather(together(gather, Unmeasured("its step raises ", "labels"), weigh)))
-            logger.debug("stock takes %s (measured)", stock.mean)
-            return replace(stock, number=measurement.number)
+            return _measure_on(some_rows, supervised, trainer, model, collate, gather)
         except Unmeasured as error:
             why = error
-        if why.help != "rows" and not (why.help == "labels" and supervised is NONE_IN_THE_LAST):
+        if why.help not in ("labels", "rows"):
             break
-    raise why
+    kind = UnknownWeights if why.help in ("rows", "weights") else ConfigError
+    raise kind(
+        f"how {type(trainer).__name__} weighs the samples of an optimizer step fits no rule that odb has ({why}), so "
+        "odb would train another loss; train without odb."
+    )
 
 
-def _rule_of(answers: Sequence[Any]) -> StockLoss:
-    """The rule that the answers of all ranks fit."""
-    every: Table = [answer["rows"] for answer in answers]
-    supervised: Table = [[row for row in rows if row[1]] for rows in every]
-    measured = [weight for answer in answers for weight in answer["weights"]]
+def _measure_on(
+    rows: Rows, supervised: Sequence[int], trainer: Any, model: Any, collate: Callable, gather: Callable
+) -> StockLoss:
+    """`measure` on these rows, whose last tokens are supervised."""
+    micro_batches = together(
+        gather,
+        Unmeasured("its rows cannot be collated: ", "rows"),
+        lambda: _micro_batches(trainer, model, rows, collate, supervised),
+    )
+    failure = Unmeasured("its step raises ", "labels")
+    number, answer = together(gather, failure, lambda: _weigh(trainer, model, micro_batches))
+    answers = gather(answer)
+    # Rules with the measured weights. A mean over samples may count samples without a supervised token.
+    table = _table(answers)
+    supervised_rows = table[table["units"] > 0]
+    measured = np.concatenate([answer["weights"] for answer in answers])
 
-    def difference(mean: StockMean, table: Table) -> float:
-        pairs = zip(itertools.chain(*table), itertools.chain(*weights_by(mean, table)))
-        weights = [weight for (_, units, _), weight in pairs if units]
-        return max(abs(a - b) / b for a, b in zip(measured, weights))
+    def difference(mean: StockMean, counted: np.ndarray) -> float:
+        planned = _planned_weights(mean, counted, len(answers))[counted["units"] > 0]
+        return float(np.max(np.abs(measured - planned) / planned))
 
-    off = {mean: difference(mean, supervised) for mean in candidates(len(answers))}
-    off_with_all = {mean: difference(mean, every) for mean in off}
-    rules = [mean for mean in off if min(off[mean], off_with_all[mean]) < TOLERANCE]
-    if not any(has_first for rows in every for *_, has_first in rows):  # then no row shows whether first labels count
+    off = {mean: difference(mean, supervised_rows) for mean in candidates(len(answers))}
+    rules = [mean for mean in off if min(off[mean], difference(mean, table)) < TOLERANCE]
+    if not table["leading_label"].any():  # then no row shows whether first labels count
         rules = [mean for mean in rules if "labels" not in mean.counts]
     if not rules:
         nearest = min(off, key=off.__getitem__)
         raise Unmeasured(f"the nearest is {nearest}, {off[nearest]:.1%} off", "weights")
     if len(rules) > 1:
         raise Unmeasured(f"these rows cannot tell {' from '.join(map(str, rules))}", "rows")
-    is_trainers = any(answer["is_trainers"] for answer in answers)
-    return StockLoss(rules[0], is_trainers, counts_unsupervised=off[rules[0]] >= TOLERANCE)
+    logger.debug("stock takes %s (measured)", rules[0])
+    return StockLoss(
+        rules[0],
+        is_measured=True,
+        is_trainers=any(answer["is_trainers"] for answer in answers),
+        counts_unsupervised=off[rules[0]] >= TOLERANCE,
+        number=number,
+    )
 
 
-def _by_values(measurement: _Measurement, rows: Rows, collate: Callable, gather: Callable) -> StockLoss:
-    """The rule of a model whose logits are unknown, from the values of losses: of stock's micro-batches, and of each
-    sample. Collective."""
-    trainer = measurement.trainer
-    device, will_be_sharded = trainer.args.device.type, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    is_whole = not will_be_sharded and all(weight.device.type == device for weight in trainer.model.parameters())
-    if not all(gather(bool(rows) and is_whole)):
-        stock = assumed(trainer)
-        logger.warning("loss: taken for %s; this cannot be measured here (a stream, or a sharded model)", stock.mean)
-        return stock
-    answers = gather(together(gather, Unmeasured(""), lambda: measurement.values(rows, collate)))
-    is_near = functools.partial(_is_near, tolerance=VALUE_TOLERANCE)
-    for mean in candidates(len(answers)):
-        if mean.counts == "tokens" and all(itertools.starmap(is_near, _losses_by(mean, answers))):
-            return StockLoss(mean)
-    raise Unmeasured("the losses of its micro-batches are no weighted means of those of their samples")
+def _weigh(trainer: Any, model: Any, micro_batches: Sequence[_MicroBatch]) -> tuple[Any, dict[str, Any]]:
+    """Run an optimizer step of stock. Returns its number of items and, as JSON, the samples of this rank and the weight
+    of each that has a supervised token."""
+    probe, device = _probe_of(trainer), trainer.args.device
+    backward = probe.accelerator.backward
+    probe.current_gradient_accumulation_steps = len(micro_batches)
+    with kept_random_numbers(device):
+        batches = iter([copy.deepcopy(micro_batch.batch) for micro_batch in micro_batches])
+        step, number = probe.get_batch_samples(batches, len(micro_batches), device)
+        for micro_batch, inputs in zip(micro_batches, step):
+            hook = functools.partial(micro_batch.backward, backward)
+            with micro_batch.known_to(model), replaced(probe.accelerator, backward=hook):
+                probe.training_step(probe.model, dict(inputs), number)
+        weights = [weight for each in micro_batches for weight in _weights_in(each, probe, number)]
+    answer = {
+        "samples": [sample for micro_batch in micro_batches for sample in micro_batch.samples],
+        "weights": weights,
+        "is_trainers": any(micro_batch.is_trainers for micro_batch in micro_batches),
+    }
+    return number, answer
 
 
-class _Measurement:
-    """One run of a trainer without odb on a few rows. model: the transformers model that takes labels, inside
-    `trainer.model`. number: of items, as stock has counted them."""
-
-    def __init__(self, trainer: Any, model: Any):
-        self.trainer, self._model, self._probe = trainer, model, _probe_of(trainer)
-        self._device = trainer.args.device
-        self.number: Any = None
-
-    # 1. The micro-batches
-
-    def micro_batches(self, rows: Rows, collate: Callable[[list[Any]], Any], supervised: Sequence[int]) -> list[Any]:
-        """Micro-batches of two rows. rows: none: of random tokens. supervised: tokens with a loss that each row gets;
-        ranks have other numbers of them, too."""
-        vocabulary = self._model.config.get_text_config().vocab_size
-        features = [features for features, _ in rows]
-        if not rows:
-            generator, low = torch.Generator().manual_seed(0), min(3, vocabulary - 1)
-            sizes = [(12 + 3 * row,) for row in range(ROWS)]
-            features = [{"input_ids": torch.randint(low, vocabulary, size, generator=generator)} for size in sizes]
-            collate = _padded
-        supervised = [count and count + self.trainer.args.process_index % 5 for count in supervised]
-        made = []
-        for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
-            own = copy.deepcopy(features[start : start + ROWS_OF_MICRO_BATCH])
-            batch, spans = _short(dict(collate(own)), own)
-            batch["labels"] = _revealing(batch, spans, supervised[start : start + ROWS_OF_MICRO_BATCH])
-            if "shift_labels" in batch:
-                batch["shift_labels"] = _targets(batch).contiguous()
-            made.append(_MicroBatch(batch, spans, vocabulary, self._device))
-        return made
-
-    # 2. Stock, and each sample alone
-
-    def _step(self, batches: Sequence[Any]) -> Iterator[Any]:
-        """The batches of an optimizer step of stock, as it hands them to `training_step`."""
-        probe = self._probe
-        probe.current_gradient_accumulation_steps = len(batches)
-        samples, self.number = probe.get_batch_samples(iter(copy.deepcopy(batches)), len(batches), self._device)
-        yield from samples
-
-    def _loss(self, model: Any, inputs: Mapping[str, Any], units: int) -> Tensor:
-        """What code of the trainer makes of these inputs."""
-        probe, number = self._probe, number_like(self.number, units, self._device)
-        with probe.compute_loss_context_manager():
-            inputs = probe._prepare_inputs(copy.deepcopy(inputs))
-            loss: Tensor = probe.compute_loss(model, inputs, num_items_in_batch=number)
-        return loss
-
-    def weigh(self, micro_batches: Sequence[_MicroBatch]) -> dict[str, Any]:
-        """What this rank has measured: the samples, and the weight of each that has a supervised token (JSON types)."""
-        probe, own = self._probe, self._probe.accelerator.backward
-        with kept_random_numbers(self._device):
-            for micro_batch, inputs in zip(micro_batches, self._step([each.batch for each in micro_batches])):
-                backward = functools.partial(micro_batch.backward, own)
-                with micro_batch.known_to(self._model), replaced(probe.accelerator, backward=backward):
-                    probe.training_step(probe.model, dict(inputs), self.number)
-            weights = [weight for micro_batch in micro_batches for weight in self._weights_in(micro_batch)]
-        rows = [row for number, micro_batch in enumerate(micro_batches) for row in micro_batch.samples(number)]
-        is_trainers = any(micro_batch.is_trainers for micro_batch in micro_batches)
-        return {"rows": rows, "weights": weights, "is_trainers": is_trainers}
-
-    def _weights_in(self, micro_batch: _MicroBatch) -> Iterator[float]:
-        """Of each sample that has a supervised token."""
-        stock, total = micro_batch.gradient, 0.0
-        if stock is None:
-            raise Unmeasured("a micro-batch has no gradient")
-        scale = stock.norm()
-        if not (scale.isfinite() and math.isfinite(micro_batch.value)):
-            raise Unmeasured("a micro-batch has a loss or a gradient that is not finite", "labels")
-        for row, ((start, end), (_, units, _)) in enumerate(zip(micro_batch.spans, micro_batch.samples(0))):
-            if torch.cat([stock[row, :start], stock[row, end:]]).norm() > TOLERANCE * scale:
-                raise Unmeasured(FROM_PADDING if start else "its loss depends on the padding of a row")
-            own = stock[row, start:end]
-            if not units:
-                if own.any():
-                    raise Unmeasured("a sample without a supervised token has a gradient")
-                continue
-            if micro_batch.is_trainers:
-                alone = SampleModel(self._probe.model, micro_batch.logits[row : row + 1, start:end])
-                loss = self._loss(alone, cut(micro_batch.batch, row, start, end), units)
-            else:
-                loss = micro_batch.mean_loss(row)
-            gradient = torch.autograd.grad(loss, micro_batch.leaf, retain_graph=True)[0][row, start:end]
-            if not (gradient.any() and own.any()):
-                raise Unmeasured("a sample has no gradient")
-            weight = float((gradient * own).sum() / gradient.square().sum())
-            if (own - weight * gradient).norm() > TOLERANCE * own.norm():
-                raise Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
-            total += weight * float(loss.detach())
-            yield weight
-        if not _is_near(micro_batch.value, total):
-            raise Unmeasured("its loss has a term that is not made of the logits of its samples")
-
-    # 3. Values of losses alone
-
-    def values(self, rows: Rows, collate: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """The losses of stock's micro-batches, and of each sample alone (JSON types). The real model computes, without
-        dropout."""
-        probe, losses = self._probe, []
-        probe.accelerator.backward = lambda loss, **_: losses.append(float(loss))
-
-        def batch(start: int, count: int) -> Any:
-            return collate(copy.deepcopy([features for features, _ in rows[start : start + count]]))
-
-        was_training = probe.model.training
-        vars(probe.model.eval())["train"] = lambda mode=True: probe.model  # `training_step` calls it
-        try:
-            with kept_random_numbers(self._device), torch.no_grad():
-                for inputs in self._step([batch(n, ROWS_OF_MICRO_BATCH) for n in range(0, ROWS, ROWS_OF_MICRO_BATCH)]):
-                    probe.training_step(probe.model, inputs, self.number)
-                # Not times the number of ranks, which is a part of the weight.
-                with replaced(probe.args, average_tokens_across_devices=False):
-                    alone = [float(self._loss(probe.model, batch(n, 1), units)) for n, (_, units) in enumerate(rows)]
-        finally:
-            del vars(probe.model)["train"]
-            probe.model.train(was_training)
-        own = [(number // ROWS_OF_MICRO_BATCH, units, False) for number, (_, units) in enumerate(rows)]
-        return {"rows": own, "alone": alone, "stock": losses}
-
-    def evaluate(self, micro_batch: _MicroBatch) -> dict[str, Any]:
-        """The samples of a micro-batch, their mean losses, and what `prediction_step` makes of them (JSON types)."""
-        probe, was_training, batch = self._probe, self._probe.model.training, copy.deepcopy(micro_batch.batch)
-        try:
-            with kept_random_numbers(self._device), micro_batch.known_to(self._model):
-                loss, *_ = probe.prediction_step(self._model.eval(), batch, True)
-        finally:
-            probe.model.train(was_training)
-        if loss is None:
-            return {"has_loss": False}
-        means = [float(micro_batch.mean_loss(row)) for row in range(ROWS_OF_MICRO_BATCH)]
-        return {"rows": micro_batch.samples(0), "alone": means, "stock": [float(loss)]}
+def _weights_in(micro_batch: _MicroBatch, probe: Any, number: Any) -> Iterator[float]:
+    """The weight of the mean loss of each sample that has a supervised token. number: of items, as stock counts."""
+    stock, total = micro_batch.gradient, 0.0
+    if stock is None:
+        raise Unmeasured("a micro-batch has no gradient")
+    scale = stock.norm()
+    if not (scale.isfinite() and math.isfinite(micro_batch.value)):
+        raise Unmeasured("a micro-batch has a loss or a gradient that is not finite", "labels")
+    for row, ((start, end), (units, _)) in enumerate(zip(micro_batch.spans, micro_batch.samples)):
+        if torch.cat([stock[row, :start], stock[row, end:]]).norm() > TOLERANCE * scale:
+            raise Unmeasured(FROM_PADDING if start else "its loss depends on the padding of a row")
+        own = stock[row, start:end]
+        if not units:
+            if own.any():
+                raise Unmeasured("a sample without a supervised token has a gradient")
+            continue
+        if micro_batch.is_trainers:
+            alone = SampleModel(probe.model, micro_batch.logits[row : row + 1, start:end])
+            with probe.compute_loss_context_manager():
+                inputs = probe._prepare_inputs(copy.deepcopy(cut(micro_batch.batch, row, start, end)))
+                items = number_like(number, units, probe.args.device)
+                loss = probe.compute_loss(alone, inputs, num_items_in_batch=items)
+        else:
+            loss = micro_batch.mean_loss(row)
+        gradient = torch.autograd.grad(loss, micro_batch.leaf, retain_graph=True)[0][row, start:end]
+        if not (gradient.any() and own.any()):
+            raise Unmeasured("a sample has no gradient")
+        weight = float((gradient * own).sum() / gradient.square().sum())
+        if (own - weight * gradient).norm() > TOLERANCE * own.norm():
+            raise Unmeasured("the loss of a sample depends on the other samples of its micro-batch")
+        total += weight * float(loss.detach())
+        yield weight
+    if not _is_near(micro_batch.value, total):
+        raise Unmeasured("its loss has a term that is not made of the logits of its samples")
 
 
 class _MicroBatch:
-    """One micro-batch of stock, whose logits are known, and what stock makes of them.
+    """A micro-batch of stock with known logits, and the loss and gradient that stock makes of them.
 
-    batch: as collated. spans: the places of each row's sample. targets: labels of the next token [rows, length].
-    leaf: what the output embedding returns [rows, length, V]; logits: what the model makes of it. value: of the loss
-    that stock hands to backward; gradient: of the leaf, by the gradient that accelerate's backward gives that loss.
-    is_trainers: the loss is made of the logits that the model has returned.
+    batch: as collated. spans: start and end of the sample in each row. samples: supervised tokens of each, and whether
+    its first token has a label. targets: labels of the next token [rows, length].
+    leaf: returned by the output embedding [rows, length, V]; logits: what the model makes of it.
+    value: of the loss that stock hands to backward; gradient: of the leaf, times the factor of accelerate's backward.
+    is_trainers: the trainer computes the loss, from the logits that the model returns.
     """
 
     logits: Tensor
@@ -430,8 +352,12 @@ class _MicroBatch:
     def __init__(self, batch: dict[str, Any], spans: list[tuple[int, int]], vocabulary: int, device: torch.device):
         self.batch, self.spans = batch, spans
         targets = _targets(batch).cpu()
+        self.samples = [
+            (int((row[start : end - 1] != IGNORE_INDEX).sum()), bool(labels[start] != IGNORE_INDEX))
+            for row, labels, (start, end) in zip(targets, batch["labels"], spans)
+        ]
         logits = torch.randn((*targets.shape, vocabulary), generator=torch.Generator().manual_seed(0))
-        # Token losses from small to large, so that a loss that bends or clamps them shows its gradient.
+        # Token losses from small to large show the gradient of a loss that bends or clamps them.
         bonus = (torch.arange(targets.numel()) * 7 % 11).view(*targets.shape, 1).float()
         logits.scatter_add_(2, targets.clamp_min(0)[..., None], bonus)
         self.targets, self.leaf = targets.to(device), logits.to(device).requires_grad_()
@@ -456,7 +382,7 @@ class _MicroBatch:
             raise Unmeasured(
                 f"its logits cannot be read: the model returns none of {list(shape[:2])} tokens", "weights"
             )
-        if not torch.is_grad_enabled():  # an evaluation, or a reference of the trainer
+        if not torch.is_grad_enabled():  # an evaluation, or a reference model of the trainer
             if not hasattr(self, "logits"):
                 self.logits = logits.float()
             return output
@@ -470,22 +396,14 @@ class _MicroBatch:
             output["aux_loss"] = self.leaf.new_zeros(())  # which a trainer may log
         return output
 
-    def samples(self, number: int) -> list[tuple[int, int, bool]]:
-        """In a `Table`."""
-        found = []
-        for row, (start, end) in enumerate(self.spans):
-            units = int((self.targets[row, start : end - 1] != IGNORE_INDEX).sum())
-            found.append((number, units, bool(self.batch["labels"][row, start] != IGNORE_INDEX)))
-        return found
-
     def mean_loss(self, row: int) -> Tensor:
-        """Of the tokens of a sample."""
+        """The mean over the supervised tokens of the sample of a row."""
         start, end = self.spans[row]
         logits, targets = self.logits[row, start : end - 1], self.targets[row, start : end - 1]
         return cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
 
     def backward(self, own: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
-        """In the place of accelerate's own, which may multiply the loss. No parameter gets a gradient."""
+        """Replaces accelerate's backward (`own`, which may multiply the loss). No parameter gets a gradient."""
         handed = loss.detach().clone().requires_grad_()
         own(handed, **kwargs)
         self.value, sources = float(loss.detach()), (self.leaf, self._returned)
@@ -496,7 +414,7 @@ class _MicroBatch:
 
 
 def apart(trainer: Any) -> Any:
-    """A shallow copy of a trainer, which logs nothing: the figures that it collects are not the trainer's."""
+    """A shallow copy of a trainer that logs nothing and collects its own figures."""
     copied = copy.copy(trainer)
     copied.log = lambda *args, **kwargs: None
     for name, value in vars(trainer).items():
@@ -507,7 +425,7 @@ def apart(trainer: Any) -> Any:
 
 
 def _probe_of(trainer: Any) -> Any:
-    """Apart, without odb; its backward goes through accelerate and ends at the loss."""
+    """A copy of a trainer without odb. Its backward passes through accelerate and ends at the loss."""
     probe = apart(trainer)
     probe.odb = None
     probe.state, accelerator = copy.copy(trainer.state), copy.copy(trainer.accelerator)
@@ -523,6 +441,33 @@ def _probe_of(trainer: Any) -> Any:
     return probe
 
 
+# The rows of the measurement.
+
+
+def _micro_batches(
+    trainer: Any, model: Any, rows: Rows, collate: Callable[[list[Any]], Any], supervised: Sequence[int]
+) -> list[_MicroBatch]:
+    """Micro-batches of two rows. rows: none: random tokens. supervised: supervised tokens of each row; each rank adds
+    another number to them."""
+    args, vocabulary = trainer.args, model.config.get_text_config().vocab_size
+    if not rows:
+        generator, low = torch.Generator().manual_seed(0), min(3, vocabulary - 1)
+        sizes = [12 + 3 * row for row in range(ROWS)]
+        rows = [({"input_ids": torch.randint(low, vocabulary, (size,), generator=generator)}, size) for size in sizes]
+        collate = _padded
+    supervised = [count and count + args.process_index % 5 for count in supervised]
+    micro_batches = []
+    for start in range(0, ROWS, ROWS_OF_MICRO_BATCH):
+        of_micro_batch = slice(start, start + ROWS_OF_MICRO_BATCH)
+        features, tokens = zip(*rows[of_micro_batch])
+        batch, spans = _short(dict(collate(copy.deepcopy(list(features)))), tokens)
+        batch["labels"] = _revealing(batch, spans, supervised[of_micro_batch])
+        if "shift_labels" in batch:
+            batch["shift_labels"] = _targets(batch).contiguous()
+        micro_batches.append(_MicroBatch(batch, spans, vocabulary, args.device))
+    return micro_batches
+
+
 def _targets(batch: Mapping[str, Any]) -> Tensor:
     """The label of the next token, [rows, length]."""
     return pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
@@ -535,18 +480,16 @@ def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": padded, "attention_mask": mask, "labels": torch.full_like(padded, IGNORE_INDEX)}
 
 
-def _short(batch: dict[str, Any], rows: Sequence[Any]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """`MOST_TOKENS` columns of each row: the first token of its sample and the last ones, and some of its padding; and
-    the places of the sample there, from the first to the last token that is attended to or has a label.
+def _short(batch: dict[str, Any], tokens: Sequence[int]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """`MOST_TOKENS` columns of each row: the first token of its sample, the last ones, and some padding; and start and
+    end of the sample in these columns. A sample reaches from the first to the last token with attention or a label.
 
-    Media, which the tokens that are left do not fit, are left out, and what else is neither of a token nor of a row.
-    rows: features that the batch has been collated from.
+    Tensors that are not of tokens or rows are left out, such as media, which the remaining tokens do not fit.
+    tokens: of each sample, for a batch without a mask of [rows, length].
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        has_ids = [isinstance(row, Mapping) and "input_ids" in row for row in rows]
-        sizes = [len(row["input_ids"]) if has else ids.shape[1] for row, has in zip(rows, has_ids)]
-        mask = (torch.arange(ids.shape[1]) < torch.tensor(sizes)[:, None]).to(ids.device)
+        mask = (torch.arange(ids.shape[1]) < torch.tensor(tokens)[:, None]).to(ids.device)
     columns, spans = [], []
     for is_own in (mask != 0) | (batch["labels"] != IGNORE_INDEX):
         places = is_own.nonzero()[:, 0].tolist()
@@ -556,18 +499,18 @@ def _short(batch: dict[str, Any], rows: Sequence[Any]) -> tuple[dict[str, Any], 
         chosen = sorted([start, *first, *reversed(range(start + 1, end)), *rest][:MOST_TOKENS])
         columns.append(chosen)
         spans.append((chosen.index(start), chosen.index(start) + sum(start <= column < end for column in chosen)))
-    tokens, short = (torch.arange(len(ids))[:, None], torch.tensor(columns)), {}
+    places, short = (torch.arange(len(ids))[:, None], torch.tensor(columns)), {}
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.dim() < 2:
             short[key] = value
         elif value.shape[:2] == ids.shape:
-            short[key] = value[tokens]
+            short[key] = value[places]
     return short, spans
 
 
 def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], supervised: Sequence[int]) -> Tensor:
-    """Labels by which rules differ: the last tokens of each row, so many as supervised says, and the first token of one
-    row. A first token after padding keeps its label: what would predict it is padding."""
+    """Labels that tell rules apart: the last tokens of each row (their number: supervised), and the first token of one
+    row. A first token after padding keeps its label, which would be predicted from padding."""
     ids = batch["input_ids"]
     labels = torch.full_like(ids, IGNORE_INDEX)
     for row, ((start, end), most) in enumerate(zip(spans, supervised)):
@@ -584,35 +527,50 @@ def _revealing(batch: Mapping[str, Any], spans: Sequence[tuple[int, int]], super
 
 
 def measure_evaluation(trainer: Any, gather: Callable) -> StockMean | None:
-    """What stock's loss of a batch of an evaluation is the mean of: the batches of all ranks at the same time ("round")
-    or its own ("micro_batch"). None: something else. gather: of `measure`. Collective.
-    """
-    model: Any = model_with_labels(trainer.model)
-    answer: dict[str, Any] = {"rows": [], "alone": [], "stock": [], "has_loss": True}
-    if model is not None and model.get_output_embeddings() is not None:
-        with contextlib.suppress(Exception):  # any code may stand there
-            measurement = _Measurement(trainer, model)
-            answer |= measurement.evaluate(measurement.micro_batches((), _padded, SUPERVISED)[0])
+    """The rule of stock's loss of an evaluation batch: a mean over the batches of all ranks at the same time ("round")
+    or over its own ("micro_batch"); None if no rule fits. gather: as in `measure`. Collective."""
+    answer: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # the trainer may run any code
+        answer = _evaluate(trainer, measurable_model(trainer))
     answers = gather(answer)
-    if not any(answer["has_loss"] for answer in answers):  # tokens are generated
-        return StockMean("micro_batch", len(answers))
-    if not all(answer["stock"] for answer in answers):
-        return None
     ranks = len(answers)
-    for over, counts, factor in itertools.product(
+    if not any(answer.get("has_loss", True) for answer in answers):  # tokens are generated
+        return StockMean("micro_batch", ranks)
+    if not all(answer.get("has_loss") for answer in answers):
+        return None
+    table, losses = _table(answers), [answer["loss"] for answer in answers]
+    alone = np.concatenate([answer["alone"] for answer in answers])
+    rules: Any = itertools.product(
         ("round", "micro_batch"), ("tokens", "labels"), dict.fromkeys((1.0, float(ranks), 1 / ranks))
-    ):
-        mean = StockMean("step" if over == "round" else over, counts=counts, factor=factor)
-        if all(itertools.starmap(_is_near, _losses_by(mean, answers))):
+    )
+    for over, counts, factor in rules:
+        weights = _planned_weights(StockMean(over, counts=counts, factor=factor), table, ranks)
+        expected = (weights * alone).reshape(ranks, -1).sum(1)
+        if all(map(_is_near, losses, expected)):
             return StockMean(over, (1 if over == "round" else ranks) / factor, counts)
     return None
 
 
-# The loss of one sample, by code of the trainer: in the measurement and in training.
+def _evaluate(trainer: Any, model: Any) -> dict[str, Any]:
+    """The samples of a micro-batch, their mean losses, and the loss that `prediction_step` makes of them, as JSON."""
+    probe, was_training = _probe_of(trainer), trainer.model.training
+    micro_batch = _micro_batches(trainer, model, (), _padded, SUPERVISED)[0]
+    try:
+        with kept_random_numbers(trainer.args.device), micro_batch.known_to(model):
+            loss, *_ = probe.prediction_step(model.eval(), copy.deepcopy(micro_batch.batch), True)
+    finally:
+        probe.model.train(was_training)
+    if loss is None:
+        return {"has_loss": False}
+    alone = [float(micro_batch.mean_loss(row)) for row in range(ROWS_OF_MICRO_BATCH)]
+    return {"has_loss": True, "samples": micro_batch.samples, "alone": alone, "loss": float(loss)}
+
+
+# The loss of one sample, computed by the trainer: in the measurement and in training.
 
 
 class SampleModel(StandIn):
-    """In the place of the model in a `compute_loss`: its output has the logits of one sample, [1, length, V]."""
+    """Stands for the model in a `compute_loss`: its output has the logits of one sample, [1, length, V]."""
 
     def __init__(self, model: Any, logits: Tensor):
         super().__init__(unwrapped(model), self._forward)
@@ -628,15 +586,15 @@ class SampleModel(StandIn):
 
 
 def number_like(stock: Any, number: int, device: torch.device) -> Any:
-    """A number of items of the kind that stock's `get_batch_samples` returns: a tensor, an int or None."""
+    """A number of items of the type that stock's `get_batch_samples` returns: a tensor, an int or None."""
     if isinstance(stock, Tensor):
         return torch.full((), number, dtype=stock.dtype, device=device)
     return None if stock is None else type(stock)(number)
 
 
 def cut(inputs: Mapping[str, Any], row: int, start: int, end: int) -> dict[str, Any]:
-    """The inputs of one sample: places `start` to `end` of a row of what is [rows, length, ...], its row of what is
-    [rows, ...], all of everything else."""
+    """The inputs of the sample at places `start` to `end` of a row: its part of tensors [rows, length, ...], its row of
+    tensors [rows, ...], all other values whole."""
     rows, length = inputs["labels"].shape
 
     def part(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """`enable_odb(trainer)`, and `ODBTrainerMixin`: the few Trainer methods that online dynamic batching changes.
 
-The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so that all it
-counts, schedules, logs and saves is right by itself; `training_step` runs the micro-batches. Only methods with the same
-meaning in transformers 5 are overridden, and all but the dataloader call `super()`. How stock weighs samples is
-measured before training (`stock.py`).
+The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so its counts,
+schedules, logs and checkpoints need no change; `training_step` runs the micro-batches. All overrides have one meaning
+in all releases of transformers 5, and call `super()`. How stock weighs samples is measured before training
+(`stock.py`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ else:
 
 
 class ODBTrainerMixin(Base):
-    """Goes before a `transformers.Trainer` class in the bases: `class MyTrainer(ODBTrainerMixin, Trainer)`.
+    """The Trainer methods of odb, for a class such as `class MyTrainer(ODBTrainerMixin, Trainer)`.
 
-    Then `enable_odb(trainer, ...)` switches it on (it also does so for a trainer without the mixin).
-    odb: settings and, in `train()`, the training; None: stock behaviour. Outside of `train()` everything is stock's.
+    `enable_odb(trainer, ...)` switches them on (and adds them to a trainer without the mixin).
+    odb: settings and, in `train()`, the training; None: stock behaviour. Outside of `train()` the trainer is stock's.
     """
 
     odb: Session | None = None
@@ -76,7 +76,7 @@ class ODBTrainerMixin(Base):
             return super().train(None if checkpoint is None else str(checkpoint.folder), *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
+        """In `train()` the loader of the run; otherwise stock's, and nothing is started."""
         if (training := self._odb_training) is None or training.has_begun:
             return super().get_train_dataloader()
         try:
@@ -90,7 +90,7 @@ class ODBTrainerMixin(Base):
         return training
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of an optimizer step, as the Trainer logs them."""
+        """Samples of an optimizer step, for the Trainer's log."""
         stock: int = super().get_total_train_batch_size(args)
         if (training := self._odb_training) is None:
             return stock
@@ -131,8 +131,8 @@ class ODBTrainerMixin(Base):
         return sum_of_losses(losses, skip_non_finite=self.args.logging_nan_inf_filter)
 
     def odb_forward_backward(self, training: Training, model: Any, computing: Computing, box: list[Any]) -> Any:
-        """Add the gradient of the micro-batch that the run has begun; returns its loss. box: holds the only reference
-        to its batch."""
+        """Add the gradient of the micro-batch that has begun; returns its loss. box: has the only reference to its
+        batch."""
         odb, measured, ids = training.odb, computing.measured, computing.micro_batch.ids
         encoder, recompute, number = training.encoder, training.recompute, list[Any]()
         check_batch(self, box[0], ids)
@@ -172,7 +172,7 @@ class ODBTrainerMixin(Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """With `eval_token_budget` the same loop over micro-batches, and stock's `eval_loss`."""
+        """With `eval_token_budget` stock's loop over micro-batches, with stock's `eval_loss`."""
         evaluation = None if self.odb is None else evaluation_by_budget(self, dataloader, prediction_loss_only)
         loop = super().evaluation_loop
         if evaluation is None:
@@ -199,7 +199,7 @@ class ODBTrainerMixin(Base):
             super().log(logs, *args, **kwargs)
             return
         accounting = training.accounting
-        # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
+        # Only the Trainer's own log of the training, not a log of a callback or a subclass
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
             logs.update(accounting.interval_metrics())
         elif "train_runtime" in logs:
@@ -227,7 +227,7 @@ def enable_odb(
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
 
-    trainer: a `transformers.Trainer` (or of a subclass) that has not begun. Its dataset yields processed samples
+    trainer: a `transformers.Trainer` (or of a subclass) before its training. Its dataset yields processed samples
     (see `odb_factory.data.observe.ItemObserver`), unless an observer is given.
     config, or its keys one by one: `enable_odb(trainer, token_budget=8192, max_patches=16384)`.
     cost_fn: item -> `Cost` or tokens, if they cannot be read from `input_ids` and `labels`.
@@ -235,18 +235,18 @@ def enable_odb(
     a group (default: its `pad_to_multiple_of`). patch_size: side of a vision patch (pixels), to count patches
     if the model takes no patch grid.
     measure: counts rows, tokens, patches and units of a collated batch (default: `measure_batch`, whose units are
-    labels that carry loss); the loss is a mean over units. equal_weights: the loss of a micro-batch is one mean, whose
-    units cannot be weighed one by one, so that samples of different weight must not share one.
+    labels that carry loss); the loss is a mean over units. equal_weights: the units of a micro-batch cannot be weighed
+    one by one, so samples of different weight never share a micro-batch.
     process_group: the data-parallel ranks, over which the engine averages gradients (None: all ranks, as with DDP,
     ZeRO, FSDP and HSDP); samples are shared among them and the loss weight depends on their number.
-    agree_on: custom settings that all ranks must have in common; if they differ, no step is taken.
-    eval_rows: of an evaluation dataset, the rows that are read from it and their observer, for `eval_token_budget`
-    (default: its items, with the default observer; None beside an `observer`: evaluations stay stock's).
-    not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
-    memory_meter: measures memory for what is tried before training (default: the accelerator's figures).
-    Code of the trainer that computes the loss (a `compute_loss_func`) is called once a sample.
-    Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
-    Raises `ConfigError` if a training argument cannot work with it. A second call is an error.
+    agree_on: custom settings in which all ranks must agree; if they differ, no step is taken.
+    eval_rows: evaluation dataset -> its rows and their observer, for `eval_token_budget` (default: its items, with the
+    default observer; None with an `observer`: evaluations stay stock's).
+    not_flat: a reason why flat micro-batches would be wrong (see the key `layout`).
+    memory_meter: measures the memory of trials before training (default: the accelerator's figures).
+    If the trainer computes the loss (a `compute_loss_func`), it is called once a sample.
+    Outside of `train()` the dataset, collator and dataloaders of the trainer are unchanged.
+    Raises `ConfigError` for a training argument that cannot work with odb, and in a second call.
     """
     is_trainer = isinstance(trainer, Trainer)
     if not is_trainer:

@@ -15,8 +15,8 @@ def models(tiny_text: Path, tiny_vl: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def trained(request: Any, models: dict[str, str], tmp_path_factory: Any) -> Callable[[str, str], tuple[Path, list]]:
-    """`trained("2_ranks", "flat")`: folder and ends (`on_ranks`) of one training of the module's `SETS`, which are run
-    once: of each (number of ranks, trainings)."""
+    """`trained("2_ranks", "flat")`: folder and results (`on_ranks`) of a training of the module's `SETS`, which maps
+    names to (number of ranks, trainings). Each set runs once."""
     from training.trainings import on_ranks
 
     @once
@@ -24,4 +24,4 @@ def trained(request: Any, models: dict[str, str], tmp_path_factory: Any) -> Call
         world_size, trainings = request.module.SETS[name]
         return on_ranks(trainings, models, tmp_path_factory.mktemp("ranks"), world_size)
 
-    return lambda name, of: run(name)[of]
+    return lambda name, case: run(name)[case]

@@ -1,4 +1,4 @@
-"""Tiny random models of many classes, and the same samples given to them padded, alone and in a flat row."""
+"""Tiny random models of many classes, and the same samples padded, alone and as a flat row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from odb_factory.model.tiny_copy import tiny_copy
 VOCABULARY = 97
 LENGTHS = (3, 17, 9, 26, 12)
 WINDOW = 7
-"""Of sliding attention: shorter than most samples."""
+"""Of sliding attention (tokens): shorter than most samples."""
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -58,24 +58,24 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon": {"alibi": False},
 }
 WRONG = ("bloom",) if parse(transformers.__version__) >= parse("5.10") else tuple(REFUSED)
-"""On a flat row, with the releases that are installed: newer ones compute Falcon and Llama 4 right."""
+"""Models that compute a flat row wrong with the installed releases: newer ones compute Falcon and Llama 4 right."""
 _OF_A_CLASS = "qwen3_5_text mamba mamba2 bamba falcon_h1 granitemoehybrid lfm2 recurrent_gemma minimax rwkv"
 _MORE = "qwen3_next qwen3_5_moe_text jamba nemotron_h lfm2_moe falcon_mamba olmo_hybrid zamba zamba2"
 OF_A_CLASS = _OF_A_CLASS.split()
 MIXERS = [*OF_A_CLASS, *_MORE.split()]
-"""Their mixers carry state along the row. OF_A_CLASS: one family for each class of mixers."""
+"""Families whose mixers carry state along the row. OF_A_CLASS: one family for each class of mixers."""
 EAGER = ("gpt_oss",)
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, kernel: str | None = None) -> Any:
-    """Without dropout, its weights large enough for samples to matter to each other. Of `MIXERS` a tiny copy."""
+    """A model without dropout, with weights so large that a leak between samples shows; a tiny copy for `MIXERS`."""
     if kind in MIXERS:
         with quiet():
             return tiny_copy(*class_and_config(kind), kernel).to(dtype)
     config = AutoConfig.for_model(kind, **COMMON | (ALLOWED | REFUSED)[kind])
     for name in [name for name in vars(config) if "dropout" in name or "pdrop" in name]:
         setattr(config, name, 0.0)
-    config._experts_implementation = "eager"  # grouped matrix products know no float64
+    config._experts_implementation = "eager"  # grouped matrix products do not support float64
     torch.manual_seed(1)
     how = {} if kernel is None and kind not in EAGER else {"attn_implementation": kernel or "eager"}
     model = AutoModelForCausalLM.from_config(config, **how).to(dtype).train()
@@ -90,7 +90,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, kernel: str | None
 
 
 def samples(lengths: tuple[int, ...] = LENGTHS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, labels) of each, the first third of the labels without loss."""
+    """(ids, labels) of each sample. The first third of the labels is masked."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
     return [(ids, torch.where(torch.arange(len(ids)) < max(len(ids) // 3, 1), -100, ids)) for ids in rows]
@@ -114,7 +114,7 @@ def flat_batch(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch
 
 
 def sum_of_losses(model: Any, batch: dict[str, torch.Tensor], segments: tuple[int, ...] = ()) -> torch.Tensor:
-    """Of all supervised tokens, with its gradient in the parameters."""
+    """The sum over all supervised tokens; the parameters have its gradient."""
     model.zero_grad()
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     with flat_row(segments):
@@ -127,11 +127,11 @@ def sum_of_losses(model: Any, batch: dict[str, torch.Tensor], segments: tuple[in
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def largest_difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    """Of the norm of each tensor, where it has a gradient at all."""
+    """The largest difference of a tensor, relative to its norm, without tensors of zeros."""
     assert some.keys() == others.keys()
     norms = {name: tensor.norm() for name, tensor in others.items() if tensor.norm() > 1e-12}
     return max(float((some[name] - others[name]).norm() / norm) for name, norm in norms.items())

@@ -443,18 +443,3 @@ def test_active_dropout_is_logged_in_one_line(tiny_text, tmp_path, caplog) -> No
     attention_line, head_line = [message for message in caplog.messages if "dropout is" in message]
     assert "model.layers.0.self_attn: 0.1" in attention_line and "(summary: 0.1)" in head_line
     assert "\n" not in attention_line + head_line
-
-
-class Fails(TrainerCallback):
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("made up")
-
-
-@pytest.mark.parametrize("layout", ["flat", "padded"])
-def test_a_failed_training_removes_the_hook_of_neftune(tiny_text, tmp_path, layout: str) -> None:
-    """Stock leaves the hook, and the next training adds another one."""
-    block = BLOCK | {"layout": layout}
-    trainer = make(tiny_text, tmp_path, block=block, callbacks=[Fails()], neftune_noise_alpha=5.0)
-    with pytest.raises(RuntimeError, match="made up"):
-        trainer.train()
-    assert not trainer.model.get_input_embeddings()._forward_hooks

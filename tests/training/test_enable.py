@@ -18,7 +18,7 @@ from odb_factory import ConfigError, Cost, ODBTrainer, ODBTrainerMixin, enable_o
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
-    """Default batch size, two epochs, accumulation: every row once an epoch, figures right, evaluation untouched."""
+    """Two epochs with accumulation: every row once an epoch, right figures, evaluations of stock."""
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
     trainer = make(tiny_text, tmp_path, eval_dataset=Rows(num_rows=12), eval_strategy="epoch", **options)
     assert enable_odb(trainer, **block) is trainer
@@ -39,7 +39,7 @@ def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(2048,), ({"token_budget": 2048},)])
-def test_a_config_that_is_none_is_refused(tiny_text, tmp_path, arguments: Any) -> None:
+def test_wrong_arguments_are_refused(tiny_text, tmp_path, arguments: Any) -> None:
     trainer = make(tiny_text, tmp_path)
     with pytest.raises(ConfigError, match="^config: "):
         enable_odb(trainer, *arguments)
@@ -47,8 +47,8 @@ def test_a_config_that_is_none_is_refused(tiny_text, tmp_path, arguments: Any) -
         enable_odb(trainer.model, token_budget=2048)
 
 
-def test_without_it_nothing_changes(tiny_text, tmp_path) -> None:
-    """The mixin alone is a stock trainer; another trainer in the process stays one."""
+def test_a_trainer_that_is_not_enabled_is_stocks(tiny_text, tmp_path) -> None:
+    """Also with the mixin, and with an enabled trainer in the process."""
     make(tiny_text, tmp_path / "other", block=BLOCK)
     kinds = type("Mixed", (ODBTrainerMixin, Trainer), {}), Trainer
     mixed, stock = (losses(train(tiny_text, tmp_path / "out", max_steps=3, trainer_class=kind)) for kind in kinds)
@@ -66,8 +66,8 @@ def own_dataloader(self: Any) -> DataLoader:
     return DataLoader(self.train_dataset, batch_size=4, sampler=list(range(10, 20)), collate_fn=pad)
 
 
-def test_a_dataloader_of_the_trainers_own(tiny_text, tmp_path) -> None:
-    """It is respected; in the place of odb's it is refused."""
+def test_a_custom_train_dataloader(tiny_text, tmp_path) -> None:
+    """It is used, but refused if it overrides odb's."""
     of_trainer, of_odb = (
         type("Mine", (kind,), {"get_train_dataloader": own_dataloader}) for kind in (Trainer, ODBTrainer)
     )
@@ -78,7 +78,7 @@ def test_a_dataloader_of_the_trainers_own(tiny_text, tmp_path) -> None:
 
 
 class Weighted(Trainer):
-    """A sampler whose orders go by those that it has drawn before; takes a number of each row from the batch."""
+    """Has a sampler whose order depends on former orders, and takes a number of each row from the batch."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         generator = torch.Generator().manual_seed(3)
@@ -90,12 +90,12 @@ class Weighted(Trainer):
 
 
 def pad_with_numbers(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """With them a batch cannot be laid flat."""
+    """A batch with a number of each row, which cannot be laid flat."""
     return pad(items) | {"of_row": torch.tensor([len(item["input_ids"]) for item in items])}
 
 
 class Own(torch.nn.Module):
-    """Around a model, without a config."""
+    """Wraps a model and has no config."""
 
     def __init__(self, path: Any):
         super().__init__()
@@ -107,7 +107,7 @@ class Own(torch.nn.Module):
 
 SAME: dict[str, dict[str, Any]] = {
     "as it is": {},
-    # Stock's mean counts the first label of a row, which no token predicts, too.
+    # Stock's mean counts the first label of a row, though no token predicts it.
     "a cost that names the units": {
         "block": {"cost_fn": lambda row: Cost(len(row["input_ids"]), units=len(row["labels"]) - 1)}
     },
@@ -118,16 +118,16 @@ SAME: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_losses_are_those_of_stock(tiny_text, tmp_path, name: str) -> None:
-    """Also with a seed that a script sets after it has made the trainer, which accelerate's sampler takes."""
+    """Also with a seed that a script sets after it has made the trainer, because accelerate's sampler uses it."""
     options = dict(SAME[name])
     more, model = options.pop("block", {}), options.pop("model", lambda path: path)
-    found = []
+    stock_and_odb = []
     for block in (None, BLOCK | more):
         trainer = make(model(tiny_text), tmp_path, block=block, **options)
         set_seed(7)
         trainer.train()
-        found.append(losses(trainer))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        stock_and_odb.append(losses(trainer))
+    assert stock_and_odb[1] == pytest.approx(stock_and_odb[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
@@ -139,7 +139,7 @@ def test_half_an_epoch(tiny_text, tmp_path, block: dict) -> None:
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 def test_a_stream_ends_with_max_steps(tiny_text, tmp_path, block: dict[str, Any]) -> None:
-    """Over the end of an epoch, in which every item came once."""
+    """In its second epoch; the first has every item once."""
     trainer = train(tiny_text, tmp_path, Stream(), max_steps=12, gradient_accumulation_steps=1, block=block)
     assert trainer.state.global_step == 12
     first = [row for line in audit(tmp_path) if line["epoch"] == 0 for row in line["ids"]]
@@ -149,8 +149,7 @@ def test_a_stream_ends_with_max_steps(tiny_text, tmp_path, block: dict[str, Any]
 
 @pytest.mark.parametrize(("scale", "power", "kind"), [("linear", 1.0, Sequential), ("sqrt", 0.5, Trainer)])
 def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, power: float, kind: type) -> None:
-    """By the samples of an optimizer step, once; the schedule runs from there. In order as well, if the window holds
-    all rows, so that the estimate is exact."""
+    """By the samples of an optimizer step, once. An order that is not random is possible if the window has all rows."""
     rates = Rates()
     changes = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "callbacks": [rates]}
     block = FILL | {"buffer_size": 1024, "lr_scale": scale}
@@ -160,39 +159,39 @@ def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, powe
 
 
 def labelled(k: int) -> dict[str, Any]:
-    """Row k of the toy data; two have nothing but a prompt."""
-    one = item(k)
-    return one | {"labels": [-100] * len(one["labels"])} if k in (2, 5) else one
+    """Row k of the toy data; two rows have no supervised token."""
+    row = item(k)
+    return row | {"labels": [-100] * len(row["labels"])} if k in (2, 5) else row
 
 
 def pad_both(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Labels where items have some."""
+    """A batch with labels if the items have labels."""
     batch = pad(items)
-    for one, row in zip(items, batch["labels"]):
-        row[: len(one["input_ids"])] = torch.tensor(one.get("labels", one["input_ids"]))
+    for row, labels in zip(items, batch["labels"]):
+        labels[: len(row["input_ids"])] = torch.tensor(row.get("labels", row["input_ids"]))
     return batch if "labels" in items[0] else {"input_ids": batch["input_ids"]}
 
 
 @pytest.mark.parametrize("has_labels", [True, False])
 def test_predictions_by_budget_are_of_every_row(tiny_text, tmp_path, has_labels: bool) -> None:
-    """Of rows that carry no loss, too; where no row has labels they are stock's."""
+    """Also of rows without a loss. Without any labels the prediction is stock's."""
     rows = Rows(labelled if has_labels else lambda k: {"input_ids": item(k)["input_ids"]}, 12)
     block = BLOCK | {"eval_token_budget": 128}
-    found, expected = (
-        make(tiny_text, tmp_path, collate=pad_both, per_device_eval_batch_size=4, block=given).predict(rows)
-        for given in (block, None)
+    ours, stock = (
+        make(tiny_text, tmp_path, collate=pad_both, per_device_eval_batch_size=4, block=odb).predict(rows)
+        for odb in (block, None)
     )
-    assert len(found.predictions) == len(expected.predictions) == 12
+    assert len(ours.predictions) == len(stock.predictions) == 12
     for k in range(12):
         tokens = len(item(k)["input_ids"])
-        assert found.predictions[k][:tokens] == pytest.approx(expected.predictions[k][:tokens], abs=1e-4)
-    assert ("test_loss" in found.metrics, "test_loss" in expected.metrics) == (has_labels, has_labels)
+        assert ours.predictions[k][:tokens] == pytest.approx(stock.predictions[k][:tokens], abs=1e-4)
+    assert ("test_loss" in ours.metrics, "test_loss" in stock.metrics) == (has_labels, has_labels)
     if has_labels:
-        assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
+        assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
 
 
 def test_a_trial_of_a_search_sets_the_accumulation(tiny_text, tmp_path) -> None:
-    """Which a run hides from the Trainer before that asks for the trial's."""
+    """odb reads the accumulation after the Trainer has set the trial's."""
 
     class Searched(Trainer):
         def _hp_search_setup(self, trial: Any) -> None:

@@ -1,8 +1,8 @@
-"""I8: with `loss_scaling: exact` an optimizer step is that of one process and one batch.
+"""I8: with `loss_scaling: exact` an optimizer step equals one batch of one process.
 
 Real Trainers with odb train two epochs of rows of unequal length with unequal shares of supervised tokens; with `fill`,
-ranks other than the first end early and take idle micro-batches. Then stock's Trainer in a single process takes the
-samples of each optimizer step, as the audit names them, as ONE batch: the mean over all supervised tokens.
+ranks other than the first end early and take idle micro-batches. Then stock's Trainer trains in one process on the
+samples of each optimizer step (from the audit) as ONE batch: the mean over all supervised tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from same_training import Deviation, deviation, read
 from training.trainings import ODB, SGD, Training, replay
 
 CLOSE, CLOSE_IN_BF16, WRONG = 1e-5, 3e-2, 0.1
-"""Of bfloat16's 8 bits; rows in other groups are rounded anew. Wrong weights are off by about 1."""
+"""Relative. bfloat16 has 8 bits, and other groups round differently. Wrong weights are off by about 1."""
 NORM_UNDER_ZERO = 1e-4
-"""DeepSpeed adds up the squares of all gradients in one float32 tensor."""
+"""DeepSpeed sums the squares of all gradients in float32."""
 FILL = {"loss_scaling": "exact", "global_batch_size": "fill", "balance": False, "layout": "padded"}
 KEEP = FILL | {"global_batch_size": "keep", "balance": True}
 FILLED = Training(unequal=2, arguments=SGD, block=FILL, kinds=(ODB,))
@@ -56,10 +56,10 @@ EXACT = [
 ]
 
 
-def measured(name: str, of: str, folder: Path, path: str) -> Deviation:
-    """How far a training in `folder` is from its replay."""
+def measured(name: str, case: str, folder: Path, path: str) -> Deviation:
+    """The deviation of a training in `folder` from its replay."""
     world_size, trainings = SETS[name]
-    training, ours = trainings[of], read(folder / ODB, world_size)
+    training, ours = trainings[case], read(folder / ODB, world_size)
     batches: list[list[int]] = [[] for _ in ours.rows]
     for line in ours.audit:
         batches[line["optimizer_step"] - 1] += line["ids"]
@@ -68,21 +68,20 @@ def measured(name: str, of: str, folder: Path, path: str) -> Deviation:
         assert sorted(row for line in lines for row in line["ids"]) == list(range(training.rows)), "I2"
         assert training.batch > 1 or any(line["idle"] for line in lines) == (world_size > 1)
     replay(training, path, folder / "replayed", [sorted(batch) for batch in batches])
-    replayed = read(folder / "replayed", 1)
-    return deviation(ours, replayed)
+    return deviation(ours, read(folder / "replayed", 1))
 
 
-@pytest.mark.parametrize(("name", "of"), EXACT)
-def test_an_optimizer_step_is_that_of_one_process_and_one_batch(trained: Any, models: Any, name: str, of: str) -> None:
-    training = SETS[name][1][of]
-    found = measured(name, of, trained(name, of)[0], models[training.model])
+@pytest.mark.parametrize(("name", "case"), EXACT)
+def test_an_optimizer_step_equals_one_batch_of_one_process(trained: Any, models: Any, name: str, case: str) -> None:
+    training = SETS[name][1][case]
+    differs = measured(name, case, trained(name, case)[0], models[training.model])
     close = CLOSE_IN_BF16 if training.arguments.get("bf16") else CLOSE
-    assert found.loss < close and found.weights < close, found
-    assert found.grad_norm < (NORM_UNDER_ZERO if training.zero else close), found
+    assert differs.loss < close and differs.weights < close, differs
+    assert differs.grad_norm < (NORM_UNDER_ZERO if training.zero else close), differs
 
 
-@pytest.mark.parametrize("of", OTHERS)
-def test_other_scalings_give_another_gradient(trained: Any, models: Any, of: str) -> None:
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_scalings_give_another_gradient(trained: Any, models: Any, case: str) -> None:
     """On the same rows in the same groups, so the other tests would fail if `exact` became one of these."""
-    found = measured("2_ranks", of, trained("2_ranks", of)[0], models["text"])
-    assert found.grad_norm > WRONG and found.weights > 100 * CLOSE, found
+    differs = measured("2_ranks", case, trained("2_ranks", case)[0], models["text"])
+    assert differs.grad_norm > WRONG and differs.weights > 100 * CLOSE, differs

@@ -1,4 +1,4 @@
-"""One trainer after the other, two at once, one twice, outside `train()`: all work, and nothing is left behind."""
+"""Trainers in sequence, two at once, one twice, outside of `train()`: all work and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def make_odb(model: Path, folder: Path, **changes: Any) -> Trainer:
 
 @pytest.fixture
 def nothing_is_left(tiny_text, tmp_path_factory) -> Any:
-    """After a first training, which starts what a process has once (a resource tracker, a pool of autograd)."""
+    """The first training starts what a process has once (a resource tracker, a pool of autograd)."""
     make_odb(tiny_text, tmp_path_factory.mktemp("first"), max_steps=1).train()
     before = held()
     yield
-    until = time.monotonic() + 10  # what an earlier test has left may end just now, a thread takes a moment
+    until = time.monotonic() + 10  # threads take a moment to end
     while any(now > then for now, then in zip(held(), before)) and time.monotonic() < until:
         time.sleep(0.1)
     assert all(now <= then for now, then in zip(held(), before)), (held(), before)
@@ -55,7 +55,7 @@ def test_twice_with_an_evaluation_in_between(tiny_text, tmp_path, nothing_is_lef
 
 
 def test_one_inside_the_other(tiny_text, tmp_path, nothing_is_left) -> None:
-    """Both are in the middle of an epoch at once, and each has its own rows, weights and figures."""
+    """Each has its own rows, weights and figures, while both are in the middle of an epoch."""
 
     class TrainAnother(TrainerCallback):
         trained = False
@@ -74,8 +74,7 @@ def test_one_inside_the_other(tiny_text, tmp_path, nothing_is_left) -> None:
     assert losses(trainer) == pytest.approx(losses(alone))
 
 
-def test_a_micro_batch_is_gone_before_the_next_is_taken(tiny_text, tmp_path) -> None:
-    """Pictures of one at a time are in memory."""
+def test_a_micro_batch_is_freed_before_the_next_is_taken(tiny_text, tmp_path) -> None:
     seen: list[weakref.ref[Any]] = []
 
     class Notes(Trainer):
@@ -85,7 +84,7 @@ def test_a_micro_batch_is_gone_before_the_next_is_taken(tiny_text, tmp_path) -> 
 
     class Looks(TrainerCallback):
         def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-            assert [one for one in seen if one() is not None] == []
+            assert all(reference() is None for reference in seen)
 
         on_step_end = on_substep_end
 
@@ -95,13 +94,13 @@ def test_a_micro_batch_is_gone_before_the_next_is_taken(tiny_text, tmp_path) -> 
 
 def test_outside_of_train_the_dataloader_is_stocks_and_nothing_is_started(tiny_text, tmp_path, nothing_is_left) -> None:
     trainer, stock = make_odb(tiny_text, tmp_path), make(tiny_text, tmp_path)
-    loaders = [one.get_train_dataloader() for one in (trainer, trainer, stock)]
+    loaders = [each.get_train_dataloader() for each in (trainer, trainer, stock)]
     assert len({(type(loader), len(loader)) for loader in loaders}) == 1
     assert trainer.odb.training is None
 
 
 def test_a_callback_sees_and_may_iterate_an_ordinary_train_dataloader(tiny_text, tmp_path, nothing_is_left) -> None:
-    """Doing so in the middle of an epoch changes nothing of the training."""
+    """Also in the middle of an epoch, without effect on the training."""
     seen: list[int] = []
 
     class Looks(TrainerCallback):
@@ -117,9 +116,9 @@ def test_a_callback_sees_and_may_iterate_an_ordinary_train_dataloader(tiny_text,
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
-def test_the_trainer_keeps_what_its_user_gave_it(tiny_text, tmp_path) -> None:
+def test_the_trainer_keeps_its_dataset_collator_and_arguments(tiny_text, tmp_path) -> None:
     trainer = make(tiny_text, tmp_path)
-    given = trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()
+    before = trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()
     enable_odb(trainer, **BLOCK)
     trainer.train()
-    assert (trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()) == given
+    assert (trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()) == before

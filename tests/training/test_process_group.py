@@ -1,4 +1,4 @@
-"""`enable_odb(process_group=)`: samples are shared, and losses weighed, among the data-parallel ranks given."""
+"""`enable_odb(process_group=)`: the ranks of the group share samples, and their number weighs the losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ACCUMULATION = 2
 
 
 def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list[tuple[int, ...]]]:
-    """Returns the losses of a training in groups of one, and what a process holds after each of some in the world."""
+    """Returns the losses of a training in groups of one rank, and what the process holds after each of three trainings
+    of both ranks."""
     os.environ["LOCAL_RANK"] = str(rank)
     # Two ranks, each the only one of its group: the engine averages two equal gradients.
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
@@ -36,7 +37,7 @@ def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list
     return losses(trainer), counts
 
 
-def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_text, tmp_path) -> None:
+def test_ranks_of_different_groups_do_not_share_samples(tiny_text, tmp_path) -> None:
     options = {"model": str(tiny_text), "output_dir": str(tmp_path)}
     outcomes = run_ranks("training.test_process_group:train_all", tmp_path, limit_s=120, **options)
     for rank in range(2):
@@ -46,13 +47,13 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
         for line in audit(folder):
             weights[line["optimizer_step"]] += line["weight"]
         assert list(weights.values()) == pytest.approx([1.0] * len(weights))
-    # What one process alone does.
+    # The same training by one process
     exact = BLOCK | {"loss_scaling": "exact"}
     alone = train(tiny_text, tmp_path / "alone", block=exact, gradient_accumulation_steps=ACCUMULATION)
     for outcome in outcomes:
         of_group, counts = outcome.value
         assert of_group == pytest.approx(losses(alone), rel=1e-4)
-        # Processes, threads, files (so ports as well) and groups: the first training starts what a process has once.
+        # Processes, threads, files and groups. The first training starts what a process has once.
         assert all(later <= before for before, later in zip(counts[1], counts[2], strict=True)), counts
     for k in range(3):
         assert ids(tmp_path / f"world{k}") + ids(tmp_path / f"world{k}", rank=1) == Counter(range(NUM_ROWS))

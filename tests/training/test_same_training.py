@@ -1,9 +1,9 @@
-"""I9: with kept optimizer steps a training is that of the stock Trainer, in everything but its time.
+"""I9: with kept optimizer steps a training equals that of the stock Trainer.
 
-Both train, in the same processes: real `transformers.Trainer`s, over three epochs with evaluations and checkpoints in
-between. The rows of every optimizer step, learning rates, epochs, input tokens, FLOPs, and everything in the Trainer's
-log and in its checkpoints are equal to the last digit; losses, gradient norms and the weights at the end up to
-rounding. Other sizes of batches, losses and stages: `tests/llamafactory/test_same_training.py`.
+Both are real `transformers.Trainer`s, which train over three epochs with evaluations and checkpoints. The rows of every
+optimizer step, learning rates, epochs, input tokens, FLOPs, and all of the Trainer's log and checkpoints are equal to
+the last digit; losses, gradient norms and the final weights up to rounding. Other sizes of batches, losses and stages:
+`tests/llamafactory/test_same_training.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEDULE = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps"
 SCHEDULE |= {"include_num_input_tokens_seen": "all"}
 THREE_EPOCHS = EVERY | SCHEDULE | {"num_train_epochs": 3, "load_best_model_at_end": True}
 SMOOTHED = THREE_EPOCHS | {"label_smoothing_factor": 0.1}
-# One evaluation of one batch, at the end: an evaluation draws random numbers, too, and groups its rows by them.
+# One evaluation of one batch, at the end, because an evaluation draws random numbers to group its rows.
 BY_LENGTH = (
     {"train_sampling_strategy": "group_by_length"}
     | THREE_EPOCHS
@@ -60,20 +60,20 @@ EXACT += ("train_batch_size", "logging_steps", "eval_steps", "save_steps", "best
 """Fields of a `trainer_state.json` that must be the same to the last digit."""
 
 
-@pytest.mark.parametrize(("name", "of"), [(name, of) for name, (_, trainings) in SETS.items() for of in trainings])
-def test_the_same_training(trained: Any, name: str, of: str) -> None:
-    """Run with -s to see how far it is from stock's."""
-    (folder, _), (world_size, trainings) = trained(name, of), SETS[name]
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in SETS for case in SETS[name][1]])
+def test_the_same_training(trained: Any, name: str, case: str) -> None:
+    """Run with -s to see the deviation."""
+    (folder, _), (world_size, trainings) = trained(name, case), SETS[name]
     ours, stock = (read(folder / kind, world_size) for kind in (ODB, STOCK))
-    size, num_rows = trainings[of].batch * trainings[of].accumulation * world_size, trainings[of].rows
+    training = trainings[case]
+    size, num_rows = training.batch * training.accumulation * world_size, training.rows
     assert [len(rows) for rows in stock.rows] == [min(size, num_rows - k) for k in range(0, num_rows, size)] * 3
     for checkpoint in stock.folders:
         check_checkpoint(folder / ODB / checkpoint, folder / STOCK / checkpoint)
-    found = check_same_training(ours, stock)
-    report(f"{name}, {of}", found)
-    is_flat = all(line["segments"] for line in ours.audit)
-    assert is_flat or "smoothed" in of, "images too: positions are made as the model makes them"
-    assert found.grad_norm < RELATIVE
+    differs = check_same_training(ours, stock)
+    report(f"{name}, {case}", differs)
+    assert all(line["segments"] for line in ours.audit) or "smoothed" in case, "flat, images too"
+    assert differs.grad_norm < RELATIVE
 
 
 def check_checkpoint(odb: Path, stock: Path) -> None:
@@ -89,20 +89,20 @@ def check_checkpoint(odb: Path, stock: Path) -> None:
 # Resume
 
 SAVING = SCHEDULE | {"save_strategy": "steps", "save_steps": 1}
-"""A checkpoint of every optimizer step."""
+"""Saves a checkpoint of every optimizer step."""
 ALONE = Training(batch=2, accumulation=4, rows=28, arguments=SAVING)
 IN_PAIRS = Training(batch=2, accumulation=2, rows=28, arguments=SAVING, block={"token_budget": 150})
-"""The same optimizer steps of 8 rows, by two ranks that plan with another budget."""
+"""The same optimizer steps of 8 rows, on two ranks with another budget."""
 STEPS = (1, 4, 6)
-"""Of two epochs of four: in the middle of either, and between them."""
+"""Steps to resume from: in the middle of either epoch (of four steps), and between them."""
 
 
 def resume_all(rank: int, training: dict[str, Any], model: str, source: str, output_dir: str) -> None:
-    """Go on with odb from checkpoints of `source`; from that of step k into `output_dir`/k, of which the first saves
-    checkpoints of its own."""
+    """Resume with odb from the checkpoints of `source`: from step k into `output_dir`/k. Only the first saves its own
+    checkpoints."""
     if dist.is_initialized():
         os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, as which torch cannot load the optimizer
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # torch cannot load the optimizer to cpu:0
     steps = [step for step in STEPS if Path(source, f"checkpoint-{step}").exists()]
     for step in steps:
         saves = {"save_strategy": "steps" if step == steps[0] else "no"}
@@ -113,7 +113,7 @@ def resume_all(rank: int, training: dict[str, Any], model: str, source: str, out
 
 @pytest.fixture(scope="module")
 def resumed(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trainings with a checkpoint of every optimizer step, and others that go on from some of these."""
+    """Trainings with a checkpoint of every optimizer step, and others resumed from some of these."""
     folder, model, alone = tmp_path_factory.mktemp("resumed"), str(tiny_text), dataclasses.asdict(ALONE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
@@ -133,13 +133,13 @@ def resumed(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_the_same_training_from_a_checkpoint(resumed: Path, name: str, num_ranks: int) -> None:
-    """Of a stock training, of one with odb, and onto another number of ranks; from every one: test_resume.py, and
-    tests/data/test_resume.py without a model."""
+    """A checkpoint of stock, of odb, and of another number of ranks. From every checkpoint: test_resume.py, and without
+    a model tests/data/test_resume.py."""
     steps = sorted(int(path.name) for path in (resumed / name).iterdir() if path.is_dir())
     assert steps == list(STEPS[name == "from two ranks" :])
     for step in steps:
         ours, whole = read(resumed / name / str(step), num_ranks), read(resumed / STOCK, 1)
-        for training in (ours, whole):  # the Trainer takes `train_loss` of what it has trained since it began
+        for training in (ours, whole):  # `train_loss` is a mean over the steps since the resume
             training.log[-1].pop("train_loss")
         rest = {"rows": whole.rows[step:], "learning_rates": whole.learning_rates[step:], "folders": ours.folders}
         assert check_same_training(ours, dataclasses.replace(whole, **rest)).grad_norm < RELATIVE

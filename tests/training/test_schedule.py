@@ -1,7 +1,8 @@
-"""With `fill` the learning rate follows the data: it never falls to its end because an estimate was low."""
+"""With `fill` the learning rate follows the samples done, so a low estimate of the steps does not end it early."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def short_then_long(k: int) -> dict[str, Any]:
 
 
 def rates_of(model: Path, folder: Path, kind: type = Sequential, lr_scale: str = "none", **changes: Any) -> list[float]:
-    """Rows in their order, the short ones first: the first window does not represent the rest."""
+    """The short rows come first, so the first window differs from the rest."""
     rows, rates = Rows(short_then_long, len(SHORT_THEN_LONG)), Rates()
     block = FILL | {"buffer_size": 64, "lr_scale": lr_scale}
     train(model, folder, rows, block=block, trainer_class=kind, callbacks=[rates], **changes)
@@ -31,17 +32,16 @@ def rates_of(model: Path, folder: Path, kind: type = Sequential, lr_scale: str =
 
 
 def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_rest(tiny_text, tmp_path) -> None:
-    """As in stock training: up to step 8 of the real steps, then down over all that are left."""
+    """The rate rises to real step 8 and falls over all other steps."""
     warmup_steps = 8
-    found = rates_of(tiny_text, tmp_path, warmup_steps=warmup_steps, lr_scheduler_type="linear")
-    assert len(found) > 2 * warmup_steps
-    assert found[: warmup_steps + 1] == pytest.approx([1e-3 * k / warmup_steps for k in range(warmup_steps + 1)])
-    assert all(after < before for before, after in zip(found[warmup_steps:], found[warmup_steps + 1 :]))
-    assert all(rate > 0 for rate in found[warmup_steps:])
+    rates = rates_of(tiny_text, tmp_path, warmup_steps=warmup_steps, lr_scheduler_type="linear")
+    assert len(rates) > 2 * warmup_steps
+    assert rates[: warmup_steps + 1] == pytest.approx([1e-3 * k / warmup_steps for k in range(warmup_steps + 1)])
+    assert all(before > after > 0 for before, after in itertools.pairwise(rates[warmup_steps:]))
 
 
 @pytest.mark.parametrize("kind", [Sequential, Trainer], ids=["in order", "small window"])
-def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(tiny_text, tmp_path, kind: type) -> None:
+def test_lr_scale_is_refused_if_the_first_window_may_differ_from_the_rest(tiny_text, tmp_path, kind: type) -> None:
     with pytest.raises(ConfigError, match=r"^odb.lr_scale: 'linear' .* buffer_size") as refused:
         rates_of(tiny_text, tmp_path, kind, lr_scale="linear")
     assert "\n" not in str(refused.value)
@@ -49,7 +49,7 @@ def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(ti
 
 
 @pytest.mark.parametrize("name", ["GreedyLR", "ReduceLROnPlateau"])
-def test_a_schedule_that_goes_by_a_metric_is_not_told_to_count_steps(name: str, caplog) -> None:
+def test_only_a_schedule_that_counts_steps_is_warned_about(name: str, caplog) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
     schedule = FillSchedule(is_shuffled=True, is_estimated=True)
     schedule.create(lambda _: getattr(optimization, name)(optimizer), 100, 0)

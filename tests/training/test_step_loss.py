@@ -1,4 +1,4 @@
-"""What is logged as the loss of an optimizer step whose micro-batches have losses in bfloat16, or one of NaN."""
+"""The logged loss of an optimizer step with losses in bfloat16, of routers, or of NaN."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 from toy import Rows, item
 from training.flat_models import COMMON, HEAD, MOE
 from training.toy_training import losses, make, train
+from training.trainings import divides
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory import enable_odb
@@ -26,23 +26,17 @@ def logged(model: Path, folder: Path, loss_of: Any, dtype: torch.dtype, odb: boo
     return losses(train(network, folder, block={"token_budget": 64} if odb else None, **changes))
 
 
-def token_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    """In the dtype of the logits."""
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    return cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
-
-
 def test_losses_in_bfloat16_add_up_in_float32(tiny_text: Path, tmp_path: Path) -> None:
-    """Stock adds every micro-batch to a float32 number; a sum in bfloat16 would have 8 bits."""
-    stock, ours = (logged(tiny_text, tmp_path, token_mean, torch.bfloat16, odb) for odb in (False, True))
+    """Like stock's; a sum in bfloat16 would have 8 bits."""
+    stock, ours = (logged(tiny_text, tmp_path, divides, torch.bfloat16, odb) for odb in (False, True))
     assert ours == pytest.approx(stock, rel=4e-3)
     assert any(float(torch.tensor(loss).bfloat16()) != loss for loss in ours)
 
 
 @pytest.mark.parametrize("counts_tokens", [True, False], ids=["text", "as with a processor"])
 def test_losses_of_routers_weigh_as_in_stock(counts_tokens: bool, tmp_path: Path) -> None:
-    """They depend on which samples share a micro-batch. Stock divides them by the accumulation only if it divides
-    the loss by that."""
+    """Within 5 %, because they depend on which samples share a micro-batch. Stock divides them by the accumulation
+    only if it divides the loss by the accumulation."""
 
     def first_loss(odb: bool, coefficient: float) -> float:
         torch.manual_seed(0)
@@ -60,11 +54,11 @@ def test_losses_of_routers_weigh_as_in_stock(counts_tokens: bool, tmp_path: Path
     assert ours[1] - ours[0] == pytest.approx(stock[1] - stock[0], rel=0.05)
 
 
-def test_one_loss_that_is_nan_leaves_the_others_in_the_log(tiny_text: Path, tmp_path: Path) -> None:
-    """Stock leaves a micro-batch of NaN out of the logged loss, unless `logging_nan_inf_filter` is false."""
+def test_a_loss_of_nan_is_left_out_of_the_log(tiny_text: Path, tmp_path: Path) -> None:
+    """As in stock, unless `logging_nan_inf_filter` is false."""
 
-    def nan_where_row_0_is(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss = token_mean(outputs, labels, num_items_in_batch)
+    def nan_with_row_0(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = divides(outputs, labels, num_items_in_batch)
         return loss + math.nan if (labels == item(0)["input_ids"][0]).any() else loss
 
     def of_one_step(loss_of: Any, **changes: Any) -> float:
@@ -72,5 +66,5 @@ def test_one_loss_that_is_nan_leaves_the_others_in_the_log(tiny_text: Path, tmp_
         (loss,) = logged(tiny_text, tmp_path, loss_of, torch.float32, odb=True, **one_step | changes)
         return loss
 
-    assert 0.2 < of_one_step(nan_where_row_0_is) / of_one_step(token_mean) < 0.98
-    assert math.isnan(of_one_step(nan_where_row_0_is, logging_nan_inf_filter=False))
+    assert 0.2 < of_one_step(nan_with_row_0) / of_one_step(divides) < 0.98
+    assert math.isnan(of_one_step(nan_with_row_0, logging_nan_inf_filter=False))

@@ -1,6 +1,6 @@
-"""I9, I13: whatever loss a Trainer computes, odb trains it as stock does, on whatever releases are installed.
+"""I9, I13: odb trains the loss of any Trainer as stock does, on the installed releases.
 
-transformers' own Trainer runs beside odb, on a tiny model: losses of every step and the weights at the end.
+transformers' own Trainer and odb train the same tiny model: losses of every step and the final weights are equal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from toy import Rows
 from training import toy_training
 from training.flat_models import COMMON, HEAD
 from training.toy_training import collate, losses
+from training.trainings import divides, means
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -37,7 +38,7 @@ OF_ONE_TOKEN = [1 + number % 5 for number in range(24)]
 
 
 def collate_with_names(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """A value for each row, which a loss reads."""
+    """Adds a value of each row for a loss."""
     return collate(rows) | {"scale": torch.tensor([1.0 + len(row["labels"]) % 3 for row in rows])}
 
 
@@ -46,7 +47,7 @@ def truncate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def attend_pairs(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """The mask says for each pair of tokens whether one sees the other: [rows, 1, length, length]."""
+    """Has a mask of pairs of tokens: [rows, 1, length, length]."""
     batch = collate_with_names(rows)
     places = torch.arange(batch["input_ids"].shape[1])
     seen = batch["attention_mask"].bool()[:, None, None] & (places[:, None] >= places)
@@ -60,7 +61,7 @@ def shift_labels(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def end_rows(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Adds a token to every row, which has a loss."""
+    """Adds a supervised token to every row."""
     return collate([{key: [*values, 7] for key, values in row.items()} for row in rows])
 
 
@@ -75,20 +76,12 @@ def counts(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != -100).sum(1)
 
 
-def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return of_tokens(outputs, labels).sum() / num_items_in_batch
-
-
-def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
 def sample_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     return (of_tokens(outputs, labels).sum(1) / counts(labels)).mean()
 
 
 def sample_mean_of_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Samples without a supervised token count, too."""
+    """Counts samples without a supervised token."""
     return (of_tokens(outputs, labels).sum(1) / counts(labels).clamp_min(1)).mean()
 
 
@@ -102,14 +95,9 @@ def focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tenso
     return (((1 - (-losses).exp()) ** 2) * losses).mean()
 
 
-def with_z_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    z = outputs.logits[:, :-1].logsumexp(-1).square() * (labels[:, 1:] != -100)
-    return divided(outputs, labels, num_items_in_batch) + 1e-3 * z.sum() / num_items_in_batch
-
-
 def in_batch_negatives(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    means = outputs.logits.mean(1)
-    return cross_entropy(means @ means.T, torch.arange(len(means)))
+    states = outputs.logits.mean(1)
+    return cross_entropy(states @ states.T, torch.arange(len(states)))
 
 
 def no_scalar(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -119,12 +107,12 @@ def no_scalar(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
 def raises(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     if labels.shape[0] == 1:
         raise ValueError("one sample is too few")
-    return token_mean(outputs, labels)
+    return means(outputs, labels)
 
 
 def computes(loss_of: Callable[..., Tensor], *, gives_labels: bool = False) -> type[Trainer]:
-    """A trainer that computes its loss itself. loss_of: outputs, labels, a value of each row, the number of items and
-    the accumulation. gives_labels: to the model, too, which then computes its own loss."""
+    """A trainer with its own `compute_loss`. loss_of: outputs, labels, a value of each row, accumulation -> loss.
+    gives_labels: the model gets labels, too, and computes its own loss."""
 
     class Computes(Trainer):
         def compute_loss(
@@ -132,7 +120,7 @@ def computes(loss_of: Callable[..., Tensor], *, gives_labels: bool = False) -> t
         ) -> Any:
             labels, scale = inputs["labels"], inputs.pop("scale", None)
             outputs = model(**{key: value for key, value in inputs.items() if gives_labels or key != "labels"})
-            loss = loss_of(outputs, labels, scale, num_items_in_batch, self.args.gradient_accumulation_steps)
+            loss = loss_of(outputs, labels, scale, self.args.gradient_accumulation_steps)
             return (loss, outputs) if return_outputs else loss
 
     return Computes
@@ -148,7 +136,7 @@ ReadsRows = computes(
 
 
 class Penalizes(Trainer):
-    """Adds a term that is made of weights: how often it counts depends on how an optimizer step is cut."""
+    """Adds a term made of weights, which counts once a micro-batch."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -157,7 +145,7 @@ class Penalizes(Trainer):
 
 
 class MeanOfMicroBatch(OfTheModel):  # type: ignore[valid-type,misc]
-    """Tells transformers (since 5.19) that its loss is the mean of a micro-batch."""
+    """Declares to transformers (since 5.19) that its loss is the mean of a micro-batch."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -165,19 +153,19 @@ class MeanOfMicroBatch(OfTheModel):  # type: ignore[valid-type,misc]
 
 
 class OwnLoss(Qwen3ForCausalLM):
-    """Takes any argument and returns the mean of its micro-batch."""
+    """Takes any argument and returns the mean over a micro-batch."""
 
     def forward(
         self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, labels: Any = None, **_: Any
     ) -> CausalLMOutputWithPast:
         body = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
         logits = self.lm_head(body.last_hidden_state.view(*input_ids.shape, self.config.hidden_size))
-        loss = None if labels is None else token_mean(CausalLMOutputWithPast(logits=logits), labels)
+        loss = None if labels is None else means(CausalLMOutputWithPast(logits=logits), labels)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 class WithoutHead(Qwen3ForCausalLM):
-    """Does not show its output embedding."""
+    """Returns no output embedding."""
 
     def get_output_embeddings(self) -> None:
         return None
@@ -218,7 +206,6 @@ class Case:
 CASES = {
     "plain": Case(),
     "first labels": Case(masks_first=False),
-    "short rows": Case(SHORT, masks_first=False),
     "rows of one token": Case(OF_ONE_TOKEN, masks_first=False),
     "rows of one token, each alone": Case(OF_ONE_TOKEN, masks_first=False, budget=1),
     "short rows in bf16": Case(SHORT, masks_first=False, arguments={"bf16": True}, close=2e-3),
@@ -228,8 +215,8 @@ CASES = {
     "tokens of a rank": Case(masks_first=False, arguments={"average_tokens_across_devices": False}),
     "no accumulation": Case(arguments={"gradient_accumulation_steps": 1}),
     "label smoothing": Case(masks_first=False, arguments={"label_smoothing_factor": 0.1}),
-    "divided": Case(masks_first=False, loss=divided),
-    "mean over tokens": Case(loss=token_mean),
+    "sum over tokens, divided": Case(masks_first=False, loss=divides),
+    "mean over tokens": Case(loss=means),
     "mean over samples": Case(loss=sample_mean),
     "mean over samples, some without a supervised token": Case(has_unsupervised=True, loss=sample_mean_of_all),
     "mean over samples with a supervised token": Case(has_unsupervised=True, loss=sample_mean_of_supervised),
@@ -238,21 +225,16 @@ CASES = {
         [40] * 16 + SHORT, collate=functools.partial(collate, side="left"), loss=sample_mean
     ),
     "focal": Case(loss=focal),
-    "z-loss": Case(loss=with_z_loss),
     "a compute_loss of means": Case(
-        trainer=computes(lambda outputs, labels, scale, number, steps: sample_mean(outputs, labels) / steps)
-    ),
-    "a compute_loss that divides": Case(
-        masks_first=False, trainer=computes(lambda outputs, labels, scale, number, _: divided(outputs, labels, number))
+        trainer=computes(lambda outputs, labels, scale, steps: sample_mean(outputs, labels) / steps)
     ),
     "a compute_loss that reads a value of each row": Case(trainer=ReadsRows, collate=collate_with_names),
     "a compute_loss of the model's": Case(trainer=OfTheModel),
-    "a compute_loss beside the model's own": Case(
-        trainer=computes(lambda outputs, labels, *_: token_mean(outputs, labels), gives_labels=True)
+    "a compute_loss that ignores the model's": Case(
+        trainer=computes(lambda outputs, labels, *_: means(outputs, labels), gives_labels=True)
     ),
     "loss_is_scaled_for_ga": Case(trainer=MeanOfMicroBatch),
     "a model with a loss of its own": Case(model=OwnLoss),
-    "a model without an output embedding": Case(model=WithoutHead),
     "a model that returns a tuple": Case(model=ReturnsTuple),
     "a mask of pairs": Case(trainer=ReadsRows, collate=attend_pairs),
     "labels that are shifted already": Case(masks_first=False, collate=shift_labels),
@@ -261,8 +243,6 @@ REFUSED = {
     "in-batch negatives": Case(loss=in_batch_negatives),
     "no scalar": Case(loss=no_scalar),
     "one sample raises": Case(loss=raises),
-    "one sample raises, without an output embedding": Case(loss=raises, model=WithoutHead),
-    "in-batch negatives, without an output embedding": Case(loss=in_batch_negatives, model=WithoutHead),
     "a term that is made of weights": Case(trainer=Penalizes),
     "a label is predicted from padding": Case(masks_first=False, collate=functools.partial(collate, side="left")),
 }
@@ -329,9 +309,16 @@ def test_a_loss_that_fits_no_rule_is_refused_before_the_first_step(name: str, tm
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("scaling", ["stock", "exact", "none"])
+def test_a_model_without_an_output_embedding_is_refused(scaling: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^model: ") as refused:
+        train(Case(model=WithoutHead), tmp_path, {"loss_scaling": scaling})
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_measurement_makes_few_logits(side: str, tmp_path: Path) -> None:
-    """Those of whole rows need gigabytes: 152,000 numbers a token with the vocabulary of Qwen."""
+    """Logits of whole rows would need gigabytes: 152,000 numbers a token with the vocabulary of Qwen."""
     calls: list[int] = []
 
     class Counts(Qwen3ForCausalLM):
@@ -346,7 +333,7 @@ def test_the_measurement_makes_few_logits(side: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [20, 21, 22])
 def test_an_evaluation_leaves_out_a_batch_without_a_supervised_token(last: int, tmp_path: Path) -> None:
-    """As transformers does from 5.24 on; before, its loss is no number. last: rows of which some fill no round."""
+    """Like transformers from 5.24 on (before, its loss is NaN). last: a number of rows that may not fill the rounds."""
     rows = Case().rows[:last]
     for row in (*rows[4:6], *rows[20:]):
         row["labels"] = [-100] * len(row["input_ids"])

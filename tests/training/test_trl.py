@@ -1,5 +1,5 @@
-"""TRL's `SFTTrainer` under `enable_odb`: text, where `padding_free=True` and its padded collator are the same training
-(flat), and a vision-language model, whose rows its collator tokenizes."""
+"""TRL's `SFTTrainer` with `enable_odb`: text with and without `padding_free`, packs, and a vision-language model, whose
+rows the collator tokenizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import llamafactory.extras.packages  # noqa: F401  (trl's trainers import nothing that is missing once it has been)
+import llamafactory.extras.packages  # noqa: F401  (lets trl's trainers be imported without missing packages)
 import pytest
 from PIL import Image
 from support import read_jsonl
@@ -22,7 +22,7 @@ BLOCK = {"token_budget": 512, "audit": True}
 
 
 def train(trained: Any, folder: Path, *, odb: dict[str, Any] | None, **arguments: Any) -> list[float]:
-    """The losses of four optimizer steps. trained: the model, its processing class and rows."""
+    """Returns the losses of four optimizer steps. trained: model, processing class and rows."""
     model, processing_class, rows = trained
     arguments |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "use_cpu": True}
     arguments |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "bf16": False}
@@ -44,12 +44,14 @@ def of_images(path: Path) -> tuple[Any, Any, list[dict[str, Any]]]:
     """Messages about one image each, of three sizes."""
     sizes, rows = ((64, 64), (128, 64), (96, 160)), []
     for k in range(1, 30):
-        said = [{"role": "user", "content": f"What is {k}?"}, {"role": "assistant", "content": "cats sing " * k}]
-        rows.append({"messages": said, "images": [Image.linear_gradient("L").resize(sizes[k % 3]).convert("RGB")]})
+        messages = [{"role": "user", "content": f"What is {k}?"}, {"role": "assistant", "content": "cats sing " * k}]
+        rows.append({"messages": messages, "images": [Image.linear_gradient("L").resize(sizes[k % 3]).convert("RGB")]})
     return AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path), rows
 
 
-def test_padding_free_is_the_flat_layout(tiny_text: Path, tmp_path: Path) -> None:
+def test_padding_free_is_the_flat_layout(tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The trainer reads logits, for their entropy, so they are made."""
+    caplog.set_level("INFO")
     stock = train(of_text(tiny_text), tmp_path / "stock", odb=None, padding_free=False)
     for padding_free in (True, False):
         folder = tmp_path / str(padding_free)
@@ -58,17 +60,19 @@ def test_padding_free_is_the_flat_layout(tiny_text: Path, tmp_path: Path) -> Non
         lines = read_jsonl(folder / "odb_audit_rank0.jsonl")
         assert all(line["rows"] == 1 and len(line["segments"]) == len(line["ids"]) for line in lines)
         assert any(len(line["ids"]) > 2 for line in lines)
+    logged = [message for message in caplog.messages if message.startswith("loss: with logits")]
+    assert len(logged) == 2 and all("SFTTrainer may read its outputs" in message for message in logged)
 
 
 def test_packs_stay_as_they_are(tiny_text: Path, tmp_path: Path) -> None:
-    """Their positions begin anew within a row, which is no sample of a flat one."""
+    """A pack is a row whose positions restart, and stays a padded row."""
     packed: dict[str, Any] = {"packing": True, "max_length": 64}
     stock = train(of_text(tiny_text), tmp_path / "stock", odb=None, **packed)
     assert train(of_text(tiny_text), tmp_path / "odb", odb=BLOCK, **packed) == pytest.approx(stock, rel=1e-5)
 
 
 def test_a_vision_language_model(tiny_vl: Path, tmp_path: Path) -> None:
-    """Its rows are messages and images, which are collated alone to be counted."""
+    """Its rows are messages and images, each collated alone to be counted."""
     stock = train(of_images(tiny_vl), tmp_path / "stock", odb=None)
     ours = train(of_images(tiny_vl), tmp_path / "odb", odb=BLOCK | {"max_patches": 200})
     assert ours == pytest.approx(stock, rel=1e-5)

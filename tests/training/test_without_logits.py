@@ -1,4 +1,4 @@
-"""Trainers compute the loss of their micro-batches without logits, unless somebody reads these."""
+"""Trainers compute the loss of their micro-batches without logits. A trainer that reads logits: `test_trl.py`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import Rows
 from training.toy_training import losses, make
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory.model.chunked import Sizes
 
 
 class LargestLogits(TorchDispatchMode):
-    """The most elements of a tensor whose last dimension is the vocabulary, made inside."""
+    """largest: elements of the largest tensor made within whose last dimension is the vocabulary."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -27,30 +27,14 @@ class LargestLogits(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        sizes = [
-            one.numel()
-            for one in tree_leaves(result)
-            if isinstance(one, Tensor) and one.shape[-1:] == (self.vocabulary,)
-        ]
-        self.largest = max([self.largest, *sizes])
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.shape[-1:] == (self.vocabulary,):
+                self.largest = max(self.largest, leaf.numel())
         return result
 
 
-class ReadsLogits(Trainer):
-    """As TRL's SFTTrainer, which logs the entropy of its logits."""
-
-    seen = 0
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        self.seen += outputs.logits.shape[:2] == inputs["labels"].shape
-        return (loss, outputs) if return_outputs else loss
-
-
-def trained(
-    model: Path, folder: Path, kind: type[Trainer] = Trainer, loss: Any = None, **odb: Any
-) -> tuple[Any, list[float], int]:
-    """The trainer, its losses and the elements of the largest logits."""
+def trained(model: Path, folder: Path, loss: Any, **odb: Any) -> tuple[Any, list[float], int]:
+    """Returns the trainer, its losses and the elements of the largest logits."""
     network = AutoModelForCausalLM.from_pretrained(model)
     arguments = {
         "per_device_train_batch_size": 4,
@@ -58,36 +42,25 @@ def trained(
         "max_steps": 3,
         "learning_rate": 5e-5,
     }
-    trainer = make(network, folder, block=odb or None, trainer_class=kind, compute_loss_func=loss, **arguments)
+    trainer = make(network, folder, block=odb or None, compute_loss_func=loss, **arguments)
     with LargestLogits(network.config.vocab_size) as logits:
         trainer.train()
     return trainer, losses(trainer), logits.largest
 
 
 @pytest.mark.parametrize("loss", [None, dft_loss_func])
-def test_nobody_makes_logits_of_all_tokens(
+def test_logits_of_all_tokens_are_never_made(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Any
 ) -> None:
-    """Of the model's own loss, and of a loss of LLaMA-Factory."""
+    """With the model's own loss and with a loss of LLaMA-Factory."""
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
     monkeypatch.setattr("odb_factory.model.chunked.ON_CPU", Sizes(chunk=0, tile=16 * vocabulary, rows=16))
-    stock, expected, of_stock = trained(tiny_text, tmp_path, loss=loss)
-    ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160)
+    stock, expected, of_stock = trained(tiny_text, tmp_path, loss)
+    ours, our_losses, largest = trained(tiny_text, tmp_path, loss, token_budget=160)
     assert of_stock > 100 * vocabulary
     assert largest <= config.hidden_size * vocabulary, "the head's own weight"
-    assert found == pytest.approx(expected, rel=1e-5)
-    for one, other in zip(ours.model.parameters(), stock.model.parameters()):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-6)
+    assert our_losses == pytest.approx(expected, rel=1e-5)
+    for weight, expected_weight in zip(ours.model.parameters(), stock.model.parameters()):
+        torch.testing.assert_close(weight, expected_weight, rtol=1e-3, atol=2e-6)
     assert ours.evaluate(Rows(num_rows=4))["eval_loss"] > 0
-
-
-def test_a_trainer_that_reads_logits_gets_them(
-    tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    trainer, found, _ = trained(tiny_text, tmp_path, ReadsLogits, token_budget=160)
-    assert trainer.seen > 3
-    assert found == pytest.approx(trained(tiny_text, tmp_path)[1], rel=1e-5)
-    (line,) = [text for text in caplog.messages if text.startswith("loss: with logits")]
-    assert "ReadsLogits may read its outputs" in line

@@ -1,4 +1,4 @@
-"""Trainings of a tiny model on rows that tell what they are, in this process: made, run, and what they leave."""
+"""Trainings of a tiny model in this process, on rows that show their id, and what the trainings leave."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(
     dropout: float = 0.0,
     **changes: Any,
 ) -> Any:
-    """A trainer under this block, or without one. changes: to its arguments, or other arguments of a Trainer."""
+    """A trainer with this block (None: stock's). changes: to the training arguments, or arguments of the Trainer."""
     extra = {
         key: changes.pop(key) for key in ("eval_dataset", "callbacks", "compute_loss_func", "odb") if key in changes
     }
@@ -59,7 +59,7 @@ def train(*args: Any, resume: Any = None, **changes: Any) -> Any:
 
 
 def collate(rows: list[dict[str, Any]], side: str = "right") -> dict[str, torch.Tensor]:
-    """Rows of `input_ids` and `labels`, and pictures; all tokens are seen if rows have no mask of their own."""
+    """A padded batch of rows of `input_ids`, `labels` and pictures. Rows without a mask attend to all their tokens."""
     rows = [{"attention_mask": [1] * len(row["input_ids"])} | row for row in rows]
 
     def padded(key: str, fill: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def history(trainer: Trainer) -> list[tuple[float, ...]]:
 
 
 def check_same(trainer: Trainer, other: Trainer) -> None:
-    """To the last bit."""
+    """The two trainings are equal to the last bit."""
     assert history(trainer) == history(other)
     weights, others = trainer.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())

@@ -1,6 +1,6 @@
-"""Trainings of a real Trainer on rows of unequal length: stock's, with odb, or stock's with given optimizer steps.
+"""Trainings of a real Trainer on rows of unequal length: stock's, with odb, or stock's on given optimizer steps.
 
-`train_all` runs them on every rank; `same_training.read` reads what each has left.
+`train_all` runs them on every rank; `same_training.read` reads their output.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ NUM_EVAL_ROWS = 5
 LIMIT_S = 400
 PATCH_VALUES = 3 * 2 * 16 * 16
 TEXT_IDS = 4000
-"""Ids of special tokens are not below it."""
+"""Ids of text are below, ids of special tokens are not."""
 SGD = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
-"""Weights show the gradient itself."""
+"""The weights show the gradient itself."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What every kind of training does.
+    """The settings of a training of any kind.
 
-    rows: of the training set, over all ranks. batch: rows of a micro-batch of stock. unequal: a number of ranks, of
-    which rank r has rows 1 / (2r + 1) as long, in their order, so that with `fill` others than the first end early.
+    rows: of the training set, over all ranks. batch: rows of a micro-batch of stock. unequal: number of ranks; rank r
+    has rows 1 / (2r + 1) as long, in their order, so that with `fill` all ranks but the first end early.
     loss: a `compute_loss_func`, by its name in `LOSSES`. zero: the stage of DeepSpeed. memory: tokens that each rank
     holds in the `phase` (none: any number).
     """
@@ -73,10 +73,10 @@ class Training:
 
 
 def make_row(number: int, training: Training, config: Any) -> dict[str, Any]:
-    """Each has its own length and its own share of supervised tokens, from one to all."""
+    """Rows differ in length and in their share of supervised tokens, from one token to all."""
     rng, shorter = random.Random(number), 1 + 2 * (number % max(training.unequal, 1))
-    ids = [rng.randrange(TEXT_IDS) for _ in range(max((10 + number * 37 % 40) // shorter, 2))]  # one predicts nothing
-    # ZeRO-3 gathers parameters, so there all micro-batches need an image.
+    ids = [rng.randrange(TEXT_IDS) for _ in range(max((10 + number * 37 % 40) // shorter, 2))]
+    # ZeRO-3 gathers parameters, so all its micro-batches need an image.
     images = rng.choice((1, 1, 2, int(training.zero > 0))) if training.model == "vl" else 0
     grids = [[1, 2 * rng.randint(1, 2), 2 * rng.randint(1, 3)] for _ in range(images)]
     for _, height, width in grids:
@@ -95,7 +95,7 @@ def make_row(number: int, training: Training, config: Any) -> dict[str, Any]:
 
 
 class Collator:
-    """Rows to one padded batch for the model."""
+    """Makes a padded batch for the model."""
 
     def __init__(self, model: torch.nn.Module, config: Any):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -110,7 +110,7 @@ class Collator:
 
 
 def load_model(training: Training, path: str | Path) -> Any:
-    """As every process starts from it; with LoRA, both adapter matrices are random."""
+    """The model that every process starts from; with LoRA, both adapter matrices are random."""
     loader = AutoModelForImageTextToText if training.model == "vl" else AutoModelForCausalLM
     model = loader.from_pretrained(path, dtype=torch.float32)
     if training.lora:
@@ -123,13 +123,13 @@ def load_model(training: Training, path: str | Path) -> Any:
 
 
 def means(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, reduction: str = "mean") -> Tensor:
-    """As LLaMA-Factory's `asft_loss_func`: the mean over the supervised tokens of a batch."""
+    """The mean over the supervised tokens of a batch, like LLaMA-Factory's `asft_loss_func`."""
     logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return cross_entropy(logits, labels, ignore_index=IGNORE, reduction=reduction)
 
 
 def divides(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """As functions for the Trainer are: the sum over all supervised tokens, over what they are told is their number."""
+    """The sum over the supervised tokens of a batch, divided by `num_items_in_batch`."""
     return means(outputs, labels, reduction="sum") / num_items_in_batch
 
 
@@ -137,11 +137,11 @@ LOSSES = {"divides": divides, "means": means}
 
 
 class Memory:
-    """The memory of an accelerator, simulated: torch's own error where the embeddings of a model have more tokens than
-    it holds; in a backward when their gradient comes, with which all other parameters have theirs.
+    """Simulates the memory of an accelerator: raises torch's own error if the embeddings have more tokens than `most`,
+    in the forward, or in the backward after all other gradients.
 
-    spares_recomputed: it holds any number of tokens of a forward that is computed again in the backward. fails: how
-    often it was short. leaked: how often what a failed attempt had in memory was there when the next forward began.
+    spares_recomputed: a forward that the backward computes again may have any number of tokens. fails: number of
+    errors. leaked: how often the tensors of a failed attempt were in memory when the next forward began.
     """
 
     def __init__(self, model: Any, most: float, phase: str = "forward", *, spares_recomputed: bool = False):
@@ -172,14 +172,14 @@ class Memory:
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """A configuration of DeepSpeed."""
+    """The configuration of a stage of DeepSpeed."""
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     engine = {"stage": stage, "overlap_comm": False, "stage3_gather_16bit_weights_on_model_save": stage == 3}
     return dict.fromkeys(auto, "auto") | {"zero_allow_untested_optimizer": True, "zero_optimization": engine}
 
 
 def make(training: Training, path: str | Path, folder: Path, kind: type = Trainer, **changes: Any) -> Any:
-    """Stock's Trainer. changes: to its arguments, or its callbacks."""
+    """Stock's Trainer. changes: to its arguments and callbacks."""
     set_seed(0)
     model, config = load_model(training, path), AutoConfig.from_pretrained(path)
     rows = [make_row(number, training, config) for number in range(training.rows + NUM_EVAL_ROWS)]
@@ -205,15 +205,15 @@ def make(training: Training, path: str | Path, folder: Path, kind: type = Traine
 
 
 def make_odb(training: Training, path: str | Path, folder: Path, kind: type | None = None, **changes: Any) -> Any:
-    """A Trainer with odb. changes: of `make`, and `meter`: that of its memory."""
+    """A Trainer with odb. changes: as in `make`, and `meter`, a memory meter."""
     meter = changes.pop("meter", None)
-    kind = kind or (toy_training.Sequential if training.unequal else Trainer)  # so the share of a rank is known
+    kind = kind or (toy_training.Sequential if training.unequal else Trainer)  # rank r gets its own rows
     trainer = make(training, path, folder, kind, **changes)
     return enable_odb(trainer, memory_meter=meter, **BLOCK | training.block)
 
 
 def replay(training: Training, path: str, folder: Path, batches: list[list[int]]) -> None:
-    """Train in this process on these rows in each optimizer step, as one batch, on the mean over its tokens."""
+    """Train in this process, each optimizer step on one batch of these rows, on the mean over its tokens."""
 
     class InBatches(Trainer):
         def get_train_dataloader(self) -> DataLoader:
@@ -227,10 +227,9 @@ def replay(training: Training, path: str, folder: Path, batches: list[list[int]]
 
 
 def train(training: Training, path: str, folder: Path, kind: str, resume: Path | None = None) -> dict[str, Any]:
-    """Train in this process, which may be one of several ranks. What came of it: how often memory was short, or the
-    error that ended the training."""
+    """Train in this process, which may be a rank. Returns the error that ended the training, and counts of `Memory`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    # Its hook sees what a step that is restarted computes again, too.
+    # The record would also count what a restarted step computes again.
     callbacks = [] if training.memory else [TrainingRecord(f"{folder}_record")]
     trainer = (make_odb if kind == ODB else make)(training, path, folder, callbacks=callbacks)
     memory = Memory(trainer.model, training.memory[rank] if training.memory else math.inf, training.phase)
@@ -245,8 +244,7 @@ def train(training: Training, path: str, folder: Path, kind: str, resume: Path |
 
 
 def train_all(rank: int, trainings: list[dict[str, Any]], models: dict[str, str], output_dir: str) -> list[Any]:
-    """All kinds of every training, one after the other; the files are in `output_dir`/number/kind. Returns what came
-    of the last kind of each."""
+    """Train all kinds of every training, into `output_dir`/number/kind. Returns the result of the last kind of each."""
     if dist.get_world_size() > 1:
         os.environ["LOCAL_RANK"] = str(rank)
     ended = []
@@ -262,7 +260,7 @@ def train_all(rank: int, trainings: list[dict[str, Any]], models: dict[str, str]
 
 @contextlib.contextmanager
 def deepspeed_forgotten() -> Iterator[None]:
-    """The next Trainer of this process finds nothing of DeepSpeed's configuration of this one."""
+    """Afterwards the process has no DeepSpeed configuration, so that the next Trainer sees none."""
     before = dict(os.environ)
     yield
     unset_hf_deepspeed_config()
@@ -274,8 +272,7 @@ def deepspeed_forgotten() -> Iterator[None]:
 def on_ranks(
     trainings: Mapping[str, Training], models: dict[str, str], folder: Path, world_size: int = 2
 ) -> dict[str, tuple[Path, list[dict[str, Any]]]]:
-    """Train all in the processes of one launch, which takes longest. Of each its folder, and what came of it on every
-    rank."""
+    """Train all in one launch, which takes long. Returns the folder of each, and its results on all ranks."""
     outcomes = run_ranks(
         "training.trainings:train_all",
         folder,
