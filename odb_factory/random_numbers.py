@@ -6,12 +6,11 @@ import contextlib
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
 
 
 def random_states(device: torch.device | None = None) -> tuple[Any, ...]:
@@ -63,45 +62,3 @@ def seed_random_numbers(*key: int) -> None:
 
 def _words(key: tuple[int, ...]) -> tuple[int, ...]:
     return struct.unpack("3Q", hashlib.blake2b(repr(key).encode(), digest_size=24).digest())
-
-
-CHANGED_IN_PLACE: tuple[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
-    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
-    (
-        np.random.Generator,
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-    ),
-)
-"""Types of generators in attributes of samplers, with the functions that read and set their state."""
-
-
-class SamplerState:
-    """The current attributes of a sampler and of the samplers in it, with the states of generators among them.
-
-    The samplers of torch draw from a generator of torch; custom samplers may draw from Python's or numpy's, or count
-    epochs.
-    """
-
-    def __init__(self, sampler: Any):
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._generators: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
-        self._note(getattr(sampler, "__dict__", {}))
-
-    def _note(self, attributes: dict[str, Any]) -> None:
-        self._attributes.append((attributes, dict(attributes)))
-        for value in attributes.values():
-            self._generators += [
-                (put, value, get(value)) for kind, get, put in CHANGED_IN_PLACE if isinstance(value, kind)
-            ]
-            if isinstance(value, Sampler):
-                self._note(vars(value))
-
-    def restore(self) -> None:
-        for attributes, before in self._attributes:
-            attributes.clear()
-            attributes.update(before)
-        for put, value, state in self._generators:
-            put(value, state)

@@ -15,9 +15,9 @@ PACKAGES = (
     "odb_factory", "llamafactory", "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "numpy", "pillow",
     "torchvision",
 )  # fmt: skip
-"""Distributions whose releases must be equal on all ranks; their builds may differ."""
+"""Distributions that must have the same release on all ranks; the builds may differ."""
 LOCAL_KEYS = ("audit", "exchange_timeout_s")
-"""Keys of the odb: block on which no plan and no weight depends."""
+"""Keys of the odb: block that change no plan and no weight."""
 MAX_KEYS_NAMED = 3
 MAX_VALUE_CHARACTERS = 80
 
@@ -29,7 +29,7 @@ def block_settings(config: ODBConfig) -> dict[str, object]:
 
 @functools.cache
 def releases() -> dict[str, object]:
-    """The releases that ranks compare: of `PACKAGES` without their builds, major.minor of Python."""
+    """The releases that ranks compare: `PACKAGES` without their builds, and major.minor of Python."""
     versions = {name: installed_version(name) for name in PACKAGES}
     versions["Python"] = platform.python_version().rpartition(".")[0]
     return {f"release of {name}": version and version.partition("+")[0] for name, version in versions.items()}
@@ -38,12 +38,12 @@ def releases() -> dict[str, object]:
 def compare(
     settings: Mapping[str, object], gather: Callable[[bytes], Sequence[bytes]], *, problem: ODBError | None = None
 ) -> None:
-    """Raise one and the same error on every rank if the settings of the ranks differ. Collective.
+    """Raise the same error on every rank if the settings of the ranks differ. Collective.
 
     settings: compared by the `repr` of each value, so that 1, 1.0 and "1" differ. gather: sends the bytes of this rank
-    and returns those of all ranks, in rank order.
-    problem: why this rank cannot go on; the other ranks end for it too, unless a difference explains more.
-    Raises `CollectiveError`, which all ranks have; a rank alone raises `problem` itself.
+    and returns the bytes of all ranks, in rank order.
+    problem: why this rank cannot continue; all ranks raise it, unless settings differ, which explains more.
+    Raises `CollectiveError`; if there is one rank, `problem` itself.
     """
     texts = {name: repr(value) for name, value in settings.items()}
     reason = None if problem is None else one_line(problem)
@@ -70,5 +70,5 @@ def compare(
 
 
 def first_unlike(values: Sequence[Hashable]) -> int | None:
-    """The first rank whose value is not that of rank 0. values: of each rank."""
+    """The first rank whose value differs from the value of rank 0; None if there is none."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -1,6 +1,6 @@
-"""Collate: a group of light samples through the framework's own collator, in a worker process.
+"""Collate light samples with the framework's collator, in a worker process.
 
-At the end, the check of a flat layout (I10): a few short samples of a run, collated in several layouts."""
+At the end: short samples for the check of a flat layout (I10)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from odb_factory.data.flat import UNPADDED, beside_rows, flatten, model_keys
+from odb_factory.data.flat import UNPADDED, flatten, model_keys, with_flat_rows
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, name_rows
 from odb_factory.data.serialize import unpack
@@ -24,15 +24,14 @@ from odb_factory.planner import VIDEO, Budget, Media
 logger = get_logger(__name__)
 
 Collated = tuple[MicroBatch, Measured, Any]
-"""A micro-batch, its shape, and what the collator returned: a mapping with `input_ids`, unless a `cost_fn` of a loop
-gives the shape."""
+"""A micro-batch, its size, and its batch: a mapping with `input_ids`, unless the size comes from a `cost_fn`."""
 
 Salvaged = tuple[dict[int, str], Measured | None, Any]
-"""Why samples cannot be collated, by id; the shape and the batch of the others, None if none is left."""
+"""Why samples cannot be collated, by id; the size and the batch of the others, None if none is left."""
 
 
 class NotCollated(DataError):
-    """Samples cannot be collated. ids: the one that cannot, or all of them if each can alone."""
+    """Samples cannot be collated. ids: the sample at fault, or all samples if each can be collated alone."""
 
     def __init__(self, ids: Sequence[int], cause: str):
         super().__init__(cause)
@@ -43,12 +42,12 @@ class NotCollated(DataError):
 class CollatedDataset:
     """Collates samples.
 
-    budget: of micro-batches: as its layout says they are laid flat, or left as the collator returns them.
-        with_boundaries: flat ones carry what `varlen_arguments` returns. positions: of `flatten`.
-    counts_labels: else samples have units of their own, and a batch without `input_ids` has the shape that its samples
-        were planned with.
-    falls_back: samples that cannot be laid flat are padded, as the collator returns them, whatever the budget
-        (`Measured.why_padded`): a plan that other ranks have, too, is not changed.
+    budget: of micro-batches; its layout says whether they are laid flat or stay as collated.
+    with_boundaries, positions: of `flatten`.
+    counts_labels: units are counted from labels. Otherwise the samples have units, and a batch without `input_ids` has
+        the size that was planned.
+    falls_back: samples that cannot be laid flat are padded, whatever the budget (`Measured.why_padded`): all ranks have
+        the same plan, so it is not changed.
     """
 
     collate_fn: Callable[[list[Any]], Any]
@@ -61,7 +60,7 @@ class CollatedDataset:
     positions: Callable[[Mapping[str, Any]], Tensor] | None = None
 
     def collate(self, samples: Sequence[Sample]) -> tuple[Measured, Any]:
-        """The batch of these samples, made in this process. Raises `NotCollated`, `ConfigError`."""
+        """The size and the batch of these samples. Raises `NotCollated`, `ConfigError`."""
         failed, measured, batch = self.salvage(samples)
         for id, cause in failed.items():
             raise NotCollated([id], cause)
@@ -69,13 +68,14 @@ class CollatedDataset:
         return measured, batch
 
     def salvage(self, samples: Sequence[Sample]) -> Salvaged:
-        """The batch of those samples that can be collated.
+        """The batch of the samples that can be collated.
 
-        Each collation that fails is tried again. Raises `NotCollated` for samples that can alone and not together.
+        A collation that fails is repeated once. Raises `NotCollated` if each sample can be collated alone, but not all
+        together.
         """
         try:
             return {}, *retried(lambda: self._collate(samples), (ConfigError,))
-        except ConfigError:  # no fault of a row
+        except ConfigError:  # not the fault of a row
             raise
         except Exception as error:
             cause = one_line(error)
@@ -98,7 +98,7 @@ class CollatedDataset:
                 raise LayoutError(f"the collator returned {describe_batch(batch)}, not `input_ids` [rows, length]")
             return self._lay_flat(batch, samples)
         except LayoutError as error:
-            # Of pairs, a batch has the first rows of all samples, then the second ones.
+            # A batch of pairs has the first rows of all samples, then the second rows.
             at_fault = samples if error.row is None else [samples[error.row % len(samples)]]
             why = f"{name_rows([sample.id for sample in at_fault])}: {error.reason}"
             if not self.falls_back:
@@ -106,7 +106,7 @@ class CollatedDataset:
             return replace(self._measured(batch, samples), why_padded=why), batch
 
     def _lay_flat(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> tuple[Measured, Any]:
-        """The batch of these samples as one flat row. Raises `LayoutError`."""
+        """Raises `LayoutError`."""
         budget, collation = self.budget, self.budget.collation
         costs = [sample.cost for sample in samples]
         num_dummy, _ = collation.dummies(sum(cost.has_media for cost in costs), sum(cost.has_audio for cost in costs))
@@ -117,7 +117,7 @@ class CollatedDataset:
             with_boundaries=self.with_boundaries,
         )
         if collation.batches:
-            rows, lengths = beside_rows(batch, len(samples), collation, lay_flat)
+            rows, lengths = with_flat_rows(batch, len(samples), collation, lay_flat)
             return self._measured(rows, samples, lengths), rows
         flat, segments = lay_flat(batch, [cost.tokens for cost in costs], positions=self.positions)
         return self._measured(flat, samples, segments.lengths), flat
@@ -140,30 +140,19 @@ ROWS_TRIED = 16
 """Samples to choose from. The main process reads them, and lays those without media flat together."""
 
 
-class TrialBatches(NamedTuple):
-    """Model inputs of the same samples. alone: padded, of each sample. padded: of all. flat: of all; segments: of it.
-    tokens, ids: of the samples. alone and padded are empty if the collator lays samples into one row itself.
-    has_logits: else a flat micro-batch is trained without."""
+def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, count: int) -> tuple[Any, ...]:
+    """Model inputs of `count` short samples in several layouts: the fields of `model.check.Trial`.
 
-    alone: list[dict[str, Any]]
-    padded: dict[str, Any]
-    flat: dict[str, Any]
-    segments: tuple[int, ...]
-    tokens: tuple[int, ...]
-    ids: tuple[int, ...]
-    has_logits: bool
-
-
-def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, count: int) -> TrialBatches:
-    """`count` of the first samples of an epoch. groups: collates flat micro-batches. Samples that cannot be collated
-    are skipped. Raises `DataError` if none is left, `LayoutError` if the samples cannot be laid flat."""
+    first_samples: of an epoch. groups: collates flat micro-batches. Samples that cannot be collated are skipped.
+    Raises `DataError` if no sample is left, `LayoutError` if the samples cannot be laid flat.
+    """
     logger.info("the check of the layout reads rows before the first step, at most %d", ROWS_TRIED)
     samples, groups = list(itertools.islice(first_samples, ROWS_TRIED)), replace(groups, falls_back=False)
-    while chosen := _choose(samples, count):
+    while samples:
         try:
             if text := [sample for sample in samples if not sample.cost.has_media]:
                 groups.collate(text)
-            return _collate_trial(chosen, groups)
+            return _collate_trial(_choose(samples, count), groups)
         except NotCollated as error:
             if len(error.ids) > 1:
                 raise
@@ -175,34 +164,30 @@ def trial_batches(first_samples: Iterator[Sample], groups: CollatedDataset, coun
 
 
 def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` short samples, one with media in between if any has some; repeated if there are too few.
+    """`count` short samples, the second with media if any sample has some; repeated if there are too few.
 
     Samples that share no micro-batch with others (see `Cost.modality`) are chosen only if there are no others.
     """
-    usable = [sample for sample in samples if sample.cost.modality != VIDEO] or list(samples)
+    usable = [sample for sample in samples if sample.cost.modality != VIDEO] or samples
     by_length = sorted(usable, key=lambda sample: (sample.cost.tokens + sample.cost.patches, sample.id))
     with_media = [sample for sample in by_length if sample.cost.has_media]
-    without_media = [sample for sample in by_length if not sample.cost.has_media]
-    chosen = [*with_media[:1], *(without_media or with_media[1:])][:count]
-    if len(chosen) > 1 and with_media:
-        chosen[0], chosen[1] = chosen[1], chosen[0]
-    return list(itertools.islice(itertools.cycle(chosen), count)) if chosen else []
+    others = [sample for sample in by_length if not sample.cost.has_media] or with_media[1:]
+    chosen = [*others[:1], *with_media[:1], *others[1:]][:count]
+    return list(itertools.islice(itertools.cycle(chosen), count))
 
 
-def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> TrialBatches:
+def _collate_trial(samples: list[Sample], flat: CollatedDataset) -> tuple[Any, ...]:
     batches, padded = flat.budget.collation.batches, replace(flat, budget=replace(flat.budget, layout="padded"))
 
     def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the model. Without labels it computes logits, whatever its loss is computed from."""
+        """The inputs of the model, without labels: then it computes logits, whatever its loss is computed from."""
         model_inputs = {key: batch[key] for key in model_keys(batch, batches) if key != UNPADDED}
         model_inputs |= batch.get(UNPADDED, {}).get("inputs", {})
         return {key: value for key, value in model_inputs.items() if key != "labels" and value is not None}
 
     measured, row = flat.collate(samples)
+    alone, together = [], padded.collate(samples)[1]
+    if len(together["input_ids"]) >= len(samples):  # else the collator itself lays samples into one row
+        alone = [inputs(padded.collate([sample])[1]) for sample in samples]
     tokens, ids = tuple(sample.cost.tokens for sample in samples), tuple(sample.id for sample in samples)
-    flat_fields = inputs(row), measured.segments, tokens, ids, not batches
-    together = padded.collate(samples)[1]
-    if len(together["input_ids"]) < len(samples):
-        return TrialBatches([], {}, *flat_fields)
-    alone = [inputs(padded.collate([sample])[1]) for sample in samples]
-    return TrialBatches(alone, inputs(together), *flat_fields)
+    return alone, inputs(together), inputs(row), measured.segments, tokens, ids, not batches

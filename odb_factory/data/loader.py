@@ -22,14 +22,13 @@ from torch import Tensor
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Salvaged
-from odb_factory.data.cursor import Cursor, epoch_of
+from odb_factory.data.cursor import Cursor
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import (
     DataLoaderParts,
     OptimizerStepRule,
     ShardSampler,
     StreamReader,
-    checksum,
     length_of,
 )
 from odb_factory.data.pool import CLOSED, POLL_S, Draws, Pending, Pool, Row, Work, ends_of, size
@@ -361,25 +360,22 @@ class ODBLoader:
 
         Less than a kilobyte; with `fill`, also a number for each sample that is held back.
         """
-        return self._cursor.state(self._fingerprint(self._cursor.place.epoch))
+        return self._cursor.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that any rank has written, on any number of ranks.
 
-        Raises `DataError` if the data are not those of the state.
+        Raises `DataError` if the data are not those of the state; if their order differs, when the epoch begins.
         """
-        epoch = epoch_of(state)
+        self._cursor.load(state)
         self.leave()
-        self._order.pass_over(epoch)
-        self._cursor.load(state, self._fingerprint(epoch))
-        self.epoch = epoch
+        self.epoch = self._cursor.place.epoch
 
     def go_to(self, epoch: int, optimizer_steps: int = 0) -> None:
         """Stand after this many (kept) optimizer steps of an epoch, as a training without odb does."""
         self.leave()
         place = {} if self._stock is None else {"planned": optimizer_steps * self._stock.global_batch_size}
         self._cursor.open(epoch, is_loaded=True, optimizer_steps=optimizer_steps, **place)
-        self._order.pass_over(epoch)
         self.epoch = epoch
 
     def estimate_optimizer_steps(self) -> int:
@@ -453,8 +449,6 @@ class ODBLoader:
             start = Remaining(first=place.optimizer_steps * stock.global_batch_size)
         assert start is not None
         self._order.start = start
-        if self.has_rows:
-            self._order.expected = cursor.order
         if not self._parts.persistent_workers:  # they would not notice how the dataset has changed
             self._pool.close()
         self._start_workers()  # before there are threads
@@ -473,6 +467,8 @@ class ODBLoader:
             compute=lambda function, *args, **kwargs: self._pool.submit("compute", function, args, kwargs).result(),
         )
         observed = self._observe(iter(self._order))
+        if self.has_rows:
+            cursor.check_order(self._order.fingerprint)
         planner: EpochPlanner
         if stock is not None:
             planner = KeepEpoch(observed, context, place, start, stock=stock)
@@ -518,7 +514,7 @@ class ODBLoader:
         self._start_workers()
         sources: list[Iterable[Row]]
         if self.has_rows:
-            sources = [map(int, self._order.order if len(self._order.order) else self._order.peek())]
+            sources = [map(int, self._order.order)]
         else:
             # First what this rank has drawn: a second iterator may move the file of the one under way, or end it.
             sources = [list(self._first_seen), StreamReader(self._parts.dataset, 0, 1)]
@@ -583,16 +579,6 @@ class ODBLoader:
         else:
             self._ranks.ring.fail(one_line(error))
         self.leave(ABORT_S)
-
-    def _fingerprint(self, epoch: int) -> int:
-        """That of the order of an epoch; a sampler can draw another order while a pass is under way. A stream is not
-        iterated to find out what it will yield: 0."""
-        if not self.has_rows:
-            return 0
-        if self.under_way is not None and epoch == self.epoch:
-            return self._order.fingerprint
-        self._order.set_epoch(epoch)
-        return checksum(self._order.peek())
 
 
 def batched(rows: Iterable[Row], count: int) -> Iterator[list[Row]]:

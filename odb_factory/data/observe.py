@@ -1,4 +1,4 @@
-"""Observe: make dataset items light samples with a known cost; count what a sample or a collated batch costs."""
+"""Observe: make light samples with a known cost from dataset items; count the cost of a sample or a collated batch."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from odb_factory.data.serialize import pack, unpack
 from odb_factory.errors import DataError, one_line
 from odb_factory.planner import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 
-# What a mapping of model inputs costs: one processed sample or one collated batch.
+# The cost of a mapping of model inputs: one processed sample or one collated batch.
 
 IGNORE_INDEX = -100
 VIDEO_KEYS = ("video_grid_thw", "pixel_values_videos")
 GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_grid_hws", "spatial_shapes")
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_KEYS = ("feature_attention_mask", "input_features_mask")
-"""Masks [clips, frames] of the spectrograms of audio."""
+"""Masks [clips, frames] of spectrograms."""
 DEFAULT_PATCH_SIZE = 14
 Measure = Callable[[Mapping[str, Any], int, tuple[int, ...]], Measured]
-"""`measure_batch`, or what counts other units."""
+"""`measure_batch`, or a function that counts other units."""
 
 
 def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> Media:
-    """Vision-tower input patches of images and of videos, and frames of the spectrograms of audio, in `inputs`.
+    """Patches of images and of videos (input of the vision tower), and frames of spectrograms, in `inputs`.
 
-    Videos that a processor hands over as images count as these. Patches come from the patch grids if there are any
-    ([media, 2 or 3], their products); else from the size of the pixel tensors, one patch being 3 x patch_size x
-    patch_size values, without what towers leave out of them: if there are `image_sizes`, the padding of images to
-    the largest, and of their tiles to the most.
+    Videos that a processor hands over as images count as images. Patches are the products of the patch grids ([media,
+    2 or 3]), if there are any; else they are counted from the size of the pixel tensors, 3 x patch_size x patch_size
+    values a patch. With `image_sizes` the padding of images and of tiles is not counted: towers leave it out.
     """
     grids = {key: np.asarray(inputs[key]) for key in GRID_KEYS if inputs.get(key) is not None}
     if grids:
@@ -61,19 +60,19 @@ def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE)
 
 
 def _num_padding(key: str, pixels: Any, sizes: Any) -> int:
-    """Values of a tensor of images that the tower does not see."""
+    """Values of a tensor of images that the tower does not see. sizes: `image_sizes`, [images, 2]."""
     if key != "pixel_values" or sizes is None or not isinstance(pixels, Tensor):
         return 0
-    if pixels.dim() == 4:  # [images, 3, height, width], of which `sizes` [images, 2] are real
+    if pixels.dim() == 4:  # [images, 3, height, width]
         return pixels.numel() - 3 * int(np.asarray(sizes).reshape(-1, 2).prod(-1).sum())
-    if pixels.dim() == 5:  # [images, tiles, 3, height, width]: tiles that are not there are all zeros
+    if pixels.dim() == 5:  # [images, tiles, 3, height, width]: missing tiles are zeros
         suspects = pixels[pixels[:, :, 0, 0, 0] == 0]
         return sum(not tile.any() for tile in suspects) * math.prod(pixels.shape[2:])
     return 0
 
 
 def count_supervised(labels: Any) -> int:
-    """Labels that carry loss in `labels` ([length] or [rows, length]): the first of a row predicts nothing."""
+    """Labels that carry loss ([length] or [rows, length]). Nothing predicts the first label of a row."""
     if is_ints(labels):
         return len(labels) - 1 - labels.count(IGNORE_INDEX) + (labels[0] == IGNORE_INDEX)
     array = np.asarray(labels)
@@ -82,19 +81,19 @@ def count_supervised(labels: Any) -> int:
 
 
 def has_leading_label(labels: Any) -> bool:
-    """Whether the first of the labels ([length] or [1, length]) is one, though nothing predicts it."""
+    """Whether the first label ([length] or [1, length]) is not ignored, though nothing predicts it."""
     if is_ints(labels):
         return bool(labels[0] != IGNORE_INDEX)
     return bool(np.any(np.asarray(labels).reshape(-1)[:1] != IGNORE_INDEX))
 
 
 def is_ints(values: Any) -> bool:
-    """Whether this is a list of ints as a tokenizer gives it, to be counted as it is: as an array it takes longer."""
+    """Whether `values` is a list of ints, as a tokenizer returns it: counting the list is faster than an array."""
     return isinstance(values, list) and bool(values) and isinstance(values[0], int)
 
 
 def batch_shape(batch: Any) -> tuple[int, int]:
-    """(rows, length) of a collated batch. Raises `TypeError` if it is none."""
+    """(rows, length) of a collated batch. Raises `TypeError` if it has no `input_ids`."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise TypeError(
             f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {describe_batch(batch)}"
@@ -104,7 +103,7 @@ def batch_shape(batch: Any) -> tuple[int, int]:
 
 
 def describe_batch(batch: Any) -> str:
-    """What a collator returned, for messages."""
+    """The value that a collator returned, for messages."""
     return f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
 
 
@@ -113,7 +112,7 @@ def measure_batch(
 ) -> Measured:
     """Measure a collated batch with `input_ids` [rows, length] and, if any, `labels` of the same shape.
 
-    segments: of a flat one. Raises `DataError` for labels that are none of tokens.
+    segments: of a flat batch. Raises `DataError` for labels that are not those of a causal language model.
     """
     rows, length = batch_shape(batch)
     labels, units_by_row = batch.get("labels"), None
@@ -126,7 +125,7 @@ def measure_batch(
                 f"a label is negative and not {IGNORE_INDEX}, so it is neither a token nor left out of the loss; make "
                 f"it {IGNORE_INDEX}"
             )
-        # The first of a row, or of a segment, predicts nothing.
+        # Nothing predicts the first label of a row or of a segment.
         by_row = np.split(carry[0], np.cumsum(segments)[:-1]) if segments else carry
         units_by_row = tuple(int(row[1:].sum()) for row in by_row)
     return Measured(
@@ -143,7 +142,7 @@ def _check_labels(shape: tuple[int, ...], min_dimensions: int) -> None:
     if len(shape) < min_dimensions:
         raise DataError(
             f"labels of shape {list(shape)}: odb trains causal language models, with one label for each token of "
-            "`input_ids` (-100 if no loss is wanted); another loss needs a loop of its own with cost_fn=..."
+            "`input_ids` (-100 if no loss is wanted); another loss needs a custom loop with cost_fn=..."
         )
 
 
@@ -153,11 +152,11 @@ def _numel(value: Any) -> int:
     return int(np.prod(np.shape(value)))
 
 
-# Any observer, and the dataset of the observe workers.
+# The interface of observers, and the dataset of the observe workers.
 
 
 class RowDropped(Exception):
-    """The framework itself would drop this row; it is counted under `reason`."""
+    """The framework itself drops this row; it is counted under `reason`."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -169,7 +168,7 @@ class MediaCut(Exception):
 
 
 class ItemError(DataError):
-    """The observer cannot read this kind of item, so probably none of the dataset; the message says what to do."""
+    """The observer cannot read this kind of item, so probably no item of the dataset; the message says what to do."""
 
 
 class Observer(Protocol):
@@ -179,21 +178,21 @@ class Observer(Protocol):
         """Light features and cost of `dataset[index]`. May raise `RowDropped`, `MediaCut` or anything else."""
 
     def describe(self, dataset: Any, index: int) -> str:
-        """Where `dataset[index]` comes from, for messages: dataset, row, files."""
+        """The origin of `dataset[index]` for messages: dataset, row, files."""
 
 
 def _packed(features: Any) -> bytes:
     try:
         return pack(features)
     except Exception as error:
-        message = f"it cannot be sent to another process ({one_line(error)}); let it hold what pickle takes"
+        message = f"it cannot be sent to another process ({one_line(error)}); let it hold picklable objects"
         raise ItemError(message) from error
 
 
 class RawItem:
-    """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
+    """An item of a stream; `self[id]` is the item, as if the stream were a dataset with an index.
 
-    id: its position in the stream. content: packed for a worker process, or why it cannot be.
+    id: the position of the item in the stream. content: the item packed for a worker process, or why it cannot be.
     """
 
     def __init__(self, id: int, item: Any):
@@ -215,7 +214,8 @@ RETRY_PAUSE_S = 0.1
 
 
 def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
-    """`call()`, repeated once if it raises: a second read of a network disk often succeeds. final: not repeated."""
+    """`call()`, repeated once if it raises: a second read of a network disk often succeeds. final: errors that are not
+    repeated."""
     try:
         return call()
     except final:
@@ -229,7 +229,7 @@ def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T
 class ObservedDataset:
     """`self[i]` observes `dataset[i]`, `self[raw_item]` an item of a stream. Never raises for a row.
 
-    Returns a `Sample`, or a `Rejection` if the row cannot be used. is_evaluated: it is not a training dataset, and no
+    Returns a `Sample`, or a `Rejection` if the row cannot be used. is_evaluated: the dataset is for evaluation, and no
     policy of the block leaves rows out.
     """
 
@@ -240,11 +240,11 @@ class ObservedDataset:
         self.is_evaluated = is_evaluated
 
     def __getstate__(self) -> dict[str, Any]:
-        """A stream stays in the training process, which iterates it."""
+        """Workers do not get a stream: the training process iterates it."""
         return self.__dict__ | ({"dataset": None} if isinstance(self.dataset, IterableDataset) else {})
 
     def where(self, index: int, source: Any = None) -> str:
-        """Where a row comes from; its number alone if even that cannot be read. source: in place of the dataset."""
+        """The origin of a row; its number alone if the origin cannot be read. source: in place of the dataset."""
         try:
             text = self.observer.describe(self.dataset if source is None else source, index)
         except Exception:
@@ -254,30 +254,35 @@ class ObservedDataset:
     def __getitem__(self, row: int | RawItem) -> Sample | Rejection:
         index, source = (row.id, row) if isinstance(row, RawItem) else (row, self.dataset)
 
-        def reject(reason: str, problem: str, way_out: str = "", fatal: bool = False) -> Rejection:
-            """way_out: added if the policy is to stop; elsewhere what it advises has been done."""
+        def reject(reason: str, problem: str, *ways_out: str, fatal: bool = False) -> Rejection:
+            """ways_out: advice if the row stops the training; the last is a policy, which evaluation does not have."""
             message = f"{self.where(index, source)}: {problem.rstrip('.')}"
-            return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
+            if fatal and (advice := ", or ".join(ways_out[:-1] if self.is_evaluated else ways_out)):
+                message += f"; {advice}"
+            return Rejection(index, reason, f"{message}.", fatal)
 
         try:
             features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
             sample = Sample(index, cost, _packed(features))
         except RowDropped as error:
-            return Rejection(index, error.reason, f"{self.where(index, source)}: {error}")
+            return reject(error.reason, str(error))
         except MediaCut as error:
             return reject(
                 "media_cut",
                 str(error),
                 "such a sample cannot travel as a singleton either: raise cutoff_len, or shrink the media "
-                "(image_max_pixels, video_maxlen)" + self._or("set `overlong: drop`"),
+                "(image_max_pixels, video_maxlen)",
+                "set `overlong: drop`",
                 fatal=self.config.overlong != "drop",
             )
+        except ItemError as error:
+            return reject("unreadable", str(error), fatal=self.config.on_error == "raise")
         except Exception as error:
-            is_item = isinstance(error, ItemError)
             return reject(
                 "unreadable",
-                str(error) if is_item else one_line(error),
-                "" if is_item else "fix or remove the row" + self._or("set `on_error: skip` to leave such rows out"),
+                one_line(error),
+                "fix or remove the row",
+                "set `on_error: skip` to leave such rows out",
                 fatal=self.config.on_error == "raise",
             )
         counts = cost.units or (cost.leading_label and getattr(self.observer, "counts_first_labels", False))
@@ -288,22 +293,20 @@ class ObservedDataset:
             return reject(
                 "overlong",
                 f"{describe_cost(rows * length, cost.by_modality)} break the budget of {self.budget} alone",
-                "raise the budget, or set `overlong: singleton` or `drop`",
+                "raise the budget",
+                "set `overlong: singleton` or `drop`",
                 fatal=self.config.overlong == "error",
             )
         return sample
 
-    def _or(self, policy: str) -> str:
-        return "" if self.is_evaluated else f", or {policy}"
 
-
-# The observer of datasets whose items already are model inputs, of any kind and origin.
+# The observer of datasets whose items are model inputs.
 
 PATCHES_KEY = "odb_n_patches"
-"""An item may bring its vision patches under this key; the collator does not see it."""
+"""The key of the number of vision patches of an item; the collator does not get it."""
 GIVE_COST_FN = (
     "give cost_fn=..., a function from an item to its size (tokens, pixels, frames) or to odb_factory.Cost(tokens, "
-    "patches, units); in a loop of your own the collated batch then needs neither `input_ids` nor `labels`"
+    "patches, units); in a custom loop the collated batch then needs neither `input_ids` nor `labels`"
 )
 EXPECTED = "expected a mapping with `input_ids` of shape [length] or [1, length] (list, array or tensor)"
 LARGEST_COST = np.iinfo(np.int32).max
@@ -312,21 +315,21 @@ UnitsFrom = Literal["labels", "cost_fn", "items"]
 
 
 class ItemObserver:
-    """The `Observer` of a dataset whose items are mappings with `input_ids`, or anything that `cost_fn` takes.
+    """The `Observer` of a dataset whose items are mappings with `input_ids`, or anything that `cost_fn` accepts.
 
-    `input_ids` and `labels`: list, array or tensor of shape [length] or [1, length]. Patches are taken from
-    `odb_n_patches`, or counted from the patch grids or pixel tensors. An item without `labels` is collated alone and
-    the labels of that batch are counted; of an item without `input_ids` (text and images that the collator tokenizes
-    and processes) the whole cost is counted there.
+    `input_ids` and `labels`: list, array or tensor of shape [length] or [1, length]. Patches are read from
+    `odb_n_patches`, or counted from the patch grids or pixel tensors. An item without `labels` is collated alone, and
+    the labels of this batch are counted. An item without `input_ids` (text and images that the collator tokenizes and
+    processes) is collated alone, and the whole cost is counted from this batch.
 
-    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). If it gives no units, labels are
-    counted.
-    loss_scaling: if it weighs by units, these must be known; otherwise they may be 0 without labels.
+    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without `cost_fn`). Labels are counted if it
+        gives no units.
+    loss_scaling: if it weighs by units, units must be known; otherwise they may be 0 without labels.
     takes_any_loss: with a `cost_fn` the loss need not be that of a language model. A sample then has the units of its
-        `Cost`; without these its label tokens are counted if it has `input_ids` and one label for each of them, and
-        any other sample is one unit.
-    units_from: labels of tokens, the `cost_fn`, or one an item; None: not known before the first item.
-    keeps_unsupervised: samples without a unit are samples, too: they are evaluated.
+        `Cost`; without these its label tokens, if it has `input_ids` and one label for each of them, else one unit.
+    units_from: the source of units: labels of tokens, the `cost_fn`, or one an item; None: unknown before the first
+        item.
+    keeps_unsupervised: samples without a unit are kept, too: evaluation has them.
     """
 
     def __init__(
@@ -353,8 +356,8 @@ class ItemObserver:
         sizes = cost.tokens, cost.patches, cost.units
         if cost.tokens < 1 or min(sizes) < 0 or max(sizes) > LARGEST_COST:
             raise ItemError(
-                f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, "
-                f"and the least are 1, 0 and 0, the most {LARGEST_COST}; fix cost_fn or {PATCHES_KEY!r}"
+                f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, but the least are "
+                f"1, 0 and 0, and the most {LARGEST_COST}; fix cost_fn or {PATCHES_KEY!r}"
             )
         features = item
         if isinstance(item, Mapping):
@@ -404,10 +407,10 @@ class ItemObserver:
         return Cost(tokens, media.patches, has_media=media.patches > 0, modality=modality, media=media)
 
     def _changed_by_collator(self, item: Any, cost: Cost) -> Cost | None:
-        """The cost of an item that its collator changes (it truncates, or adds tokens): of what the collator makes.
+        """The cost of the collated item if the collator changes it (truncates, or adds tokens); None if not.
 
-        An item is collated for this if it is longer than those that were left as they are, or as long as one that was
-        changed.
+        An item is collated for this check only if it is longer than all items found unchanged, or at least as long as
+        an item found changed.
         """
         tokens = cost.tokens
         if self.cost_fn is not None or not isinstance(item, Mapping) or item.get("labels") is None:
@@ -431,7 +434,7 @@ class ItemObserver:
         try:
             batch = self._alone(item)
         except Exception as error:
-            raise ItemError(f"{_not_an_item(item)}, which its collator cannot take alone: {one_line(error)}") from error
+            raise ItemError(f"{_not_an_item(item)}, and its collator fails on it: {one_line(error)}") from error
         if np.shape(batch.get("input_ids", ()))[:-1] != (1,):
             way_out = GIVE_COST_FN
             if not item.keys().isdisjoint(("chosen_input_ids", "completion_input_ids")):
@@ -439,7 +442,7 @@ class ItemObserver:
                     "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb; no "
                     "other trainer of TRL for preferences is supported (LLaMA-Factory's stages dpo, kto and rm are)"
                 )
-            raise ItemError(f"{_not_an_item(item)}, of which its collator makes no row of `input_ids`; {way_out}")
+            raise ItemError(f"{_not_an_item(item)}, and its collator makes no row of `input_ids`; {way_out}")
         mask, labels = batch.get("attention_mask"), batch.get("labels")
         tokens = _length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum())
         cost = self._with_media(tokens, batch)
@@ -447,23 +450,23 @@ class ItemObserver:
         return cost if labels is None else _with_units(cost, labels)
 
     def _alone(self, item: Any) -> Mapping[str, Any]:
-        """The batch of an item alone; empty if the collator returns no mapping."""
+        """The batch of one item; empty if the collator returns no mapping."""
         batch = self.collate_fn([copy.copy(item)])
         return batch if isinstance(batch, Mapping) else {}
 
     def _inputs(self, features: Any, *keys: str) -> Mapping[str, Any]:
-        """The item, if it has all of these, else the batch that it makes alone."""
+        """The item if it has all keys, else its batch."""
         is_complete = isinstance(features, Mapping) and all(features.get(key) is not None for key in keys)
         return features if is_complete else self._alone(features)
 
     def _has_token_labels(self, features: Any) -> bool:
-        """Whether an item, or the batch that it makes alone, has one label for each of its `input_ids`."""
+        """Whether an item, or its batch, has one label for each of its `input_ids`."""
         inputs = self._inputs(features, "labels", "input_ids")
         labels, ids = np.asarray(inputs.get("labels")), np.asarray(inputs.get("input_ids"))
         return labels.dtype.kind == "i" and labels.shape == ids.shape != ()
 
     def _labels(self, features: Any) -> Any:
-        """The labels of an item, or of the batch that it makes alone; None if there are none and none are needed."""
+        """The labels of an item, or of its batch; None if there are no labels and none are needed."""
         inputs = self._inputs(features, "labels")
         labels = inputs.get("labels")
         if labels is None and self.loss_scaling not in ("approx", "none"):
@@ -477,7 +480,7 @@ class ItemObserver:
 
 
 def _in_python(value: Any) -> Any:
-    """A number of numpy or torch can go neither to another rank nor into a file."""
+    """`value` as a Python number: numpy's and torch's can go neither to another rank nor into a file."""
     if isinstance(value, Media):
         return Media(*map(_in_python, value))
     return value.item() if isinstance(value, np.generic | Tensor) else value
@@ -491,8 +494,9 @@ def _check_one_a_token(inputs: Mapping[str, Any]) -> None:
     num_labels, num_ids = (len(values) if is_ints(values) else _numel(values) for values in (labels, ids))
     if num_labels != num_ids:
         raise ItemError(
-            f"{num_labels} labels for {num_ids} `input_ids`, and a causal language model has one for each; for "
-            "another loss (of an encoder-decoder model) give cost_fn=... returning odb_factory.Cost(tokens, units=...)"
+            f"{num_labels} labels for {num_ids} `input_ids`, but a causal language model has one label for each token; "
+            "for another loss (of an encoder-decoder model) give cost_fn=... returning odb_factory.Cost(tokens, "
+            "units=...)"
         )
 
 
@@ -505,7 +509,7 @@ def _not_an_item(item: Mapping[str, Any]) -> str:
 
 
 def _length(item: Any) -> int:
-    """Tokens of an item. Raises `ItemError` with what was found, if that is not what was expected."""
+    """Tokens of an item. Raises `ItemError` if its `input_ids` are not as expected."""
     if not isinstance(item, Mapping):
         raise ItemError(f"{EXPECTED}, found {type(item).__name__}; {GIVE_COST_FN}")
     shape = (len(item["input_ids"]),) if is_ints(item["input_ids"]) else np.shape(item["input_ids"])

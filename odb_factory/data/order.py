@@ -1,4 +1,4 @@
-"""What is read and in which order: the parts of a DataLoader, the shard of a rank, a stream, the steps of stock."""
+"""What is read and in which order: the parts of a DataLoader, the share of a rank, a stream, the steps of stock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import first_unlike
-from odb_factory.data.cursor import RESTART
 from odb_factory.data.observe import RawItem
 from odb_factory.data.ranks import world_size_of
 from odb_factory.data.samples import Rejection, Remaining
@@ -33,7 +31,7 @@ from odb_factory.data.serialize import fingerprint
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planner import BufferMetadata, Collation
 from odb_factory.planner.plan import pool
-from odb_factory.random_numbers import SamplerState, kept_random_numbers, random_states
+from odb_factory.random_numbers import kept_random_numbers, random_states
 
 # A DataLoader taken apart: what it reads, in which order, and with how many workers.
 
@@ -45,12 +43,12 @@ IN_ORDER = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoaderParts:
-    """What a DataLoader is made of; each name as in torch.
+    """The parts of a DataLoader, named as in torch.
 
-    sampler: indices of the whole epoch, the same on all ranks, with `set_epoch` if the order changes; None for a
-        dataset that is iterated.
-    batch_size: rows of its batches (of this rank).
-    already_split: a dataset that is iterated gives every rank a part of its own.
+    sampler: indices of the whole epoch, the same on all ranks, with `set_epoch` if the order changes; None for an
+        iterable dataset.
+    batch_size: rows of a batch of this rank.
+    already_split: an iterable dataset gives every rank a separate part.
     """
 
     dataset: Any
@@ -69,35 +67,74 @@ class DataLoaderParts:
     already_split: bool = False
 
 
-class DrawnOrder(Sampler[int]):
-    """The order of a sampler that draws from the global random number generators, as a DataLoader draws it.
+MAX_DRAWN = 100_000_000
+"""Rows that a sampler may yield beyond its `__len__`; a longer epoch probably never ends."""
 
-    The first iteration draws from the generators as they are now, as stock's does when training begins, each later one
-    from where the one before has left them. A DataLoader draws a seed for its workers before it iterates its sampler.
+
+class DrawnOrder(Sampler[int]):
+    """The orders of a custom sampler, as a DataLoader draws them; the order of the current epoch is drawn once.
+
+    An order may depend on the number of orders drawn before, and on the global random number generators. So the orders
+    of epochs that are passed over are drawn, too. The first draw finds the generators in their present state, as in
+    stock when training begins; each later draw finds them as the draw before has left them. A DataLoader draws a seed
+    for its workers before it iterates its sampler.
     """
 
     def __init__(self, sampler: Any):
-        self.sampler, self._states = sampler, random_states()
-
-    def __getattr__(self, name: str) -> Any:
-        """`set_epoch`, if the sampler has it."""
-        if name != "set_epoch":
-            raise AttributeError(name)
-        return self.sampler.set_epoch
+        self.sampler, self.epoch = sampler, 0
+        self._states = random_states()
+        self._drawn_epoch, self._order = -1, np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def __iter__(self) -> Iterator[int]:
-        with kept_random_numbers(states=self._states):
-            torch.empty((), dtype=torch.int64).random_()
-            order = list(self.sampler)
-            self._states = random_states()
-        return iter(order)
+        if self.epoch != self._drawn_epoch:
+            with kept_random_numbers(states=self._states):
+                first = min(self._drawn_epoch + 1, self.epoch)  # an earlier epoch gets a new order
+                for epoch in range(first, self.epoch + 1):
+                    if hasattr(self.sampler, "set_epoch"):
+                        self.sampler.set_epoch(epoch)
+                    torch.empty((), dtype=torch.int64).random_()
+                    self._order = self._draw()
+                self._states = random_states()
+            self._drawn_epoch = self.epoch
+        return iter(self._order.tolist())
+
+    def _draw(self) -> np.ndarray:
+        end = MAX_DRAWN + (length_of(self.sampler) or 0)
+        order = np.fromiter(map(_whole_number, itertools.islice(self.sampler, end)), np.int64)
+        if len(order) == end:
+            raise ConfigError(
+                f"sampler: an epoch of it has {end:,} rows or more, or never ends; let it end, or take its rows from "
+                "a torch.utils.data.IterableDataset."
+            )
+        return order
+
+
+def _whole_number(row: Any) -> int:
+    try:
+        return int(row)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"sampler: it yields {row!r}, and rows are known by whole numbers; number the rows, and let the dataset "
+            "take the numbers."
+        ) from None
+
+
+def length_of(source: Any) -> int | None:
+    """None if the length is unknown."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
 
 
 def check_source(dataset: Any, sampler: Any = None) -> None:
-    """Raise `ConfigError` if a DataLoader could not read `dataset`, or if its order could be read only once."""
+    """Raise `ConfigError` if a DataLoader could not read `dataset`, or could iterate `sampler` only once."""
     if isinstance(sampler, Iterator):
         raise ConfigError(
             f"sampler: a {type(sampler).__name__} can be iterated only once, and every epoch iterates it again; give a "
@@ -127,28 +164,26 @@ def unwrap(dataloader: Any) -> DataLoader:
 
 
 def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts:
-    """The parts of `dataloader` (torch's, or one that accelerate has prepared).
+    """The parts of `dataloader` (torch's, or prepared by accelerate).
 
-    stream: the dataset itself, if it is iterated and known: accelerate may have cut `dataloader`'s into shards.
+    seed: with the epoch, determines the order of a random sampler. stream: the iterable dataset itself, if known;
+    accelerate may have cut the dataset of `dataloader` into shards.
 
-    Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are made later. A
-    random sampler gets its order from `seed` and the epoch. Raises `ConfigError` if the order cannot be found out, and
-    for options that have no meaning here.
+    Shards of `DistributedSampler` and accelerate are joined again: odb makes shards without padding later. Raises
+    `ConfigError` if the order cannot be found out, and for options that have no meaning here.
     """
     loader = unwrap(dataloader)
     if not getattr(loader, "in_order", True):  # torchdata's may have none
         raise ConfigError(IN_ORDER)
     if loader.timeout and not loader.num_workers:
-        raise ConfigError(
-            f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."
-        )
+        raise ConfigError(f"timeout: {loader.timeout} bounds the wait for workers, and there are none; leave it at 0.")
     dataset = stream if isinstance(stream, IterableDataset) else loader.dataset
     is_prepared_stream = loader is not dataloader and stream is None and isinstance(dataset, IterableDataset)
     may_be_cut = is_prepared_stream and type(dataset) is not IterableDatasetShard and world_size_of(None) > 1
     if may_be_cut and not is_split_by_node(dataset):
         raise ConfigError(
-            "odb: accelerate has prepared this DataLoader over a stream, and which part of it this rank has is not "
-            "known; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
+            "odb: accelerate has prepared this DataLoader over a stream, and the part of this rank is unknown; apply "
+            "odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
         )
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
@@ -156,16 +191,16 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts
     while isinstance(batches, BatchSamplerShard):  # accelerate's share of a rank
         if batches.split_batches and batches.num_processes > 1:
             raise ConfigError(
-                "split_batches: True would cut each batch apart among the ranks, and odb gives every rank batches of "
-                f"its own; set it to False and divide batch_size by {batches.num_processes}."
+                "split_batches: True would cut each batch apart among the ranks, and odb makes separate batches for "
+                f"every rank; set it to False and divide batch_size by {batches.num_processes}."
             )
         batches = batches.batch_sampler
     size, sampler = loader.batch_size or getattr(batches, "batch_size", None), None
     if not isinstance(dataset, IterableDataset):
         if batches is None:
             raise ConfigError(
-                "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give one whose "
-                "dataset yields single samples."
+                "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give a DataLoader "
+                "whose dataset yields single samples."
             )
         kind, sampler = type(batches), getattr(batches, "sampler", None)
         is_plain = getattr(kind, "__iter__", None) is BatchSampler.__iter__ or kind.__module__.startswith("torchdata.")
@@ -194,12 +229,12 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts
 
 
 def _whole(sampler: Any, seed: int) -> Any:
-    """The order of all ranks together, the same on each."""
+    """A sampler of the order of all ranks together, the same on each rank."""
     kind = type(sampler)
-    of_torchdata = kind.__module__.startswith("torchdata.")
-    if kind is DistributedSampler or (of_torchdata and isinstance(sampler, DistributedSampler)):
+    is_torchdata = kind.__module__.startswith("torchdata.")
+    if kind is DistributedSampler or (is_torchdata and isinstance(sampler, DistributedSampler)):
         return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
-    if kind in (RandomSampler, SeedableRandomSampler) or (of_torchdata and kind.__name__ == "RandomSampler"):
+    if kind in (RandomSampler, SeedableRandomSampler) or (is_torchdata and kind.__name__ == "RandomSampler"):
         return SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
@@ -207,50 +242,22 @@ def _whole(sampler: Any, seed: int) -> Any:
             generator=torch.Generator(),
             data_seed=seed,
         )
-    draws = isinstance(sampler, Sampler) and kind is not SequentialSampler and length_of(sampler) is not None
-    return DrawnOrder(sampler) if draws else sampler
+    return DrawnOrder(sampler)
 
 
-# The order of an epoch, and the shard of it that one rank draws.
+# The order of an epoch, and the share of a rank.
 
 DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders (rank 0 and rank {}), so some would be lost and others trained "
-    "on twice; give every rank the same whole sampler, seeded alike, not a share of it: each takes its own share."
+    "on twice; give every rank the same whole sampler with the same seed: odb takes the share of each rank."
 )
 
 
-def _index(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"sampler: it yields {value!r}, and rows are known by whole numbers here; number them, and let the dataset "
-            "take the numbers."
-        ) from None
-
-
-def length_of(source: Any) -> int | None:
-    """None if nobody knows."""
-    try:
-        return len(source)
-    except TypeError:
-        return None
-
-
-MOST_DRAWN = 100_000_000
-"""Indices of a sampler, beside its `__len__`."""
-
-
-def checksum(order: np.ndarray) -> int:
-    """Of an order, to compare between ranks and runs."""
-    return zlib.crc32(order.tobytes())
-
-
 class ShardSampler(Sampler[int]):
-    """The shard of a rank in `sampler`: no padding, no index twice (I2).
+    """The share of a rank of the order of `sampler`: no padding, no index twice (I2).
 
-    start: what the next iteration begins with. stop: the position before which it ends, if not at the end of the order.
-    order: of all ranks, as drawn last; fingerprint: its checksum. expected: what this must be, if a state is resumed.
+    start: what the next iteration yields. stop: the position before which it ends, at the latest.
+    order: of all ranks, as drawn last. fingerprint: the checksum of this order, compared between ranks and with states.
     """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
@@ -258,49 +265,17 @@ class ShardSampler(Sampler[int]):
         self.start, self.stop = Remaining(), sys.maxsize
         self.order = np.zeros(0, np.int64)
         self.fingerprint = 0
-        self.expected: int | None = None
-        self._num_drawn = 0
-
-    def peek(self) -> np.ndarray:
-        """The order that comes next, which stays the next, as do all after it."""
-        state = SamplerState(self.sampler)
-        with kept_random_numbers():
-            order = self._draw()
-        state.restore()
-        return order
-
-    def pass_over(self, epoch: int) -> None:
-        """Draw the orders of the epochs before: without `set_epoch` a sampler goes by how many it has drawn."""
-        with kept_random_numbers():
-            while self._num_drawn < epoch and not hasattr(self.sampler, "set_epoch"):
-                self._draw()
-                self._num_drawn += 1
 
     def __iter__(self) -> Iterator[int]:
-        self._num_drawn += 1
-        self.order = self._draw()
-        self.fingerprint = checksum(self.order)
-        if self.expected is not None and self.fingerprint != self.expected:
-            raise DataError(
-                "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
-                f"one whose order depends on its seed and epoch alone, or {RESTART}"
-            )
-        held, firsts = self.start.of_ranks(self.world_size)
-        rest = np.arange(firsts[self.rank], min(len(self.order), self.stop), self.world_size)
-        return map(int, self.order[np.append(held[self.rank], rest)])
-
-    def _draw(self) -> np.ndarray:
-        most = MOST_DRAWN + (length_of(self.sampler) or 0)
-        order = np.fromiter(map(_index, itertools.islice(self.sampler, most)), np.int64)
-        if len(order) == most:
-            raise ConfigError(
-                f"sampler: an epoch of it has {most:,} rows or more, or never ends; let it end, or take its rows from "
-                "a torch.utils.data.IterableDataset."
-            )
-        return order
+        """Draws the order at once."""
+        self.order = np.fromiter(self.sampler, np.int64)
+        self.fingerprint = zlib.crc32(self.order.tobytes())
+        end = min(len(self.order), self.stop)
+        positions = itertools.takewhile(end.__gt__, self.start.positions(self.rank, self.world_size))
+        return map(int, self.order[list(positions)])
 
     def compare(self, fingerprints: Sequence[int]) -> str | None:
-        """Why the ranks, with these fingerprints, cannot go on; None if they can."""
+        """Why the ranks, with these fingerprints, cannot continue; None if they can."""
         rank = first_unlike(fingerprints)
         return None if rank is None else DIFFERENT_ORDERS.format(rank)
 
@@ -309,34 +284,34 @@ class ShardSampler(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
-# A dataset that is iterated: each rank takes its share of it.
+# An iterable dataset: each rank takes its share.
 
 ITEMS_COMPARED = 16
-"""Of a stream, read ahead and held until they are observed."""
+"""Items of a stream that are read ahead, for the fingerprint."""
 DIFFERENT_STREAMS = (
-    "the ranks iterate different streams (rank 0 and rank {}), so samples would be lost: each takes its own share of "
-    "the one stream that all iterate alike; if the dataset gives every rank a part of its own, set already_split=True, "
-    "else let it yield the same items in the same order on every rank."
+    "the ranks iterate different streams (rank 0 and rank {}), so samples would be lost: each rank takes its share of "
+    "one stream; if the dataset gives every rank a separate part, set already_split=True, else let it yield the same "
+    "items in the same order on every rank."
 )
 SAME_STREAMS = (
     "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream, so "
-    "each sample would be trained on several times; leave it out, or give each rank a part of its own."
+    "each sample would be trained on several times; leave it out, or give each rank a separate part."
 )
 
 
 def is_split_by_node(stream: Any) -> bool:
-    """Whether each rank has a part of it: by `split_dataset_by_node` of `datasets`, or by its `already_split`."""
+    """Whether each rank has a separate part: by `split_dataset_by_node` of `datasets`, or by an `already_split`."""
     return getattr(stream, "already_split", False) or getattr(stream, "_distributed", None) is not None
 
 
 class StreamReader:
-    """The share of a rank of a dataset that is iterated: raw items.
+    """The raw items that a rank takes from an iterable dataset, known by their position in the stream.
 
-    The id of an item is its position in the stream. All ranks iterate the same stream, unless it is split between
-    them beforehand (`is_split`), and then each all of its own; the ranks compare the `fingerprint` of their first items
-    (0 before they are read). It is iterated in the training process, by the thread that plans. A resumed stream is read
-    from its beginning, and what is done is passed over: the stream's own state, if it has one, may lose what waits in
-    it (that of `datasets` loses its shuffle buffer).
+    All ranks iterate the same stream, unless it is split between them beforehand (`is_split`): then each rank takes all
+    items of its part, and item n has the position n x ranks + rank. The ranks compare the `fingerprint` of the first
+    items (0: not read yet). The thread that plans, in the training process, iterates the stream. A resumed stream is
+    read from its beginning, and done items are passed over: the stream's own state, if it has one, may lose items (the
+    state of `datasets` loses the shuffle buffer).
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False, whole_batches_of: int = 0):
@@ -349,7 +324,6 @@ class StreamReader:
         self.fingerprint = 0
 
     def __iter__(self) -> Iterator[RawItem | Rejection]:
-        """Item n of a stream that is split has the position n x ranks + rank."""
         positions = self.start.positions(self.rank, self.world_size)
         position, number = next(positions), -1
         try:
@@ -365,31 +339,27 @@ class StreamReader:
             yield Rejection(position, "unreadable", message, fatal=True)
 
     def _read(self) -> Iterator[Any]:
-        """All items; the first ones at once, for the fingerprint."""
+        """All items. The first are read at once, for the fingerprint; an error among them is raised in its turn."""
         first: list[Any] = []
-        rest: Iterator[Any] = iter(())
         failure: Exception | None = None
         try:
-            rest = iter(self.dataset)
-            first.extend(itertools.islice(rest, ITEMS_COMPARED))
+            items = iter(self.dataset)
+            first.extend(itertools.islice(items, ITEMS_COMPARED))
         except Exception as error:
             failure = error
         self.fingerprint = fingerprint(first) if first else 0
         yield from first
         if failure is not None:
             raise failure
-        yield from rest
+        yield from items
 
     def compare(self, fingerprints: Sequence[int]) -> str | None:
-        """Why the ranks, with these fingerprints, cannot go on; None if they can."""
+        """Why the ranks, with these fingerprints, cannot continue; None if they can."""
         if self.is_split:
-            begun = [number for number in fingerprints if number]
-            return SAME_STREAMS if len(set(begun)) < len(begun) else None
+            known = [number for number in fingerprints if number]
+            return SAME_STREAMS if len(set(known)) < len(known) else None
         rank = first_unlike(fingerprints)
         return None if rank is None else DIFFERENT_STREAMS.format(rank)
-
-    def pass_over(self, epoch: int) -> None:
-        """Nothing: a stream is iterated when its items are wanted."""
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
@@ -397,28 +367,27 @@ class StreamReader:
 
 
 def _in_blocks(rows: Iterator[Any], size: int) -> Iterator[Any]:
-    """Without those of a last block that is not full."""
+    """The rows of full blocks: the rows of a smaller last block are dropped."""
     while len(block := list(itertools.islice(rows, size))) == size:
         yield from block
 
 
-# The optimizer steps of stock training: which samples they are made of, and what they weigh there.
-
+# The optimizer steps of stock training: their samples, and the weights of these samples.
 
 Counts = Literal["tokens", "labels", "samples", "all labels"]
 
 
 @dataclass(frozen=True, slots=True)
 class StockMean:
-    """What stock makes the loss of an optimizer step of: means over tokens.
+    """How stock makes the loss of an optimizer step from means over tokens.
 
-    over: each is the mean over the tokens of the whole "step", of a "rank", of a "round" (the micro-batches of all
-        ranks at the same time) or of a "micro_batch".
-    divisor: the loss is the sum of these means divided by it; None: divided by their number.
-    counts: what a mean divides by: "tokens" that are predicted, "labels" (the first label of a sample too, which no
-        token predicts), "samples" (it is the mean of their own means) or "all labels" (as labels, and first labels have
-        a loss, too).
-    factor: the loss is multiplied by it.
+    over: the tokens of a mean: those of the whole "step", of a "rank", of a "round" (the micro-batches of all ranks at
+        the same time) or of a "micro_batch".
+    divisor: the loss is the sum of the means, divided by this number; None: by the number of means.
+    counts: what a mean divides by: "tokens" that are predicted, "labels" (also the first label of a sample, which no
+        token predicts), "samples" (a mean of the means of samples) or "all labels" (as labels, and first labels have a
+        loss, too).
+    factor: the loss is multiplied by this number.
     """
 
     over: Literal["step", "rank", "round", "micro_batch"] = "step"
@@ -437,17 +406,16 @@ class StockMean:
 
 MEAN_OF_STEP = StockMean()
 MEAN_OF_MICRO_BATCH = StockMean("micro_batch")
-"""Of a model that takes the mean itself."""
+"""The loss of a model that takes the mean itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepRule:
-    """The optimizer steps of the training as it would be without odb.
+    """The optimizer steps of the training without odb.
 
-    batch_size: rows of a micro-batch; accumulation: micro-batches of an optimizer step (with `fill`, ours too).
+    batch_size: rows of a micro-batch. accumulation: micro-batches of an optimizer step (with `fill`, of odb's too).
     drop_last: samples that do not fill a micro-batch on every rank are the remainder of the epoch: not trained on.
-    stock_mean: what the loss is made of.
-    equal_weights: samples that stock weighs differently must not share a micro-batch.
+    equal_weights: samples with different weights in stock must not share a micro-batch.
     """
 
     batch_size: int = 1
@@ -458,7 +426,7 @@ class OptimizerStepRule:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What ranks compare."""
+        """The settings that ranks compare."""
         return {
             "per_device_train_batch_size": self.batch_size,
             "gradient_accumulation_steps": self.accumulation,
@@ -469,7 +437,7 @@ class OptimizerStepRule:
     def stock_steps(
         self, config: ODBConfig, world_size: int, num_samples: int | None, *, is_split: bool
     ) -> StockSteps | None:
-        """The optimizer steps that the config keeps; None if it fills them. Raises `ConfigError`."""
+        """The kept optimizer steps; None with `fill`. num_samples: of an epoch. Raises `ConfigError`."""
         if not config.keeps:
             if self.drop_last:
                 raise ConfigError(
@@ -484,7 +452,7 @@ class OptimizerStepRule:
         if is_split and size % of_all_ranks:
             raise ConfigError(
                 f"odb.global_batch_size: {size} is not a multiple of {self.batch_size} rows x {world_size} ranks, and "
-                "each rank has a stream of its own to take them from; choose a multiple."
+                "each rank takes its samples from a separate stream; choose a multiple."
             )
         remainder = num_samples % of_all_ranks if self.drop_last and num_samples is not None else 0
         return StockSteps(
@@ -499,11 +467,11 @@ class OptimizerStepRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockSteps:
-    """The optimizer steps of stock training, which are kept.
+    """The optimizer steps of stock training, which odb keeps.
 
     global_batch_size: N, samples of an optimizer step on all ranks. world_size: data-parallel ranks.
-    num_samples: of an epoch without its remainder, None if nobody knows. remainder: samples that `drop_last` drops.
-    is_split: every rank iterates a stream of its own.
+    num_samples: of an epoch without its remainder; None if unknown. remainder: samples that `drop_last` drops.
+    is_split: every rank iterates a separate stream.
     """
 
     rule: OptimizerStepRule
@@ -518,7 +486,8 @@ class StockSteps:
         return None if self.num_samples is None else -(-self.num_samples // self.global_batch_size)
 
     def position(self, position: int) -> int:
-        """Where stock has a sample of the order of all ranks: of streams that are split, each rank makes batches."""
+        """The position in stock's order of a sample in the order of all ranks: from split streams each rank makes
+        batches by itself."""
         if not self.is_split:
             return position
         number, rank = divmod(position, self.world_size)
@@ -526,7 +495,7 @@ class StockSteps:
         return (micro_step * self.world_size + rank) * self.rule.batch_size + row
 
     def progress(self, step: int) -> float | None:
-        """Share of the epoch once this optimizer step is taken, in whole micro-steps of stock, as stock reports it."""
+        """Share of the epoch after this optimizer step, in whole micro-steps of stock, as stock reports it."""
         if self.num_samples is None:
             return None
         of_all_ranks = self.rule.batch_size * self.world_size
@@ -534,8 +503,8 @@ class StockSteps:
         return min((step + 1) * self.global_batch_size / of_all_ranks, total) / total
 
     def means_of(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        """What stock's loss divides by: the last three fields of `SampleInfo` (int64[n, 3]), and how many means have
-        tokens. rows: all samples of the optimizer step, as `ROW` [n].
+        """The divisors in stock's loss: `stock_units`, `stock_counted` and `stock_batch` of `SampleInfo` (int64[n, 3]),
+        and the number of means that have tokens. rows: all samples of the optimizer step, as `ROW` [n].
         """
         mean, counted = self.rule.stock_mean, rows["units"].astype(np.int64)
         if "labels" in mean.counts:
@@ -550,10 +519,7 @@ class StockSteps:
         return np.stack((divisors, counted, batch), axis=1), int(np.count_nonzero(tokens))
 
     def input_tokens(self, rows: np.ndarray, rank: int, collation: Collation) -> int:
-        """Padded tokens of the batches that stock would have collated on this rank.
-
-        rows: all samples of the optimizer step, as `ROW` [n].
-        """
+        """Padded tokens of the batches that stock would collate on this rank. rows: as in `means_of`."""
         slots = rows["position"] // self.rule.batch_size
         rows_of_rank = np.flatnonzero(slots % self.world_size == rank)
         rows_of_rank = rows_of_rank[np.argsort(rows["position"][rows_of_rank], kind="stable")]
@@ -567,10 +533,9 @@ class StockSteps:
 
 
 def split_by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
-    """The same samples, with a modality for each weight that stock gives, so that no group mixes them.
+    """`buffers`, with a separate modality for each weight in stock, so that no micro-batch mixes weights.
 
-    Weights differ if stock's micro-batches have different sizes: at the end of an epoch, and if rows were left
-    out.
+    Weights differ if stock's micro-batches have different sizes: at the end of an epoch, and if rows were left out.
     """
     rows, starts, _ = pool(buffers)
     if not len(rows):

@@ -1,4 +1,4 @@
-"""What travels through the loader: light samples in, micro-batches of optimizer steps out, rows that are left out."""
+"""The objects that travel through the loader: light samples, micro-batches of optimizer steps, rows left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Rejection:
-    """A row that is left out when it is read, before any plan. fatal: the training stops with `message`."""
+    """A row left out when it is observed, before any plan. fatal: the training stops with `message`."""
 
     id: int
     reason: str
@@ -35,9 +35,9 @@ class Rejection:
 
 @dataclass(frozen=True, kw_only=True)
 class Remaining:
-    """What is left of the order of an epoch with `fill`: the positions from `first` on, and those held back before it.
+    """The rest of the order of an epoch with `fill`: the positions from `first` on, and earlier positions held back.
 
-    Position p is drawn by rank p % ranks, the held ones first. (Of streams that are split, item n of rank r counts as
+    Rank p % ranks draws position p, and draws its held positions first. (With split streams, item n of rank r has the
     position n * ranks + r.)
     """
 
@@ -45,7 +45,7 @@ class Remaining:
     held: list[int] = field(default_factory=list)
 
     def of_ranks(self, world_size: int) -> tuple[list[np.ndarray], np.ndarray]:
-        """Of each rank the positions that it holds, and its first one from `first` on."""
+        """For each rank its held positions, and its first position from `first` on."""
         held, ranks = np.array(self.held, dtype=np.int64), np.arange(world_size)
         owners = held % world_size
         ends = np.cumsum(np.bincount(owners, minlength=world_size))
@@ -53,12 +53,12 @@ class Remaining:
         return held_by_rank, self.first + (ranks - self.first) % world_size
 
     def positions(self, rank: int, world_size: int) -> Iterator[int]:
-        """Those that a rank draws, in ascending order, without end."""
+        """The positions that a rank draws, in ascending order, without end."""
         held, firsts = self.of_ranks(world_size)
         return itertools.chain(held[rank].tolist(), itertools.count(int(firsts[rank]), world_size))
 
     def after(self, drawn: np.ndarray, waiting: np.ndarray) -> Remaining:
-        """What is left once each rank has drawn this many of its positions, of which `waiting` are not trained on."""
+        """The rest after each rank has drawn `drawn` of its positions (int[ranks]); `waiting`: not trained on yet."""
         world_size = len(drawn)
         held, starts = self.of_ranks(world_size)
         num_beyond = np.maximum(drawn - [len(positions) for positions in held], 0)
@@ -73,23 +73,22 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep(MicroStepTotals):
-    """One update of the weights, as every rank knows it before its first forward: the totals of its micro-steps, and
-    its place in the epoch.
+    """One update of the weights, known to every rank before its first forward: the totals over its micro-steps, and its
+    place in the epoch.
 
-    epoch, index: position; index counts the optimizer steps of the epoch from 0.
-    num_micro_batches: K, the micro-batches of each rank. active_ranks: those of all ranks that are not idle.
-    num_stock_means: what stock divides the sum of its means by: their number, or what `StockMean` has in its place (0:
-        there is no stock step to compare with, as with `fill`).
-    stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
-    done: samples of the epoch planned or rejected, on all ranks, once this step is taken.
-    progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None if that is not known.
+    index: number of the optimizer step in its epoch, from 0.
+    num_micro_batches: K, the micro-batches of each rank. active_ranks: micro-batches of all ranks that are not idle.
+    num_stock_means: stock divides the sum of its means by this number (with `fill` 0: no stock step to compare with).
+    stock_input_tokens: padded tokens of the batches that stock would give this rank; None with `fill`.
+    done: samples of the epoch planned or rejected on all ranks up to the end of this step.
+    progress: share of the epoch (0 to 1) up to the end of this step, in stock's micro-steps; None if unknown.
     rejected: rows of the epoch rejected on all ranks until this step was planned, by reason.
-    overlong: samples of the epoch that break a budget alone, on all ranks, seen until this step was planned.
-    remainder: on the last step, rows that the epoch ends without (`join: false`, `drop_last`); 0 before.
-    epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
-        step), else estimated; 0 if that is not known.
+    overlong: samples of the epoch, observed on all ranks until this step was planned, that break a budget alone.
+    remainder: in the last step, rows that the epoch leaves out (`join: false`, `drop_last`); 0 before.
+    epoch_steps: optimizer steps of the epoch: exact with kept steps of a dataset with a length (and in the last step),
+        else estimated; 0 if unknown.
     last: no step follows in this epoch.
-    remaining: with `fill`, what is left of the order after it.
+    remaining: with `fill`, the rest of the order after this step.
     """
 
     epoch: int
@@ -108,13 +107,13 @@ class OptimizerStep(MicroStepTotals):
 
 
 class SampleInfo(NamedTuple):
-    """What is known of a sample of a micro-batch.
+    """A sample of a micro-batch without its features.
 
-    id: its row of the training dataset. tokens: without padding.
-    stock_units: what stock divides by to take the mean that the sample is part of; stock_counted: its own share of
-    these. stock_batch: the number of stock's micro-batch, counted rank by rank, then micro-step by micro-step. All 0
-    with `fill`.
-    weight: of each of its units in the loss of its optimizer step (see `token_weights`).
+    id: row of the training dataset. tokens: without padding.
+    stock_units: the divisor of the mean in stock that the sample is part of; stock_counted: the sample's share of this
+    divisor. stock_batch: number of stock's micro-batch, counted rank by rank, then micro-step by micro-step. All 0 with
+    `fill`.
+    weight: of each unit of the sample in the loss of its optimizer step (see `token_weights`).
     """
 
     id: int
@@ -132,15 +131,15 @@ class SampleInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward of this rank, and what all ranks know about that micro-step.
+    """One forward and backward of this rank.
 
-    step: the optimizer step that it is a part of. index: its number in it, from 0.
-    samples: in batch order; empty on an idle micro-batch.
+    step: the optimizer step. index: number of the micro-batch in the optimizer step, from 0.
+    samples: in batch order; empty if the micro-batch is idle.
     totals: the micro-step over all ranks.
-    light: what is collated for it: its samples; on an idle one the sample that is run with weight 0. Empty once it is
-        collated, unless it may be collated again.
-    failed: late rows, which it was planned with, and why they are not in it.
-    start: of a part that was cut (`oom: split`), the number of its first sample in the micro-batch as collated before.
+    light: the light samples to collate; of an idle micro-batch the sample that is run with weight 0. Empty after the
+        micro-batch was collated, unless it may be collated again.
+    failed: late rows: planned for this micro-batch, but not in it, and why.
+    start: of a part that was cut off (`oom: split`), the number of its first sample in the whole micro-batch.
     """
 
     step: OptimizerStep
@@ -152,7 +151,7 @@ class MicroBatch:
     start: int = 0
 
     def only(self, numbers: Sequence[int], failed: tuple[tuple[SampleInfo, str], ...] = ()) -> MicroBatch:
-        """With these of its samples, which weigh as before; its totals stay."""
+        """The micro-batch with only the samples of these numbers; their weights and the totals stay."""
         samples, light = tuple(self.samples[i] for i in numbers), [self.light[i] for i in numbers]
         return replace(self, samples=samples, light=light, failed=failed)
 
@@ -199,19 +198,18 @@ class MicroBatch:
         return self.index == self.step.num_micro_batches - 1
 
 
-# The weight of every unit within its optimizer step (I8, I9).
-# With `loss_scaling` one of these, a unit of sample s with n units weighs
-#     stock     1 / (num_stock_means x stock_units of s)     as in stock training
-#     exact     1 / (units of the step)                       the mean over the units of the step
+# The weight of every unit within its optimizer step (I8, I9), by `loss_scaling`:
+#     stock     1 / (num_stock_means x stock_units of the sample)     as in stock training
+#     exact     1 / (units of the step)     the mean over the units of the step
 #     approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
-#     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
-# All sums are known from the plan, so no communication is needed.
+#     none      1 / (micro-batches of all ranks x units of this micro-batch)     the mean of micro-batch means
+# The plan has all sums, so no communication is needed.
 
 
 def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
-    """For each sample of a planned micro-batch the weight of each of its units, times `world_size`; () if idle.
+    """The weight of each unit, times `world_size`, for each sample of a planned micro-batch; () if it is idle.
 
-    world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
+    world_size: data-parallel ranks. The engine averages gradients over ranks, and sums them over micro-batches.
     """
     samples, step = micro_batch.samples, micro_batch.step
     if not samples:
@@ -230,12 +228,12 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The collated tensors of a micro-batch: rows, padded row length (tokens), media, units (see `Cost`).
+    """The size of a collated micro-batch: rows, padded row length (tokens), media, units (see `Cost`).
 
-    segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
-        the order of `ids`, then what fills up (dummy media, a multiple); () if it is padded.
-    units_by_row: if units are labels that carry loss, those of each row or, of a flat one, of each segment.
-    why_padded: why it is not the flat row that was planned; "" if it is, or if a padded one was planned.
+    segments: lengths (tokens) of the parts of a flat row: the samples, in the order of `ids`, then dummy media and
+        filler; () if the micro-batch is padded.
+    units_by_row: units of each row, or of each segment of a flat row, if units are labels that carry loss.
+    why_padded: why the micro-batch is not the flat row that was planned; "" otherwise.
     """
 
     rows: int
@@ -252,30 +250,30 @@ class Measured:
 
     @property
     def num_supervised(self) -> int | None:
-        """Tokens with a loss; None if units are something else."""
+        """Tokens with a loss; None if units are not tokens."""
         return None if self.units_by_row is None else self.units
 
     def __str__(self) -> str:
         return describe_cost(self.rows * self.length, self.media)
 
     def is_within(self, budget: Budget) -> bool:
-        """As configured: what memory allowed less of was planned before."""
+        """Whether the micro-batch is within `budget` as configured, not as lowered to what memory holds."""
         return not budget.excess(self.rows * self.length, self.patches)
 
 
 def describe_cost(tokens: int, media: Media) -> str:
-    """A sample or a micro-batch as in messages: 900 tokens, 400 image patches, 3000 audio frames."""
+    """The size of a sample or a micro-batch for messages: `900 tokens, 400 image patches, 3000 audio frames`."""
     return f"{tokens} tokens, {media}" if any(media) else f"{tokens} tokens"
 
 
-# The rows that are left out: one way for all reasons. A row is rejected when it is read, before a plan, or it fails: it
-# is planned, and then cannot be collated, or memory does not hold it. One that fails after its optimizer step began is
-# late: the others keep their weights, and its share of the loss is lost.
+# Rows that are left out. A row is rejected when it is observed, before a plan, or it fails after it was planned: it
+# cannot be collated, or memory does not hold its micro-batch. A row that fails after its optimizer step began is late:
+# the other samples keep their weights, and the row's share of the loss is lost.
 
-MAX_LOGGED, MOST_NAMED = 10, 16
-"""Rows that are logged, and that a message names."""
+MAX_LOGGED, MAX_NAMED = 10, 16
+"""Rows that are logged, and rows that a message names."""
 COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
-"""The reasons of rows that fail: they cannot be collated, or are of a micro-batch that memory does not hold."""
+"""Reasons of rows that fail."""
 HINTS = {"unsupervised": " (no token carries loss; cutoff_len may cut the answers off, and nothing would be learned)"}
 
 logger = get_logger(__name__)
@@ -297,13 +295,13 @@ class LeftOut:
 
 
 def name_rows(ids: Sequence[int]) -> str:
-    """Rows as in messages, at most `MOST_NAMED`: `row 3`, `rows 1, 2, ...`."""
-    ellipsis = ", ..." if len(ids) > MOST_NAMED else ""
-    return f"row{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:MOST_NAMED]))}{ellipsis}"
+    """Rows for messages, at most `MAX_NAMED`: `row 3`, `rows 1, 2, ...`."""
+    ellipsis = ", ..." if len(ids) > MAX_NAMED else ""
+    return f"row{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:MAX_NAMED]))}{ellipsis}"
 
 
 def no_usable_row(rejected: Mapping[str, int], other_reasons: Sequence[str] = (), empty: str = "it is empty") -> str:
-    """Why no row can be trained on. rejected: rows by reason. other_reasons: more. empty: said if there is none."""
+    """Why no row can be trained on. rejected: rows by reason. empty: the message if there is no reason at all."""
     reasons = [f"{count} {reason}{HINTS.get(reason, '')}" for reason, count in rejected.items()]
     named = "; the warnings above name the first of them" if rejected else ""
     return f"no row of the training dataset can be trained on: {', '.join([*reasons, *other_reasons]) or empty}{named}."

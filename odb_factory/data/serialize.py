@@ -1,4 +1,4 @@
-"""What is sent to other processes: samples as bytes, batches, collators without weights; and fingerprints of rows."""
+"""Send objects to other processes: samples as bytes, batches, collators without weights. Fingerprints of rows."""
 
 from __future__ import annotations
 
@@ -20,22 +20,19 @@ import torch
 
 from odb_factory.errors import ConfigError, one_line
 
-# Features of a sample as bytes: how they wait until they are collated, and how samples travel between ranks.
-# A list of token ids as pickle writes it takes 3 bytes an id, an array of int32 4, and neither is faster.
+# The features of a sample as bytes: so they wait until they are collated, and so they travel between ranks.
+# Pickle writes 3 bytes for a token id of a list; an array of int32 would take 4 and is not faster.
 
 
 def pack(features: Any) -> bytes:
-    """Features, most often a mapping, as bytes, about a quarter of the memory that their lists take.
-
-    Raises what pickle raises, in the worker that made them.
-    """
+    """Features, usually a mapping, as bytes: a quarter of the memory of their lists. Raises the errors of pickle."""
     pickled, plain = io.BytesIO(), dict(features) if isinstance(features, Mapping) else features
     _FeaturesPickler(pickled, pickle.HIGHEST_PROTOCOL).dump(plain)
     return pickled.getvalue()
 
 
 def reduce_tensor(obj: Any) -> Any:
-    """To pickle a tensor as its numbers: not what it is a view of, nor in the format of torch, which is slower."""
+    """Pickle only the numbers of a tensor: not the tensor it is a view of, nor in torch's format, which is slower."""
     if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout is not torch.strided:
         return NotImplemented
     if obj.is_quantized or obj.requires_grad or not obj.numel():
@@ -53,23 +50,23 @@ class _FeaturesPickler(pickle.Pickler):
 
 
 def unpack(packed: bytes) -> Any:
-    """Undo `pack`: a fresh copy of what the framework's collator expects, which it may change."""
+    """Undo `pack`: a fresh copy, which the collator may change."""
     return pickle.loads(packed)
 
 
-# An object for another process, with its tensors and arrays in one file in memory that has no name.
-# torch sends a file for each tensor, which the receiver asks a thread of the sender for, in several messages; a sender
-# that computes answers late. Here the file of a batch follows at once, over a socket that both have from the beginning.
-# It has no name, so nothing remains of it, whoever is killed, and the limit of /dev/shm does not hold for it.
+# An object for another process, with its tensors and arrays in one anonymous file in memory.
+# torch makes a file for each tensor, and the receiver requests it from a thread of the sender in several messages; a
+# sender that computes answers late. Here the file of a batch is sent at once, over a socket that both processes have
+# from the beginning. An anonymous file vanishes with its processes, and the limit of /dev/shm does not apply to it.
 
 ALIGNMENT = 64
-"""Bytes; a multiple of the size of every number."""
+"""Bytes; a multiple of the size of every dtype."""
 Dumped = tuple[bytes, tuple[int, ...]]
-"""The object without what is in the file, and the bytes of each buffer in it."""
+"""The pickled object without its buffers, and the size of each buffer in the file (bytes)."""
 
 
 def dump(value: Any, connection: socket.socket) -> Dumped:
-    """Pickle `value` and send the file with its tensors over `connection`. Raises what pickle raises."""
+    """Pickle `value` and send the file with its tensors over `connection`. Raises the errors of pickle."""
     pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _BatchPickler(pickled, pickle.HIGHEST_PROTOCOL, True, buffers.append).dump(value)
     raw = [buffer.raw() for buffer in buffers]
@@ -88,7 +85,7 @@ def dump(value: Any, connection: socket.socket) -> Dumped:
 
 def load(dumped: Dumped, connection: socket.socket) -> Any:
     """Undo `dump`, in the order of its calls. The tensors are in the memory of the file, which lives as long as they
-    do; nobody else has it."""
+    do and belongs to this process alone."""
     pickled, sizes = dumped
     buffers, start = [], 0
     if sizes:
@@ -107,10 +104,10 @@ class _BatchPickler(ForkingPickler):
     reducer_override = staticmethod(reduce_tensor)
 
 
-# Send a collator to a worker process that is not forked, without the weights of a model it holds.
-# LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled unchanged, every worker
-# would get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place: code
-# that needs only the config works as before, and code that needs a weight raises.
+# Send a collator to a worker process that is not forked, without the weights of its model.
+# LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`, and pickle would copy all weights
+# to every worker. So each module is sent with tensors on torch's device "meta": code that needs only the config works
+# as before, and code that needs a weight raises.
 
 NOT_SENT = (
     "cannot be sent to a worker process, as the start methods 'spawn' and 'forkserver' require ({}); make it "
@@ -120,10 +117,11 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 
 class Picklable:
-    """A callable that can be sent to a worker of any start method; there it is the plain callable again.
+    """A callable that can be sent to a worker of any start method; the worker receives `inner` itself.
 
-    Attributes and calls go to `inner`. role: its name in messages. A model in it is pickled once: engines that wrap the
-    model later on (FSDP, DeepSpeed) make it unpicklable. Sending raises `ConfigError` if `inner` cannot be pickled.
+    Attributes and calls go to `inner`. role: the name of `inner` in messages. A model in it is pickled once: engines
+    that wrap the model later (FSDP, DeepSpeed) make it unpicklable. Sending raises `ConfigError` if `inner` cannot be
+    pickled.
     """
 
     def __init__(self, inner: Callable[..., Any], role: str):
@@ -146,8 +144,8 @@ class Picklable:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles modules without their weights: classes, submodules, attributes; tensors as "meta", and no functions that
-    were set on a module. models: the pickles of modules that were sent before, by their id; None within a module."""
+    """Pickles modules with their classes, submodules and attributes, tensors on device "meta", and without functions
+    that were set on them. models: pickles of modules that were sent before, by their id; None within a module."""
 
     def __init__(self, file: io.BytesIO, models: dict[int, bytes] | None = None):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -177,12 +175,12 @@ def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> tor
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
-# What rows say, as a number: to notice that the data of ranks differ.
+# The content of rows as a number: to notice that the data of ranks differ.
 
 
 def fingerprint(value: Any, before: int = 0) -> int:
-    """CRC-32 of the text and whole numbers in `value`, whatever containers hold them; of anything else (objects, and
-    floating-point numbers, which augmentation may change) the type counts.
+    """CRC-32 of the text and whole numbers in `value`, whatever containers hold them. Only the type counts of anything
+    else: of objects, and of floating-point numbers, which augmentation may change. before: CRC-32 of the values before.
 
         >>> fingerprint([{"input_ids": [1, 2]}]) == fingerprint([{"input_ids": [1, 3]}])
         False

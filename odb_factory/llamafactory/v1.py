@@ -41,6 +41,7 @@ from odb_factory.model.check import (
     NUM_SAMPLES,
     Layout,
     Runs,
+    Trial,
     check_rows,
     fall_back,
     models_of,
@@ -291,7 +292,7 @@ class BatchGenerator(TrainerCallback):
         online.loader.begin()
         return check_rows(
             Runs(self._trainer.model, prepare, online.gather),
-            lambda: online.trial_batches(NUM_SAMPLES)._replace(has_logits=True),
+            lambda: Trial(*online.trial_batches(NUM_SAMPLES))._replace(has_logits=True),
         )
 
     def _micro_batch(self, batch: dict[str, Any], info: ODBStepInfo) -> dict[str, Any]:
@@ -305,7 +306,7 @@ class BatchGenerator(TrainerCallback):
 
 
 def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `FlatRows`. rows: of `beside_rows`. In a pair the rejected answer begins at position 0 again, as in v1."""
+    """Of `FlatRows`. rows: of `with_flat_rows`. In a pair the rejected answer begins at position 0 again, as in v1."""
     inputs = {name: value for name, value in rows["inputs"].items() if name not in NOT_FOR_MODELS}
     kinds = batch.get("token_type_ids")
     if kinds is not None and inputs["position_ids"].dim() == 2:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Sampler
 from odb_factory.accounting.losses import TokenLoss, in_float32, weighted_token_loss
 from odb_factory.accounting.statistics import StepAccounting, log_first_step
 from odb_factory.config import LOSS_SCALINGS, ODBConfig, ODBKeys, make_config, refusals_of_auto
-from odb_factory.data.collate import Collated, TrialBatches, trial_batches
+from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.loader import ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver, count_supervised
 from odb_factory.data.order import (
@@ -560,8 +560,8 @@ class ODBDataLoader(DataLoader[T_co]):
         """As `accounting`."""
         return self.accounting.loader
 
-    def trial_batches(self, count: int) -> TrialBatches:
-        """`count` samples of the epoch that has begun, to check the model with (`unpad`)."""
+    def trial_batches(self, count: int) -> tuple[Any, ...]:
+        """`count` samples of the epoch under way, to check the model: the fields of `model.check.Trial`."""
         return trial_batches(self.loader.first_samples(), self.loader.groups, count)
 
     def gather(self, content: Any) -> list[Any]:

@@ -45,7 +45,6 @@ from odb_factory.model.head import WithoutLogits
 from odb_factory.model.known import can_know
 from odb_factory.model.tower import images_at_once, one_pass, patch_products
 from odb_factory.model.unpad import FlatRows, UnpadDoor
-from odb_factory.random_numbers import SamplerState
 from odb_factory.training.arguments import replaced, run_arguments
 from odb_factory.training.auto_budget import choose_budgets, rehearse
 from odb_factory.training.checkpoint import CURSOR, Checkpoint, Preemption, go_to_checkpoint
@@ -242,7 +241,7 @@ class Training(TrainerCallback):
         check_own_rows(trainer, parts)
         if odb.observer is None:
             parts = with_all_columns(parts, dataset, odb.cost_fn)
-        self._parts, self._sampler_at_begin = parts, SamplerState(parts.sampler)
+        self._parts = parts
         # 2. How stock makes the loss of an optimizer step. A stream can be read once, so none of its rows are read.
         self.stock = assumed(trainer)
         if not odb.equal_weights:
@@ -291,7 +290,6 @@ class Training(TrainerCallback):
         odb, trainer, args, parts = self.odb, self.trainer, self.trainer.args, self._parts
         if self.has_begun:
             self._close_loader()
-            self._sampler_at_begin.restore()
         self.layout, self.config, mean = layout, config, self.stock.mean
         observer: Any = odb.observer or odb.observer_of_items(parts, config)
         if self.stock.counts_unsupervised:

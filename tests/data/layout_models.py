@@ -1,4 +1,4 @@
-"""A tiny vision-language model whose positions have three rows, and samples for it."""
+"""A tiny vision-language model with three rows of positions (mrope), and samples for it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from training.flat_models import COMMON
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153
 WORDS = (3, 140)
-"""Ids of tokens that mean nothing in particular, from and up to."""
+"""Ids of plain tokens, from and up to."""
 MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2]}
 
 
 def picture_row(k: int) -> dict[str, Any]:
-    """Every other row has a picture of 4 tokens (4 x 4 patches) before its answer, which alone has labels."""
+    """Every other row has a picture of 4 tokens (4 x 4 patches). Only the answer has labels."""
     generator = torch.Generator().manual_seed(k)
 
     def words(count: int) -> list[int]:
         return torch.randint(*WORDS, (count,), generator=generator).tolist()
 
-    asked = [*words(2), OPENS, *[IMAGE] * 4, CLOSES] if k % 2 else []
-    asked += words(2 + k % 7)
-    said = words(3 + k * 5 % 20)
-    ids = asked + said
-    row = {"k": k, "input_ids": ids, "labels": [IGNORE] * len(asked) + said, "attention_mask": [1] * len(ids)}
+    question = [*words(2), OPENS, *[IMAGE] * 4, CLOSES] if k % 2 else []
+    question += words(2 + k % 7)
+    answer = words(3 + k * 5 % 20)
+    ids = question + answer
+    row = {"k": k, "input_ids": ids, "labels": [IGNORE] * len(question) + answer, "attention_mask": [1] * len(ids)}
     if k % 2:
         row["pixel_values"] = torch.randn(16, 3 * 2 * 14 * 14, generator=generator)
         row["image_grid_thw"] = torch.tensor([[1, 4, 4]])
@@ -34,23 +34,14 @@ def picture_row(k: int) -> dict[str, Any]:
 
 
 def vision_model() -> Any:
-    """Its weights are drawn anew: as made, attention would hardly matter."""
+    """The weights are larger than transformers makes them: with small weights attention would hardly matter."""
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_heads": 2}
+    vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     config = transformers.Qwen2_5_VLConfig(
         text_config=COMMON
         | {"vocab_size": VOCABULARY, "attention_dropout": 0.0}
         | {"rope_scaling": MROPE | {"type": "mrope"}, "rope_parameters": MROPE | {"rope_theta": 10000.0}},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "out_hidden_size": 32,
-            "patch_size": 14,
-            "window_size": 56,
-            "fullatt_block_indexes": [1],
-            "num_heads": 2,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
+        vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=OPENS,

@@ -1,4 +1,4 @@
-"""What is counted is what the model sees: patches of the vision tower, labels behind the causal shift."""
+"""Counts are those of the model: patches of the vision tower, labels after the causal shift."""
 
 from __future__ import annotations
 
@@ -10,23 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.data.observe import (
-    IGNORE_INDEX,
-    VIDEO_KEYS,
-    count_media,
-    count_supervised,
-    measure_batch,
-)
+from odb_factory.data.observe import IGNORE_INDEX, VIDEO_KEYS, count_media, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.errors import DataError
 from odb_factory.planner import Media
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
-
-
 PIXELS = torch.zeros(2, 3, 28, 42)
 """Two images of 2 x 3 patches."""
-NESTED = [PIXELS, PIXELS.numpy(), PIXELS[None], list(PIXELS), [[one.numpy()] for one in PIXELS], tuple(PIXELS)]
+NESTED = [PIXELS, PIXELS.numpy(), PIXELS[None], list(PIXELS), [[image.numpy()] for image in PIXELS], tuple(PIXELS)]
 
 
 @pytest.mark.parametrize(
@@ -52,21 +44,21 @@ NESTED = [PIXELS, PIXELS.numpy(), PIXELS[None], list(PIXELS), [[one.numpy()] for
     ],
 )
 def test_patches_of_grids_or_pixels(inputs: dict[str, Any], patches: int) -> None:
-    """The patches of a medium are the product of its grid, whatever holds the grids; without one, of its pixels."""
+    """Patches are the product of the grid, whatever holds the grids; without a grid they are counted from pixels."""
     count = count_media(inputs)
     assert count.patches == patches
     assert (count.video_patches > 0) == any(inputs.get(key) is not None for key in VIDEO_KEYS)
     assert all(type(size) is int for size in count)
 
 
-def test_what_pads_images_to_the_largest_is_not_counted() -> None:
+def test_padding_of_images_is_not_counted() -> None:
     """Pixtral: the tower takes 28 x 42 and 14 x 28 pixels of two images."""
     inputs = {"pixel_values": torch.ones(2, 3, 28, 42), "image_sizes": torch.tensor([[28, 42], [14, 28]])}
     assert count_media(inputs) == Media(6 + 2)
     assert count_media(inputs | {"pixel_values_videos": torch.ones(1, 4, 3, 14, 14)}) == Media(8, 4)
 
 
-def test_what_pads_tiles_to_the_most_is_not_counted() -> None:
+def test_padding_of_tiles_is_not_counted() -> None:
     """LLaVA-NeXT: three tiles of the first image, one of the second; a tile may be black in part."""
     pixels = torch.zeros(2, 3, 3, 28, 14)
     pixels[0, :, 0, 0, 0] = pixels[1, 0, 2, 27, 13] = 1
@@ -74,9 +66,9 @@ def test_what_pads_tiles_to_the_most_is_not_counted() -> None:
     assert count_media({"pixel_values": pixels}) == Media(6 * 2)
 
 
-@pytest.mark.parametrize("make", [lambda mask: mask, np.asarray, lambda mask: mask.bool()])
-def test_audio_counts_two_frames_of_its_spectrogram(make: Any) -> None:
-    """As padded, but for models that take media without padding, as their patch grids tell."""
+@pytest.mark.parametrize("make", [torch.as_tensor, np.asarray, torch.Tensor.bool])
+def test_frames_of_audio_are_counted_in_pairs(make: Any) -> None:
+    """With padding, except for models with patch grids, which take media without padding."""
     mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
     assert count_media({"feature_attention_mask": make(mask)}) == Media(audio_frames=10 + 10)
     assert count_media({"input_features_mask": make(mask), "pixel_values": torch.ones(1, 3, 14, 14)}).patches == 11
@@ -87,8 +79,8 @@ def test_audio_counts_two_frames_of_its_spectrogram(make: Any) -> None:
 
 
 @given(st.lists(st.sampled_from([IGNORE_INDEX, 0, 7]), min_size=1, max_size=12))
-def test_units_are_those_the_loss_is_averaged_over(labels: list[int]) -> None:
-    """I8, against torch's own cross entropy: the sum of the losses over the mean is the count."""
+def test_units_are_the_labels_that_the_mean_loss_counts(labels: list[int]) -> None:
+    """I8: in torch's cross entropy, the sum of the losses over their mean is the count."""
     logits = torch.randn(len(labels), 8, generator=torch.Generator().manual_seed(0))
     losses = [
         torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(labels)[1:], reduction=reduction).item()
@@ -111,10 +103,6 @@ def test_a_collated_batch_is_measured_as_it_is() -> None:
     assert measure_batch({"input_ids": row, "labels": row}, segments=(2, 3, 2)).units_by_row == (1, 2, 0)
     batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
     assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, media=Media(4), units=0)
-
-
-def test_a_label_that_is_no_token_is_an_error() -> None:
-    """Stock's loss has no such class; the loss without logits would take it for a token."""
     row = torch.tensor([[-100, 5, -1, 7]])
-    with pytest.raises(DataError, match="a label is negative and not -100"):
+    with pytest.raises(DataError):  # stock's loss has no class -1; the loss without logits would take it for a token
         measure_batch({"input_ids": row, "labels": row})

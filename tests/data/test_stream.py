@@ -1,5 +1,5 @@
-"""A dataset that is iterated: one process of a rank reads, and any number observe what it has read. That the order and
-a resume do not depend on their number (I2, I6): tests/llamafactory/test_streaming.py."""
+"""Iterable datasets: the training process of a rank reads, and workers observe. tests/llamafactory/test_streaming.py
+tests that order and resume do not depend on the number of workers (I2, I6)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from odb_factory.errors import DataError
 from odb_factory.planner import Cost
 
 
-class Telling(Observer):
-    """Says in a file of its process that this one observes."""
+class LeavingFiles(Observer):
+    """Leaves a file named after the process that observes."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -37,14 +37,14 @@ def test_workers_observe_and_this_process_reads(tmp_path: Path) -> None:
             (tmp_path / f"read_by_{os.getpid()}").touch()
             return super().__iter__()
 
-    run(LENGTHS, num_workers=3, stream=Read, observer=Telling(tmp_path))
+    run(LENGTHS, num_workers=3, stream=Read, observer=LeavingFiles(tmp_path))
     names = {path.name for path in tmp_path.iterdir()}
     readers = {name.removeprefix("read_by_") for name in names if name.startswith("read_by_")}
     assert len(names) > 1 and readers == {str(os.getpid())}, "workers take what comes next, so one may take all"
 
 
 class Unsendable(IterableDataset):
-    """Nobody can pickle its fifth item."""
+    """The fifth item cannot be pickled."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (item(k) | ({"made_by": lambda: None} if k == 4 else {}) for k in range(9))
@@ -62,7 +62,7 @@ def test_an_item_that_cannot_be_sent_to_a_worker_is_named() -> None:
 
 
 class Lines(IterableDataset):
-    """All its iterators read one file, from its beginning."""
+    """All iterators read one file, each from the beginning."""
 
     def __init__(self, path: Path):
         self.file = path.open()
@@ -74,13 +74,13 @@ class Lines(IterableDataset):
 
 
 def without_row_100(items: list[dict[str, Any]]) -> Any:
-    if any(one["input_ids"][0] == 101 for one in items):
+    if any(item["input_ids"][0] == 101 for item in items):
         raise ValueError("no pixels")
     return pad(items)
 
 
-def test_a_sample_for_idle_micro_batches_is_none_that_another_iterator_reads(tmp_path: Path) -> None:
-    """I2: the one under way would go on elsewhere in the file."""
+def test_no_second_iterator_reads_the_sample_of_idle_micro_batches(tmp_path: Path) -> None:
+    """I2: it would move the file of the iterator under way."""
     path = tmp_path / "rows"
     path.write_text("".join(f"{k:60}\n" for k in range(600)))
     options = {"token_budget": 41, "collate_fn": without_row_100, "on_error": "skip"}

@@ -150,11 +150,14 @@ def test_a_model_in_the_collator_is_sent_without_weights() -> None:
 def test_a_sample_for_idle_micro_batches_is_the_smallest_of_the_first_that_can_be_collated() -> None:
     """One of the sampler. Where none can, a line counts them."""
     with core_loader([5] * 60, sampler=range(40, 60)) as loader:
+        loader.begin()
         assert loader.stand_in().id >= 40
     lengths = [20, 9, 3, 4, *[30] * 12]
     rows = [(k, length, "uncollatable" if length == 3 else "") for k, length in enumerate(lengths)]
     with core_loader(rows) as loader:
+        loader.begin()
         assert loader.stand_in().id == 3
     with core_loader([(*row[:2], "uncollatable") for row in rows]) as loader:
+        loader.begin()
         with pytest.raises(DataError, match="16 that cannot be collated"):
             loader.stand_in()
