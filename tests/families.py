@@ -1,6 +1,6 @@
-"""Every multimodal plugin of LLaMA-Factory that can be built offline: a template, and a tiny processor to go with it.
+"""Every multimodal plugin of LLaMA-Factory that can be built offline: a template, and a tiny processor for it.
 
-One tokenizer serves all: single characters, and every special token that any of the families writes.
+All share one tokenizer: single characters, and the special tokens of all families.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SIDE = 56
-"""Pixels of the images of families that make all of them equally large."""
+"""Side of the images, in pixels, in families that resize all images to one size."""
 _WRITTEN = """
 <image> <video> <audio> <|image_pad|> <|video_pad|> <|audio_pad|> <|vision_start|> <|vision_end|> <|im_start|>
 <|im_end|> <|endoftext|> <|image|> <|video|> <|audio|> <|AUDIO|> <|VIDEO|> <|IMAGE|> <|audio_bos|> <|audio_eos|>
@@ -44,24 +44,18 @@ NAMES = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
 }
-"""Attributes of a tokenizer that processors ask for; a family may have others."""
+"""Attributes of a tokenizer that processors read; a family may replace some."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A plugin: a template that has it, what its tokenizer calls its placeholders.
-
-    templates: others of the same plugin, for the table.
-    """
+    """A plugin with one of its templates. names: placeholders that differ from `NAMES`. templates: more templates of
+    the plugin, for the table."""
 
     plugin: str
     template: str
     names: dict[str, str] = field(default_factory=dict)
     templates: tuple[str, ...] = ()
-
-    def make(self, tokenizer: Any) -> Any:
-        """Its processor."""
-        return PROCESSORS[self.template](tokenizer)
 
 
 def make_tokenizer(family: Family) -> Any:

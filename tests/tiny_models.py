@@ -1,4 +1,4 @@
-"""Tiny random models of LLaMA-Factory's trainings, beside those of `conftest.py`: `TinyModels` makes each once."""
+"""More tiny random models for LLaMA-Factory's trainings than `conftest.py` has: `TinyModels` makes each once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shutil import copytree
 from typing import Any
 
 import torch
-from families import FAMILIES, make_tokenizer
+from families import FAMILIES, PROCESSORS, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -24,9 +24,9 @@ DELTA = {"layer_types": ["linear_attention", "full_attention"]} | {
 
 
 class TinyModels:
-    """`models("text")` is the folder of that model, made when it is first asked for.
+    """`models("text")` is the folder of that model, made at its first use.
 
-    text, vl: Qwen2 and Qwen3-VL with heads of their own; tied, tied_vl: without. text_delta, vl_delta: as Qwen3.5.
+    text, vl: Qwen2 and Qwen3-VL with untied heads; tied, tied_vl: with tied heads. text_delta, vl_delta: like Qwen3.5.
     """
 
     def __init__(self, tiny_text: Path, tiny_vl: Path, folder: Path):
@@ -42,17 +42,17 @@ class TinyModels:
 
 
 def untied(tiny: Path, folder: Path, auto: Any = AutoModelForCausalLM) -> None:
-    """A head of its own, which stock can save beside a value head; no dropout, which would differ by the cut."""
+    """An untied head, which stock can save together with a value head; no dropout, which depends on the cut."""
     copytree(tiny, folder)
     config = AutoConfig.from_pretrained(folder)
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+    for part in (config, config.get_text_config()):
         part.tie_word_embeddings, part.summary_dropout_prob = False, 0.0
     torch.manual_seed(0)
     auto.from_config(config).save_pretrained(folder)
 
 
 def with_gated_delta_net(tiny: Path, folder: Path) -> None:
-    """The tiny Qwen2 or Qwen3-VL as a Qwen3.5: every other layer is a Gated DeltaNet."""
+    """The tiny Qwen2 or Qwen3-VL as Qwen3.5: every other layer is a Gated DeltaNet."""
     from transformers import Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
     copytree(tiny, folder)
@@ -102,10 +102,10 @@ def write_qwen2_5_vl(folder: Path) -> None:
 
 
 def _of_family(template: str, folder: Path) -> tuple[Any, Any]:
-    """Its tokenizer and its processor, which is saved."""
-    family = next(one for one in FAMILIES if one.template == template)
+    """The tokenizer and the processor of a family; the processor is saved in the folder."""
+    (family,) = [family for family in FAMILIES if family.template == template]
     tokenizer = make_tokenizer(family)
-    processor = family.make(tokenizer)
+    processor = PROCESSORS[template](tokenizer)
     processor.save_pretrained(folder)
     return tokenizer, processor
 

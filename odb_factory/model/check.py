@@ -1,18 +1,17 @@
-"""Which layout a training gets: as configured, or with `auto` flat if nothing speaks against it (I10).
+"""The layout of a training: as configured; `auto` is flat if no reason speaks against it (I10).
 
-A reason of the caller's and streams come first; then, in this order:
-1. `why_refused`: what no check computes (images, arguments of the training, releases), by name.
-2. The attention kernel: `odb_varlen` takes the place of sdpa and eager if it computes the same; flash and flex
-   attention stay; sdpa and eager otherwise are exact, but their cost grows with the square of the row, so an
-   accelerator takes them only if asked to. Mixers that carry state along the row see padded groups of samples
-   (`model/mixers.py`).
-3. A tiny random copy of the model, on the host, in a second (`check`). Its samples have 5 to 80 tokens, and its
-   windows, chunks, top-k and original contexts are shorter than most of them. Its numbers are float64, so the token
-   losses of one flat row, compared with those of each sample alone in stock, show every leak. If they differ, they
-   may still be those of a padded micro-batch. All ranks find the same: the check depends on class and config, draws its
-   own random numbers and runs no collective.
-4. The real model on a few short samples, before it is trained (`check_rows`): flat, padded and alone, in eval mode
-   without gradients. The difference between padded and alone is rounding, which bounds that of flat.
+A stream and a reason of the caller come first; then, in this order:
+1. `why_refused` refuses by name what no check shows: models, arguments of the training.
+2. The attention kernel. `odb_varlen` replaces sdpa and eager if it computes the same. Otherwise sdpa and eager are
+   exact, but their cost grows with the square of the row, so an accelerator uses them only with `layout: flat`. Flash
+   and flex attention are kept. Mixers that carry state along the row get padded groups of samples (`model/mixers.py`).
+3. `check` runs a tiny random copy of the model on the host, for about a second. Its samples have 5 to 80 tokens, and
+   its windows, chunks, top-k and original contexts are shorter than most samples. It computes in float64, so a
+   comparison of the token losses of a flat row and of each sample alone shows every leak. A flat row may also equal
+   the padded micro-batch instead. All ranks get the same result: the check depends on class and config, has its own
+   random numbers and runs no collective.
+4. `check_rows` runs the real model on a few short samples before training: flat, padded and alone, in eval mode without
+   gradients. The difference between padded and alone is rounding, and bounds the difference of flat.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import functools
 import inspect
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -48,11 +46,11 @@ logger = get_logger(__name__)
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside an adapter or an engine's wrapper, as far as they tell."""
+    """The model inside adapters and wrappers of engines."""
     while True:
         if hasattr(model, "module"):
             model = model.module
-        elif hasattr(model, "pretrained_model"):  # TRL's model with a reward head, whatever its name
+        elif hasattr(model, "pretrained_model"):  # TRL's models with a reward or value head
             model = model.pretrained_model
         elif hasattr(model, "get_base_model"):  # PEFT's
             return model.get_base_model()
@@ -61,21 +59,22 @@ def unwrapped(model: Any) -> Any:
 
 
 def models_of(trainer: Any) -> list[Any]:
-    """The models that see a micro-batch: the one that is trained and, in some stages, its reference."""
+    """The models that compute a micro-batch: the trained model and, in some stages, its reference."""
     models = (trainer.model, getattr(trainer, "ref_model", None))
     return [unwrapped(model) for model in models if model is not None]
 
 
 CROSS_ATTENTION = ("mllama",)
-"""Models whose text attends to the images of its row."""
+"""Models whose text tokens attend to all images of their row."""
 
 
 def why_refused(model: Any, args: Any) -> str | None:
-    """Why the model (unwrapped) cannot take flat rows, by what no check computes: its name, the arguments of the
-    training; None: nothing is known."""
+    """A reason against flat rows that no check shows: model and arguments of the training; None if there is none.
+
+    model: without wrappers."""
     name = type(model).__name__
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        return f"{name} is not a model of transformers, and nothing is known of its attention"
+        return f"{name} is not a model of transformers, so its attention is unknown"
     if model.config.model_type in CROSS_ATTENTION:
         return f"{model.config.model_type} attends from every token of a row to all images of that row"
     if getattr(args, "packing", False):  # of TRL's arguments
@@ -90,10 +89,10 @@ def why_refused(model: Any, args: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a run. reason: why, in a few words.
+    """The layout of a run. reason: in a few words.
 
-    with_boundaries: the batch says where segments end, for kernels that would otherwise read it back from the device.
-    undo: puts the model back as it was.
+    with_boundaries: batches contain the ends of segments, for kernels that would otherwise read them back from the
+    device. undo: restores the model.
     """
 
     name: Literal["padded", "flat"]
@@ -105,16 +104,17 @@ class Layout:
 def resolve_layout(
     models: Sequence[Any], layout: str, args: Any, *, refused: str | None = None, is_stream: bool = False
 ) -> Layout:
-    """The layout of a training; with a flat one all models are set up for it.
+    """The layout of a training. If it is flat, all models are set up for it.
 
-    models: of `models_of`, without a wrapper of an engine. layout: as configured. args: of the training (device, bf16,
-    ...). refused: why flat micro-batches would be wrong, if the caller knows a reason. is_stream: rows cannot be
-    read by their number. Raises `LayoutError` if `layout: flat` is refused.
+    models: as `models_of` returns them. layout: as configured. args: of the training (device, bf16, ...). refused: a
+    reason of the caller against flat micro-batches. is_stream: rows cannot be read by number. Raises `LayoutError` if
+    `layout: flat` is refused.
     """
     if layout == "padded":
         return Layout("padded", "as configured")
     if layout == "auto" and is_stream:
-        return Layout("padded", "the rows of a stream cannot be looked at before training; `layout: flat` does without")
+        reason = "the rows of a stream cannot be checked before training; `layout: flat` checks the first micro-batch"
+        return Layout("padded", reason)
     try:
         if (why := refused or why_refused(models[0], args)) is not None:
             raise LayoutError(why)
@@ -126,9 +126,9 @@ def resolve_layout(
 
 
 def fall_back(flat: Layout, layout: str, why: str) -> Layout:
-    """The padded layout in the place of a flat one that was found wrong; the model is put back.
+    """Replace a flat layout that failed its check (`why`) by the padded one, and restore the model.
 
-    layout: as configured. Raises `LayoutError` if that is flat.
+    layout: as configured. Raises `LayoutError` if it is `flat`.
     """
     if layout == "flat":
         raise LayoutError(why)
@@ -137,7 +137,7 @@ def fall_back(flat: Layout, layout: str, why: str) -> Layout:
 
 
 def _flat(models: Sequence[Any], layout: str, args: Any) -> Layout:
-    """The flat layout, by the attention kernel of the model. Raises `LayoutError` if it is not right."""
+    """The flat layout for the attention kernel of the model. Raises `LayoutError` if flat rows are wrong for it."""
     model = models[0]
     kernel = attention.text_config(model)._attn_implementation or "eager"
     computed, with_boundaries, is_slow = f"attention by {kernel}", False, False
@@ -149,46 +149,45 @@ def _flat(models: Sequence[Any], layout: str, args: Any) -> Layout:
         with_boundaries = inspect.Parameter.VAR_KEYWORD in kinds
     elif kernel in ("sdpa", "eager"):
         why_not = attention.why_unusable(model) or _why_wrong(models, installs=True)
-        if is_slow := why_not is not None:
-            computed += f": exact, but its attention costs the square of a whole row; {attention.NAME} does not take "
-            computed += f"its place: {why_not}"
+        if why_not is not None:
+            is_slow = True
+            computed += f": exact, but its cost is the square of a whole row; {attention.NAME} cannot replace it: "
+            computed += why_not
         else:
             doors.append(attention.install)
             dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
             computed = f"attention by {attention.NAME}: {attention.expected(model, args.device, dtype)}"
     elif kernel != "flex_attention" and layout != "flat":
-        raise LayoutError(f"nothing is known of the attention kernel {kernel}")
+        raise LayoutError(f"the attention kernel {kernel} is unknown")
     if attention.install not in doors and (why := _why_wrong(models, installs=False)) is not None:
         raise LayoutError(why)
     if is_slow and args.device.type != "cpu" and layout != "flat":
-        raise LayoutError(f"{computed.removeprefix('attention by ')}; `layout: flat` has it all the same")
+        raise LayoutError(f"{computed.removeprefix('attention by ')}; `layout: flat` accepts that")
     undo: list[Callable[[], None]] = []
     try:
-        for each, door in itertools.product(models, doors):
-            undo.append(door(each))
+        for one_model, door in itertools.product(models, doors):
+            undo.append(door(one_model))
     except LayoutError:
         call_all(undo)
         raise
-    counts = Counter(type(mixer).__name__ for mixer in mixers.find(model))
-    mixed = " and ".join(f"{number} {name}" for name, number in counts.items())
+    mixed = " and ".join({type(mixer).__name__: None for mixer in mixers.find(model)})
     reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
-    by = "; ".join(filter(None, (computed, mixed and f"{mixed} by padded groups of samples")))
-    return Layout("flat", f"{reason}, {by}", with_boundaries, functools.partial(call_all, undo))
+    how = "; ".join(filter(None, (computed, mixed and f"{mixed} by padded groups of samples")))
+    return Layout("flat", f"{reason}, {how}", with_boundaries, functools.partial(call_all, undo))
 
 
 def _why_wrong(models: Sequence[Any], *, installs: bool) -> str | None:
-    for each in {(type(each), each.config.to_json_string()): each for each in models}.values():
-        kernel = attention.text_config(each)._attn_implementation
-        if (why := check(type(each), each.config, kernel, installs=installs)) is not None:
+    for model in {(type(model), model.config.to_json_string()): model for model in models}.values():
+        kernel = attention.text_config(model)._attn_implementation
+        if (why := check(type(model), model.config, kernel, installs=installs)) is not None:
             return why
     return None
 
 
 def without_cache(model: Any) -> Callable[[], None]:
-    """Switch off the cache of keys and values, beside which transformers does not look for samples in a row.
+    """Switch off the cache of keys and values: with a cache, transformers does not look for samples in a row.
 
-    Training has no use for it; the Trainer itself switches it off, but not in the config of a language model that is a
-    part of a larger one.
+    The Trainer does the same, but not in the config of a language model that is a part of a larger model.
     """
     configs = [config for config in (model.config, attention.text_config(model)) if getattr(config, "use_cache", None)]
     for config in configs:
@@ -201,18 +200,17 @@ def without_cache(model: Any) -> Callable[[], None]:
 LENGTHS = (33, 5, 80, 21, 47)
 """Tokens of the samples."""
 SAME = 1e-4
-"""Allowed difference of a token loss, as a part of the mean loss. In the families that were tried, rounding (of parts
-in float32) is at most 1e-6, and a leak of one sample into another at least 1e-2."""
+"""Allowed difference of a token loss, as a part of the mean loss. In the tested families rounding (of float32 parts) is
+at most 1e-6, and a leak of one sample into another at least 1e-2."""
 COMPUTED_HERE = ("sdpa", "eager", "flex_attention")
-"""Attention functions that the copy computes as the model does; flex attention has the masks of sdpa."""
+"""Attention functions that the copy can compute; flex attention has the masks of sdpa."""
 
 
 def check(model_class: Any, config: Any, kernel: str | None, *, installs: bool) -> str | None:
-    """Why flat rows would be wrong; None if they are right, or no copy can be run (logged).
+    """Why flat rows are wrong for a model; None if they are right, or no copy can be run (logged).
 
-    Of a `PreTrainedModel` only class and config are looked at. kernel: the attention function of the training; None:
-    the class's own. installs: the training puts `odb_varlen` in its place. The copy gets `mixers.install`, as the real
-    model will.
+    model_class, config: of a `PreTrainedModel`. kernel: the attention function of the training; None: the default of
+    the class. installs: the training replaces it by `odb_varlen`. The copy gets `mixers.install`, like the real model.
 
     why = check(type(model), model.config, "sdpa", installs=attention.why_unusable(model) is None)
     if why is not None:
@@ -238,11 +236,10 @@ def check(model_class: Any, config: Any, kernel: str | None, *, installs: bool) 
 def compare_copy(
     model_class: Any, config: Any, kernel: str | None, *, installs: bool, segments: Sequence[int] = LENGTHS
 ) -> tuple[float, float]:
-    """The largest difference of a token loss of a flat row of a tiny copy, and what is allowed. NaN: no number.
+    """The largest difference of a token loss of a flat row in a tiny copy (NaN if one is NaN), and the allowed one.
 
-    segments: lengths that the copy is told in place of the samples'; other arguments: of `check`. Raises `LayoutError`
-    if the copy fails on a flat row alone, `DataError` if it cannot compute attention as the training does, or an error
-    of the class.
+    segments: lengths given to the copy, right or wrong. Other arguments: see `check`. Raises `LayoutError` if the copy
+    fails on a flat row only, `DataError` if the host cannot compute the attention function, or an error of the class.
     """
     if kernel is not None and kernel not in COMPUTED_HERE:
         raise DataError(f"the attention function {kernel} does not run on the host")
@@ -251,20 +248,21 @@ def compare_copy(
         model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else own)
         types = {"token_type_ids", "mm_token_type_ids"} & inspect.signature(model.forward).parameters.keys()
 
-        def losses_of(batch: Mapping[str, Any], own_segments: tuple[int, ...]) -> Tensor:
-            each, given = copy.deepcopy(model), segments if own_segments else ()  # RoPE remembers the longest row
-            if given:
-                batch = {**batch, "position_ids": positions_of(given)[None]}
-                mixers.install(each)
-                if installs:
-                    attention.install(each)
-            of_types = {name: torch.zeros_like(batch["input_ids"]) for name in types}
+        def losses_of(batch: Mapping[str, Any], true_segments: tuple[int, ...]) -> Tensor:
+            fresh = copy.deepcopy(model)  # RoPE remembers the longest row
+            row_segments = segments if true_segments else ()
+            inputs = {**batch, **{name: torch.zeros_like(batch["input_ids"]) for name in types}}
             if "token_type_ids" in types:
-                of_types["token_type_ids"] = (batch["input_ids"] > sum(WORDS) // 2).long()
+                inputs["token_type_ids"] = (batch["input_ids"] > sum(WORDS) // 2).long()
+            if row_segments:
+                inputs["position_ids"] = positions_of(row_segments)[None]
+                mixers.install(fresh)
+                if installs:
+                    attention.install(fresh)
             try:
-                return _token_losses(each, None, {**batch, **of_types}, given)
+                return _token_losses(fresh, None, inputs, row_segments)
             except Exception as error:
-                if given:
+                if row_segments:
                     raise LayoutError(f"{model_class.__name__} fails on a flat row: {one_line(error)}") from error
                 raise
 
@@ -274,14 +272,14 @@ def compare_copy(
     if not alone.isfinite().all():
         raise DataError("its loss is not a number")
     tolerance, difference = SAME * float(alone.abs().mean()), _largest(flat - alone)
-    if not difference <= tolerance:  # in stock, too, a loss may depend on the longest sample of a micro-batch
+    if not difference <= tolerance:  # in stock a loss may depend on the longest sample of its micro-batch
         difference = min(difference, _largest(flat - padded))
     return difference, tolerance
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what transformers logs about the copy."""
+    """Silence the log of transformers about the copy."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -295,22 +293,22 @@ def quiet() -> Iterator[None]:
 TIMES_ROUNDING = 10
 """Allowed difference of flat, as a multiple of the difference between padded and alone."""
 LEAST_EPS = 4
-"""Allowed difference in any case: this multiple of the rounding of the dtype, times the largest loss."""
+"""Difference that is always allowed: this multiple of the rounding of the dtype, times the largest loss."""
 NUM_SAMPLES = 3
 """Samples of the check on each rank."""
 TEXT_KEYS = {
     *("input_ids", "labels", "position_ids"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 }
-"""What a flat batch of text has: it can be cut apart again."""
+"""Keys of a flat batch of text, which can be cut into its samples."""
 
 
 class Trial(NamedTuple):
-    """Model inputs of the same samples. alone: padded, of each. padded: of all. flat: of all, with these segments.
+    """Model inputs of the same samples: each alone, all padded, all in one flat row of these segments.
 
-    tokens, ids: of the samples. alone and padded are empty if samples can only be collated flat. has_logits: a flat
-    micro-batch is trained with them. Padding is on either side, and dummy media are masked like it. Samples may have
-    several rows: the first rows of all samples, then the second ones.
+    alone is empty if samples can only be collated flat. tokens, ids: of the samples. has_logits: training computes
+    logits of a flat micro-batch. Padding is on either side; dummy media are masked, too. Samples may have several rows:
+    first the first row of every sample, then the second rows.
     """
 
     alone: Sequence[Mapping[str, Any]]
@@ -323,12 +321,12 @@ class Trial(NamedTuple):
 
 
 def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[int, ...] = ()) -> Trial:
-    """A flat batch of text, cut apart again. segments: those of its samples, the first of the row.
+    """Cut a flat batch of text into `NUM_SAMPLES` of its samples, repeated if it has fewer.
 
-    Of many samples `NUM_SAMPLES` are taken, of a single one twice and more. Raises `DataError` for media.
+    segments: of the samples, without what follows them in the row. Raises `DataError` for media.
     """
     if not set(batch) <= TEXT_KEYS or batch["position_ids"].dim() != 2:
-        raise DataError("samples with media that lie in one row cannot be taken apart to compare the layouts")
+        raise DataError("a flat row with media cannot be cut into its samples to compare the layouts")
     pieces = batch["input_ids"][0, : sum(segments)].split(list(segments))
     return of_pieces(list(itertools.islice(itertools.cycle(pieces), NUM_SAMPLES)), ids)
 
@@ -336,10 +334,10 @@ def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[
 def of_pieces(pieces: Sequence[Tensor], ids: tuple[int, ...] = ()) -> Trial:
     """pieces: the tokens of each sample, int64[length]."""
 
-    def padded(*of: Tensor) -> dict[str, Any]:
-        masks = [torch.ones_like(piece) for piece in of]
+    def padded(*rows: Tensor) -> dict[str, Any]:
+        masks = [torch.ones_like(row) for row in rows]
         return {
-            "input_ids": pad_sequence(list(of), batch_first=True),
+            "input_ids": pad_sequence(list(rows), batch_first=True),
             "attention_mask": pad_sequence(masks, batch_first=True),
         }
 
@@ -351,35 +349,35 @@ def of_pieces(pieces: Sequence[Tensor], ids: tuple[int, ...] = ()) -> Trial:
 def _by_row(
     trial: Trial, values_of: Callable[[Mapping[str, Any], tuple[int, ...]], Tensor]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """A value of each token, for each row of a sample: alone, padded, flat. values_of: batch, its segments (none: it is
-    padded) -> [rows, length]."""
+    """The values of the tokens of each row: alone, padded, flat. values_of: batch, segments (none: padded) ->
+    [rows, length]."""
 
-    def of_rows(batch: Mapping[str, Any], tokens: Sequence[int]) -> list[Tensor]:
+    def without_padding(batch: Mapping[str, Any], tokens: Sequence[int]) -> list[Tensor]:
         values, mask = values_of(batch, ()), batch.get("attention_mask")
         if mask is None:
             return [row[:count] for row, count in zip(values, itertools.cycle(tokens))]
-        return [row[own != 0] for row, own in zip(values, mask.to(values.device))]
+        return [row[row_mask != 0] for row, row_mask in zip(values, mask.to(values.device))]
 
-    each = [of_rows(batch, [tokens]) for batch, tokens in zip(trial.alone, trial.tokens)]
-    alone, padded = [row for turn in zip(*each) for row in turn], of_rows(trial.padded, trial.tokens)
+    by_sample = [without_padding(batch, [tokens]) for batch, tokens in zip(trial.alone, trial.tokens)]
+    alone, padded = list(itertools.chain(*zip(*by_sample))), without_padding(trial.padded, trial.tokens)
     lengths = list(trial.segments[: len(padded)])
     return alone, padded, values_of(trial.flat, trial.segments)[0, : sum(lengths)].split(lengths)
 
 
 def _losses(trial: Trial, losses_of: Callable[[Mapping[str, Any], tuple[int, ...]], Tensor]) -> list[Tensor]:
-    """Of the samples alone, padded, flat, [tokens] each: without the first token of a row, which nothing predicts."""
+    """Token losses alone, padded and flat, [tokens] each, without the first token of a row, which has no loss."""
     return [torch.cat([row[1:] for row in rows]) for rows in _by_row(trial, losses_of)]
 
 
 def _largest(differences: Tensor) -> float:
-    """NaN if there is one."""
+    """The largest absolute value; NaN if one is NaN."""
     return float(functional.pad(differences.abs(), (0, 1)).max())
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How a training runs its model. model: as wrapped. prepare: moves inputs to the device. gather: gives what each
-    rank says (JSON types) to all ranks. context: of autocast."""
+    """How a training runs its model. model: wrapped. prepare: moves inputs to the device. gather: (JSON types) -> the
+    arguments of all ranks. context: of autocast."""
 
     model: Any
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
@@ -388,14 +386,15 @@ class Runs:
 
 
 def check_rows(runs: Runs, make: Callable[[], Iterable[Any]]) -> str | None:
-    """Why flat rows are not what padded ones are, as all ranks see it; None if they are. Collective.
+    """Why flat rows are wrong for the model, the same on all ranks; None if they are right. Collective.
 
-    make: the fields of a `Trial`. If it fails on a rank no rank runs the model, whose wrapper may wait for all of them.
+    make: returns the fields of a `Trial`. If it fails on a rank, no rank runs the model, whose wrapper may wait for all
+    ranks.
     """
     trials: list[Trial] = []
 
-    def of_all_ranks(run: Callable[[], str | None]) -> str | None:
-        """What the first rank says that finds something."""
+    def first_reason(run: Callable[[], str | None]) -> str | None:
+        """The result of the first rank that has a reason."""
         try:
             why = run()
         except LayoutError as error:
@@ -403,30 +402,30 @@ def check_rows(runs: Runs, make: Callable[[], Iterable[Any]]) -> str | None:
         except Exception as error:
             why = f"the check of the layout could not be made: {one_line(error).rstrip('.')}"
         answers = runs.gather(why)
-        found = [f"{why} (rank {rank})" if len(answers) > 1 else why for rank, why in enumerate(answers) if why]
-        return next(iter(found), None)
+        reasons = (f"{why} (rank {rank})" if len(answers) > 1 else why for rank, why in enumerate(answers) if why)
+        return next(reasons, None)
 
-    def made() -> None:
+    def make_trial() -> None:
         trial = Trial(*make())
         if not trial.alone:
             trial = of_flat_batch(trial.flat, trial.segments[: len(trial.ids)], trial.ids)
         for number, rows in enumerate(zip(*_by_row(trial, lambda batch, _: batch["input_ids"]))):
             if not all(torch.equal(row, rows[0]) for row in rows):
                 raise LayoutError(
-                    f"the collator sorts or changes its rows: beside others row {trial.ids[number % len(trial.ids)]} "
-                    "has other tokens than alone"
+                    f"the collator sorts or changes its rows: row {trial.ids[number % len(trial.ids)]} has other "
+                    "tokens in a batch than alone"
                 )
         trials.append(trial)
 
-    if (why := of_all_ranks(made)) is not None:
+    if (why := first_reason(make_trial)) is not None:
         return why
     maker, (trial,) = _makes_positions(runs.model), trials
     if maker is not None and trial.flat["position_ids"].dim() != 3:  # few samples may show no difference
-        return (  # on all ranks alike
-            f"the collator gives no position_ids, and {type(maker).__name__} makes those of images from padded rows "
-            "only (a collator can call its get_rope_index, as LLaMA-Factory's does)"
+        return (  # the same on all ranks
+            f"the collator makes no position_ids, and {type(maker).__name__} makes positions of images from padded "
+            "rows only (a collator can call its get_rope_index, as LLaMA-Factory's does)"
         )
-    return of_all_ranks(lambda: _why_different(runs, trial))
+    return first_reason(lambda: _why_different(runs, trial))
 
 
 def _makes_positions(model: Any) -> Any:
@@ -434,9 +433,9 @@ def _makes_positions(model: Any) -> Any:
 
 
 def positions_of_media(model: Any) -> Callable[[Mapping[str, Any]], Tensor] | None:
-    """A function that makes the positions of images and text of a padded batch as the model does, [3, rows, length].
+    """A function that computes the positions of a padded batch with images as the model does, [3, rows, length].
 
-    None if the model makes none, or makes them of something else than arguments of its forward.
+    None if the model computes no such positions, or needs more than arguments of its forward.
     """
     maker = _makes_positions(model)
     if maker is None:
@@ -449,7 +448,7 @@ def positions_of_media(model: Any) -> Callable[[Mapping[str, Any]], Tensor] | No
 
 def _rotary_positions(get_rope_index: Callable[..., Any], takes: set[str], batch: Mapping[str, Any]) -> Tensor:
     arguments = {name: value for name, value in batch.items() if name in takes}
-    if "mm_token_type_ids" in takes:  # without them the model counts all tokens as text
+    if "mm_token_type_ids" in takes:  # without it the model takes all tokens as text
         arguments.setdefault("mm_token_type_ids", torch.zeros_like(batch["input_ids"]))
     try:
         positions: Tensor = get_rope_index(**arguments)[0]
@@ -468,14 +467,14 @@ def _why_different(runs: Runs, trial: Trial) -> str | None:
         alone, padded, flat = _losses(trial, losses_of)
     if door.reason is not None and not trial.has_logits:
         raise DataError(door.reason)
-    rows = f"rows {', '.join(map(str, dict.fromkeys(trial.ids)))}" if trial.ids else "the same samples"
+    rows = f"rows {', '.join(map(str, dict.fromkeys(trial.ids)))}" if trial.ids else "the first samples"
     loss, of_padded, of_flat = _largest(alone), _largest(padded - alone), _largest(flat - alone)
     if not math.isfinite(loss):
         return (
-            f"the model's loss of {rows} is {loss}, each alone in a plain batch: its weights or its inputs are "
-            "damaged, and no layout can be compared"
+            f"the model's loss of {rows} is {loss}, each alone in a plain batch: its weights or inputs are damaged, "
+            "so the layouts cannot be compared"
         )
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax compute in float32
     if of_flat <= max(TIMES_ROUNDING * of_padded, LEAST_EPS * eps * max(loss, 1.0)):
         return None
     return (  # also if it is not a number
@@ -487,8 +486,8 @@ def _why_different(runs: Runs, trial: Trial) -> str | None:
 def _token_losses(
     model: Callable[..., Any], door: WithoutLogits | None, inputs: dict[str, Any], segments: Sequence[int]
 ) -> Tensor:
-    """[rows, length]: the loss of each token, predicted by the token before it, supervised or not; the score of each
-    token if the model returns one. inputs: of the model. door: no logits are made, if it can be used."""
+    """[rows, length]: the loss of each token, supervised or not, predicted by the token before it; or the score of each
+    token, if the model returns scores. inputs: of the model. door: avoids logits, if it can be used."""
     ids = inputs["input_ids"]
 
     def run() -> Any:
@@ -501,18 +500,18 @@ def _token_losses(
     outputs = run()
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape:
-        raise DataError("the model returns no logits of all tokens to compare the layouts by")
+        raise DataError("the model does not return logits of all tokens, by which the layouts are compared")
     rows = (row if row.dtype == torch.float64 else row.float() for row in logits)
     if logits.shape[-1] == 1:
         return torch.stack([row[:, 0] for row in rows])
-    losses = [functional.cross_entropy(row[:-1], own[1:], reduction="none") for row, own in zip(rows, ids)]
+    losses = [functional.cross_entropy(row[:-1], labels[1:], reduction="none") for row, labels in zip(rows, ids)]
     return functional.pad(torch.stack(losses), (1, 0))
 
 
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[set[torch.dtype]]:
-    """Without gradients, dropout and checkpoints; each module is as it was afterwards. Yields the dtypes that modules
-    return meanwhile, whoever set them (the weights, autocast, accelerate, FSDP)."""
+    """Within it the model runs without gradients, dropout and checkpoints. Yields the dtypes that modules return, set
+    by weights, autocast, accelerate or FSDP."""
     dtypes: set[torch.dtype] = set()
 
     def look(_: Any, __: Any, output: Any) -> None:
@@ -524,7 +523,7 @@ def _evaluating(model: Any) -> Iterator[set[torch.dtype]]:
         module.training = False
     hook = register_module_forward_hook(look)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # drawing on the device would be dropout
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # in eval mode nothing draws on the device
             yield dtypes
     finally:
         hook.remove()

@@ -1,12 +1,12 @@
-"""Losses and log-probabilities of labels from hidden states, with the logits of some tokens at a time.
+"""Losses and log-probabilities of labels from hidden states, with the logits of one chunk of tokens at a time.
 
-For each chunk of tokens, one product computes the logits, their gradient replaces them, and two products add it to the
+For each chunk, one product computes the logits, their gradient overwrites them, and two products add it to the
 gradients of hidden states and of the head, in float32. If the weights of the tokens are known, forward does all three;
-otherwise (preferences) it needs the first product only, and backward all. Between the products a Triton kernel runs
+otherwise (preferences) forward does the first product, and backward all. Between the products a Triton kernel runs
 (`odb_factory.model.kernel`), or plain operations.
 
-The logits of a chunk have rows of an aligned length, and on an accelerator the number of tokens is padded: products of
-odd sizes are several times slower there.
+Rows of logits have an aligned length, and on an accelerator the number of tokens is padded: products of odd sizes are
+several times slower there.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
@@ -37,10 +37,10 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed at a time.
+    """Sizes of the parts of a computation.
 
-    chunk: bytes of the logits of a chunk of tokens; more if it has fewer than H / 4 tokens, because each chunk passes
-    the head's gradient once. tile: logits that plain operations change. rows: the number of tokens is padded to a
+    chunk: bytes of the logits of a chunk; a chunk has at least H / 4 tokens, because each chunk reads and writes the
+    head's gradient once. tile: logits that plain operations change at a time. rows: the number of tokens is padded to a
     multiple of it.
     """
 
@@ -50,13 +50,13 @@ class Sizes:
 
 
 ON_CPU = Sizes(chunk=2**25, tile=2**19, rows=1)
-"""Tiles fit its cache."""
+"""A tile fits the cache of a CPU."""
 ELSEWHERE = Sizes(chunk=3 * 2**28, tile=2**26, rows=ALIGNED)
 
 
 @dataclass(frozen=True)
 class AfterHead:
-    """What a model does to its logits: `cap * tanh(scale * logits / cap)`; cap None: `scale * logits`."""
+    """How a model changes its logits: `cap * tanh(scale * logits / cap)`; cap None: `scale * logits`."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -72,10 +72,10 @@ def weighted_loss_of(
 ) -> Tensor:
     """Sum of weight x token loss over the supervised positions, a scalar in float32 (float64 of float64 weights).
 
-    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
-    `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast if that is on;
-    everything else is in float32.
-    Raises `DataError` if the weights are not those of these rows.
+    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: see
+    `WithoutLogits.weighing`. Products have the dtype of the linear layer, or of autocast if that is on; everything else
+    is in float32.
+    Raises `DataError` if the weights have another shape.
     """
     targets, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
     if isinstance(weights, Tensor):
@@ -86,7 +86,7 @@ def weighted_loss_of(
             )
         weights = copy_to(weights.to(_accurate(linear)), hidden.device).expand(labels.shape).reshape(-1)[places]
     weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear)) * weights
-    # The largest weight is 1 in the products: float16 would lose small ones.
+    # In the products the largest weight is 1: float16 would round small weights to 0.
     largest = nn.functional.pad(weighed.abs(), (0, 1)).amax().clamp_min(torch.finfo(weighed.dtype).tiny)
     loss, _, _ = _apply(linear, hidden, targets, places, after, weighed / largest)
     return loss * largest
@@ -99,10 +99,10 @@ def log_probs_of(
     num_supervised: int | None = None,
     after: AfterHead = AfterHead(),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the supervised positions: their places int64[S] in [N], the log-probabilities of their labels [S], and the
-    means of their logits [S], which have no gradient.
+    """Places of the supervised positions int64[S] in [N], log-probabilities of their labels [S], and means of their
+    logits [S], without gradient.
 
-    hidden, labels, num_supervised, after: of `weighted_loss_of`.
+    Arguments: see `weighted_loss_of`.
     """
     targets, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
     _, values, means = _apply(linear, hidden, targets, places, after)
@@ -110,12 +110,12 @@ def log_probs_of(
 
 
 def _supervised(labels: Tensor, num_supervised: int | None) -> tuple[Tensor, Tensor]:
-    """The target of each position, [N]; the places of those that have one, [S]."""
+    """The target of each position [N], and the places of positions that have one [S]."""
     targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
     supervised = targets != IGNORE_INDEX
     if num_supervised is None:
         return targets, supervised.nonzero()[:, 0]
-    # Supervised ones first, in their order: nothing has to be read back.
+    # Supervised positions first, in their order: nothing is read back from the device.
     return targets, supervised.to(torch.int8).argsort(descending=True, stable=True)[:num_supervised]
 
 
@@ -142,8 +142,8 @@ def _apply(
 
 
 class _Head(torch.autograd.Function):
-    """hidden: [S, H]. Returns -(weights x values).sum(); values, the log-probabilities of the targets [S]; means of
-    logits [S], zeros if a gradient is computed. The first output has a gradient, or the second one without weights."""
+    """hidden: [S, H]. Returns the loss -(weights x values).sum(); values, the log-probabilities of the targets [S];
+    means of logits [S], zeros if a gradient is computed. The loss has a gradient; without weights, `values` has."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_loss: Tensor, of_values: Tensor, _: Any) -> Any:
         operands, weights = ctx.saved_tensors, ctx.how.weights
-        gradients, ctx.gradients = ctx.gradients, ()  # they are changed in place: a second backward computes its own
+        gradients, ctx.gradients = ctx.gradients, ()  # changed in place below: a second backward computes new gradients
         if not gradients:
             known = -of_values if weights is None else weights
             _, _, gradients = ctx.how.run(*operands, known, ctx.needs_input_grad[:3])
@@ -176,8 +176,8 @@ class _Head(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass over all tokens. targets: int64[S]. weights: [S], if they are known in forward. with_gradient: a backward
-    may follow. dtype: of the products with the head. accurate: of everything else."""
+    """A pass over all tokens. targets: int64[S]. weights: [S], if known in forward. with_gradient: a backward may
+    follow. dtype: of the products with the head. accurate: dtype of everything else."""
 
     targets: Tensor
     weights: Tensor | None
@@ -191,7 +191,7 @@ class _Pass:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor | None, needed: tuple[bool, ...]
     ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
         """Log-probabilities of the targets [S]; means of logits [S]; the gradients of -(weights x log-probabilities)
-        .sum() by hidden, weight and bias, None if not needed. () if none is needed."""
+        .sum() by hidden, weight and bias: None for each that is not needed, () if none is."""
         (tokens, width), vocabulary, sizes = hidden.shape, len(weight), self.sizes
         weights = weights if any(needed) else None
         values, means = hidden.new_zeros(2, tokens, dtype=self.accurate)
@@ -200,12 +200,12 @@ class _Pass:
             for operand, is_needed in zip((hidden, weight, bias), needed)
         )
         weight = weight.to(self.dtype)
-        # All chunks have as many tokens, up to `sizes.rows`.
+        # Chunks are of equal size, rounded up to `sizes.rows` tokens.
         bytes_of_row = vocabulary * self.dtype.itemsize
         most = max(sizes.chunk // bytes_of_row, width // 4) // sizes.rows * sizes.rows or sizes.rows
         size = math.ceil(tokens / max(math.ceil(tokens / most), 1) / sizes.rows) * sizes.rows
         memory = hidden.new_empty(size, math.ceil(vocabulary / ALIGNED) * ALIGNED, dtype=self.dtype)
-        memory[:, vocabulary:] = 0  # products of bfloat16 on a CPU read it: NaN there would be NaN in their results
+        memory[:, vocabulary:] = 0  # bfloat16 products on a CPU read it, and a NaN would spread to their results
         with without_autocast(hidden.device.type):
             for some in _parts(tokens, size):
                 x = hidden[some].to(self.dtype)
@@ -225,8 +225,8 @@ class _Pass:
         return values, means, gradients if any(needed) else ()
 
     def _replace(self, logits: Tensor, targets: Tensor, weights: Tensor | None, values: Tensor, means: Tensor) -> None:
-        """Write log-probabilities to `values`, and with weights the gradient of -(weights x values).sum() to `logits`;
-        without, the means of logits to `means`."""
+        """Write log-probabilities to `values`; with weights the gradient of -(weights x values).sum() to `logits`,
+        without weights the means of logits to `means`."""
         scale, cap = self.after.scale, self.after.cap
         if _may_use_kernel(logits, values):
             kernel = _kernel(logits.device, logits.dtype, cap is not None, weights is not None)
@@ -246,7 +246,7 @@ class _Pass:
                 means[some] = x.mean(1)
             x.sub_(x.amax(1, keepdim=True))
             own = x.gather(1, target)
-            # Without the label's own: 1 - probability would cancel if the model is confident.
+            # The sum leaves out the label: 1 - probability would cancel if the model is confident.
             rest_sum = x.exp_().scatter_(1, target, 0.0).sum(1, keepdim=True)
             total = rest_sum + own.exp()
             values[some] = (own - total.log())[:, 0]
@@ -258,7 +258,7 @@ class _Pass:
 
 
 def _parts(length: int, size: int) -> list[slice]:
-    """`length` items, `size` (at least 1) at a time."""
+    """Slices of `size` (at least 1) of `length` items."""
     size = max(size, 1)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -275,7 +275,7 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _adds_unrounded(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` can be added to float32 without being rounded: with CUDA."""
+    """Whether products of `dtype` can be added to float32 without rounding: on CUDA."""
     total, factor = torch.zeros(8, 8, device=device), torch.zeros(8, 8, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
@@ -285,27 +285,27 @@ def _adds_unrounded(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _may_use_kernel(logits: Tensor, values: Tensor) -> bool:
-    """Not with tensors without memory, and not in float64."""
+    """Not for tensors without memory, nor in float64."""
     return logits.is_cuda and type(logits) is Tensor and values.dtype == torch.float32
 
 
 @functools.cache
 def _kernel(device: torch.device, dtype: torch.dtype, has_cap: bool, with_gradient: bool) -> Callable[..., None] | None:
-    """The Triton kernel. None: Triton is missing, too old, or does not compile it for these arguments."""
+    """The Triton kernel; None if Triton is missing, too old, or cannot compile it for these arguments."""
     try:
         from odb_factory.model.kernel import BLOCK, replace_rows
 
         row = torch.zeros(1, device=device)
         logits = torch.zeros(1, BLOCK, device=device, dtype=dtype)
         replace_rows(logits, row.long(), row if with_gradient else None, 1.0, 1.0 if has_cap else None, row, row)
-    except Exception as error:  # a compiler runs, of any version
+    except Exception as error:  # compilers of all versions run here
         logger.info("loss: plain operations in place of a Triton kernel: %s", one_line(error))
         return None
     return replace_rows
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast rounds products to bfloat16 or half; which ones depends on the device."""
+    """Switch off autocast, which rounds products to bfloat16 or half; which products depends on the device."""
     if not torch.amp.is_autocast_available(device_type):  # the device "meta"
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -1,4 +1,4 @@
-"""The engine that trains a model on several ranks, asked of the model alone."""
+"""The engine that trains a model on several ranks, read from the model alone."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ Engine = Literal["deepspeed", "sharded", "ddp", "none"]
 
 
 def engine_of(model: Any) -> Engine:
-    """The engine of a model as it is wrapped.
+    """The engine of a wrapped model.
 
-    `sharded`: ranks gather parameters in each run of a module (FSDP 1 and 2, also of a model that was sharded when it
-    was loaded). `deepspeed`: any stage of ZeRO. `none`: one rank, or a model that is not wrapped yet.
+    `sharded`: ranks gather parameters in each run of a module (FSDP 1 and 2, also if the model was sharded at loading).
+    `deepspeed`: any stage of ZeRO. `none`: one rank, or the model is not wrapped yet.
 
         engine_of(DistributedDataParallel(model))  # "ddp"
     """
     if hasattr(model, "set_gradient_accumulation_boundary"):
         return "deepspeed"
-    if isinstance(model, FullyShardedDataParallel) or _of_fsdp2(model):
-        return "sharded"
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    has_shards = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if isinstance(model, FullyShardedDataParallel) or _fsdp2_modules(model) or has_shards:
         return "sharded"
     return "ddp" if hasattr(model, "no_sync") else "none"
 
 
 @contextlib.contextmanager
 def gradients_deferred(model: Any) -> Iterator[None]:
-    """Within it a backward adds up gradients on its rank; they are reduced with those of the next backward outside.
+    """Within it a backward adds up gradients on its rank; the next backward outside reduces all of them.
 
-    DeepSpeed is told so by its accumulation boundary instead.
+    DeepSpeed has its accumulation boundary instead.
     """
-    modules = [] if hasattr(model, "no_sync") else _of_fsdp2(model)
+    modules = [] if hasattr(model, "no_sync") else _fsdp2_modules(model)
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -47,6 +46,6 @@ def gradients_deferred(model: Any) -> Iterator[None]:
             module.set_requires_gradient_sync(True, recurse=False)
 
 
-def _of_fsdp2(model: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` has been applied to; other modules may be around them, of PEFT for example."""
+def _fsdp2_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was applied to; other modules, such as PEFT's, may be around them."""
     return [module for module in model.modules() if hasattr(type(module), "set_requires_gradient_sync")]

@@ -1,10 +1,9 @@
-"""The flat row that a model computes: the lengths of its samples, for each part of the model that asks.
+"""The flat row in progress: the lengths of its samples, for every part of the model.
 
-Attention and mixers take the lengths from here, not from arguments that each model would have to hand down: a model
-cannot lose them on the way, and nothing is read back from the device. The row is global to the process, because
-autograd recomputes checkpointed layers in threads of its own, which have no context. If a loop computes other rows
-before the backward of one, `row_of_backward` brings its row back; a forward of another thread that is of no row leaves
-the row of this one alone.
+Attention and mixers read the lengths here instead of getting them as arguments: no model has to hand them down, and
+nothing is read back from the device. The row is global to the process, because autograd recomputes checkpointed layers
+in its own threads, which have no context. If a loop computes other rows between the forward and the backward of a row,
+`row_of_backward` restores that row. A forward without a row in another thread does not change the row of this thread.
 """
 
 from __future__ import annotations
@@ -23,22 +22,20 @@ from torch.utils._pytree import tree_leaves
 
 
 class FlatRow:
-    """The flat row in forward and backward. segments: lengths of its samples (tokens), in order; they fill the row.
-
-    number: counts the rows of the process.
-    """
+    """A flat row. segments: lengths of its samples in order (tokens), which fill the row. number: of the row in this
+    process."""
 
     def __init__(self, segments: Sequence[int]):
         self.number = next(_numbers)
         self.segments, self.tokens, self.longest = tuple(segments), sum(segments), max(segments)
         self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
-        """Neighbours of equal length: (number of samples, length)."""
+        """Consecutive samples of equal length: (number of samples, length)."""
         self.groups: dict[int | None, Any] = {}
-        """Of samples of similar length, by their number: made once, for all layers (`mixers`)."""
+        """The `PaddedGroups` of this row by their `number`, made once for all layers (`mixers`)."""
         self._ends = {device: self._ends_on(device) for device in _devices}
 
     def ends(self, device: torch.device) -> Tensor:
-        """int32[segments + 1] there, copied once for all layers and without waiting for the device."""
+        """int32[segments + 1] on `device`, copied once for all layers, without waiting for the device."""
         if device not in self._ends:
             _devices.add(device)
             self._ends[device] = self._ends_on(device)
@@ -52,43 +49,43 @@ class FlatRow:
 
 
 def positions_of(segments: Sequence[int]) -> Tensor:
-    """int64[tokens], of each token of a flat row within its sample."""
+    """The position of each token of a flat row in its sample, int64[tokens]."""
     return torch.cat([torch.arange(length) for length in segments])
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host there, without waiting for the device."""
+    """Copy a tensor of the host to `device`, without waiting for the device."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 _row: FlatRow | None = None
 _owner: int | None = None
-"""The thread that has begun the row."""
+"""The thread that began the row."""
 _before: list[FlatRow | None] = []
-"""The rows that were in progress when rows of a backward began."""
+"""The rows in progress when `row_of_backward` changed the row."""
 _without_row: set[int] = set()
-"""Other threads, in a forward that is of no row."""
+"""Other threads, in a forward without a row."""
 _numbers = itertools.count()
 _devices: set[torch.device] = set()
-"""On which attention has asked for ends: rows have them there before a forward, so that a compiled graph is given them
-and serves every row of its length."""
+"""Devices on which attention has needed `ends`. Later rows have them before the forward, so a compiled graph gets them
+as input and serves every row of its length."""
 
 
 def row_in_progress() -> FlatRow | None:
-    """The row that forward and backward are of; None for a padded micro-batch."""
+    """The row in forward and backward; None for a padded micro-batch."""
     return None if _without_row and threading.get_ident() in _without_row else _row
 
 
 def begin_row(segments: Sequence[int]) -> None:
-    """From here on forward and backward are of this flat row; of a padded micro-batch if there are no segments."""
+    """Begin a flat row, the row of every forward and backward from now on; no segments: a padded micro-batch."""
     global _row, _owner
     _row, _owner = FlatRow(segments) if segments else None, threading.get_ident()
     _before.clear()
 
 
 def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
-    """From here on forward and backward are of no row, if this thread has begun the one in progress, and it is one of
-    these (None: any). Another may be in a forward: in its thread, or in this one when the garbage collector calls."""
+    """End the row in progress, if this thread began it and it is one of `rows` (None: any). A row that somebody else
+    began may be in a forward: of another thread, or of this thread if the garbage collector calls this function."""
     is_ended = rows is None or any(row is _row for row in rows)
     if _row is not None and _owner == threading.get_ident() and is_ended:
         begin_row(())
@@ -96,7 +93,7 @@ def end_row(rows: Sequence[FlatRow | None] | None = None) -> None:
 
 @contextlib.contextmanager
 def flat_row(segments: Sequence[int]) -> Iterator[None]:
-    """Within it forward and backward are of this flat row; of a padded micro-batch if there are no segments.
+    """Within it forward and backward compute this flat row; no segments: a padded micro-batch.
 
     with flat_row((5, 3)):
         model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
@@ -121,8 +118,8 @@ def flat_row(segments: Sequence[int]) -> Iterator[None]:
 
 
 def row_of_backward(output: Any, row: FlatRow | None) -> None:
-    """Let the backward from `output`, a result of a model, be of this row (None: of a padded micro-batch), whichever
-    row has begun since."""
+    """Make `row` (None: a padded micro-batch) the row of the backward from `output`, a result of a model, whichever row
+    began after the forward."""
 
     def begin(_: Tensor) -> None:
         global _row
@@ -132,7 +129,7 @@ def row_of_backward(output: Any, row: FlatRow | None) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def end() -> None:
-        """The row in progress is that of before the backward, however many rows the backward was of."""
+        """Restore the row before the backward, whose parts may belong to several rows."""
         global _row
         if _before:
             _row = _before[0]
@@ -144,16 +141,15 @@ def row_of_backward(output: Any, row: FlatRow | None) -> None:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let the forward of `module` be this one, whose first argument is the module's own; returns what undoes it.
+    """Replace the forward of `module` by `forward(own forward, ...)`; returns a function that undoes it.
 
-    If somebody has wrapped the forward since, it stays: in the doors of this room it has no effect without a row.
+    The undo changes nothing if the new forward has been wrapped since.
     """
     attributes, own = vars(module), module.forward
     before, added = attributes.get("forward"), functools.partial(forward, own)
-    # Its signature is that of its own, by which `generate` decides what it makes; accelerate unwraps by it.
+    # `generate` reads the signature of the own forward by this attribute, and accelerate unwraps by it.
     vars(added)["__wrapped__"] = own
     attributes["forward"] = added
-
     return functools.partial(_put_back, module, added, before)
 
 
@@ -165,14 +161,15 @@ def _put_back(module: nn.Module, added: Callable[..., Any], before: Callable[...
 
 
 def call_all(undo: list[Callable[[], Any]]) -> None:
-    """The last first, each once. Unlike an `ExitStack` the list can be copied and pickled, with the model it is of."""
+    """Call the functions, last first, and empty the list. Unlike an `ExitStack`, the list can be copied and pickled
+    together with a model."""
     while undo:
         undo.pop()()
 
 
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The same for a while."""
+    """`replace_forward`, undone at the end."""
     undo = replace_forward(module, forward)
     try:
         yield

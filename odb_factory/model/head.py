@@ -1,11 +1,11 @@
 """The door at the output embedding: a weighted token loss without a matrix of logits, in an unchanged model.
 
-During one weighted forward the linear layer that makes logits computes another function: it passes the vocabulary block
-by block for the supervised tokens, and returns the weighted sum of their losses in the place of logits. So nothing of
-[supervised tokens, vocabulary] ever exists, and tokens without a label never meet the vocabulary. The model is called
-without labels, so that loss code of its own does not run; the door sets `loss`, and adds the losses of a mixture of
-experts for its routers as the model does. The hooks of engines (DDP, DeepSpeed, FSDP) run as ever: the layer is called,
-its weights are gathered for the call, and its output is what the loss is computed from.
+During a weighted forward the linear layer that makes logits computes another function: it multiplies the supervised
+tokens with the vocabulary, a chunk at a time, and returns the weighted sum of their losses instead of logits. No tensor
+[supervised tokens, vocabulary] exists, and tokens without a label are never multiplied with the vocabulary. The model
+is called without labels, so its own loss code does not run. The door sets `loss`, and adds the router losses of a
+mixture of experts as the model does. The hooks of engines (DDP, DeepSpeed, FSDP) run as usual: the layer is called, its
+weights are gathered for the call, and the loss is computed from its output.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
@@ -35,10 +35,12 @@ logger = get_logger(__name__)
 class WithoutLogits:
     """Computes the loss of weighted forwards of `model` without logits. All other forwards are the model's own.
 
-    model: a transformers model with labels, also wrapped by PEFT, DDP, FSDP or DeepSpeed.
+    model: a transformers model with labels, also wrapped by PEFT, DDP, FSDP or DeepSpeed. The attribute `model` is the
+        transformers model inside.
     why_not: a reason of the caller not to use the door.
-    reason: why the door is not used; None if it is. The first weighted forward may still find one, and then runs the
-        model once more. A reason is logged once.
+    reason: why the door is not used; None if it is. The first weighted forward may still find a reason; then the model
+        runs a second time, with logits. A reason is logged once.
+    acted: whether the last weighted forward used the door.
 
     Example::
 
@@ -49,36 +51,36 @@ class WithoutLogits:
     """
 
     def __init__(self, model: nn.Module, why_not: str | None = None):
-        self._model: Any = model_with_labels(model)
-        self._name = type(model if self._model is None else self._model).__name__
+        self.model: Any = model_with_labels(model)
+        self.reason, self.acted, self._is_logged = why_not, False, False
+        self._name = type(model if self.model is None else self.model).__name__
         self._after = AfterHead()
-        self._is_logged = self.acted = False
-        self.reason = why_not
-        if self._model is None:
+        if self.model is None:
             self.reason = "no part of it is a transformers model that takes labels"
         elif why_not is None:
-            after = _why_not_in_place(model, self._model) or own_loss(self._model)
+            after = _why_not_in_place(model, self.model) or own_loss(self.model)
             self.reason, self._after = (after, AfterHead()) if isinstance(after, str) else (None, after)
 
     @contextlib.contextmanager
     def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
         """Within it a forward with labels [rows, length] returns as `loss` the weighted sum of its token losses.
 
-        weights: of the loss at each position, which is that of the next token's label: [rows, length], [rows, 1], or
-            one number. num_supervised: positions with a loss, if the host knows them: the device is not waited for.
-        If the door is not used (`reason`), a forward is the model's own. `acted` tells, at the end.
+        weights: of the loss at each position, which predicts the label of the next token: [rows, length], [rows, 1], or
+            one number. num_supervised: number of positions with a loss, if the host knows it; otherwise the host waits
+            for the device.
+        If the door is not used (`reason`), a forward is the model's own.
         """
         self.acted = False
         forward = functools.partial(self._forward, weights, num_supervised)
         self._log()
-        with contextlib.nullcontext() if self.reason is not None else self.replacing_forward(forward):
+        with contextlib.nullcontext() if self.reason is not None else forward_replaced(self.model, forward):
             yield
 
     @contextlib.contextmanager
     def router_losses_times(self, factor: float) -> Iterator[None]:
-        """Within it the losses of the model's routers weigh so many times their coefficient, whatever computes its
-        loss."""
-        coefficients = [] if self._model is None or factor == 1 else _router_coefficients(self._model)
+        """Within it the coefficient of the model's router losses is multiplied by `factor`, also if the door is not
+        used."""
+        coefficients = [] if self.model is None or factor == 1 else _router_coefficients(self.model)
         for place, name, value in coefficients:
             setattr(place, name, value * factor)
         try:
@@ -87,14 +89,10 @@ class WithoutLogits:
             for place, name, value in coefficients:
                 setattr(place, name, value)
 
-    def replacing_forward(self, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-        """Meanwhile the model's forward is this one, whose first argument is the model's own."""
-        return forward_replaced(self._model, forward)
-
     def _forward(
         self, weights: float | Tensor, num_supervised: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
+        """The model's forward. Only a training forward is changed: with labels, without a cache, with all logits."""
         labels = kwargs.get("labels")
         values = [kwargs.get(name) for name in ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")]
         is_other = any(value is not None and not (isinstance(value, int) and not value) for value in values)
@@ -104,21 +102,18 @@ class WithoutLogits:
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
             self.reason = self._why_other_shape(hidden, labels)
             if self.reason is not None:
-                return nn.Linear.forward(linear, hidden)
-            loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after)
-            return loss.reshape(1, 1, 1)
+                return hidden.new_zeros(())
+            return weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after)
 
-        with self.head_computes(weighted_loss) as outputs:
-            output = own(*args, **{name: value for name, value in kwargs.items() if name != "labels"})
+        inputs = {name: value for name, value in kwargs.items() if name != "labels"}
+        output, losses = self.at_head(functools.partial(own, *args, **inputs), weighted_loss)
         if self.reason is not None:
             self._log()
             return own(*args, **kwargs)
-        if len(outputs) != 1:
-            raise DataError(f"{self._name} called its output embedding {len(outputs)} times in a forward with labels.")
-        loss = outputs[0].sum()  # no view: the Trainer multiplies it in place, and FSDP2 has hooks on outputs
+        loss = losses.sum()  # no view: the Trainer multiplies it in place, and FSDP2 has hooks on outputs
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
-            (_, _, coefficient), *_ = _router_coefficients(self._model)
+            (_, _, coefficient), *_ = _router_coefficients(self.model)
             loss = loss + coefficient * aux_loss.to(loss.device)
         self.acted = True
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
@@ -127,7 +122,7 @@ class WithoutLogits:
     def log_probs(
         self, run: Callable[[], Any], labels: Tensor, num_supervised: int | None = None
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """The output of a forward without labels and logits, and what `log_probs_of` computes from it.
+        """The output of a forward without labels and logits, and the three results of `log_probs_of`.
 
         run: the forward, of the model as it is wrapped. labels: [rows, length]; position t predicts label t + 1.
         Raises `ConfigError` if the door is not used (`reason`).
@@ -143,52 +138,45 @@ class WithoutLogits:
                 raise DataError(why)
             places, of_labels, means = log_probs_of(linear, hidden, labels, num_supervised, self._after)
             places_and_means.extend((places, means))
-            return of_labels.reshape(1, -1, 1)
+            return of_labels
 
-        with self.head_computes(log_probs) as outputs:
-            output = run()
+        output, of_labels = self.at_head(run, log_probs)
         places, means = places_and_means
-        return output, places, outputs[0].reshape(-1), means
+        return output, places, of_labels.reshape(-1), means
 
     @property
     def gives_states(self) -> bool:
-        """Whether `at_head` can be used: the model does nothing to its logits."""
+        """Whether the head's output are the model's logits: the door is used, and the model does not change them."""
         return self.reason is None and self._after == AfterHead()
 
-    def at_head(self, run: Callable[[], Any], function: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Any:
-        """The output of a forward without labels and logits, and the scalar that `function` computes in their place.
+    def at_head(self, run: Callable[[], Any], function: Callable[[nn.Linear, Tensor], Tensor]) -> tuple[Any, Tensor]:
+        """The output of a forward without labels and logits, and the result of `function` [1, n, 1], after all hooks of
+        engines.
 
-        run: the forward, of the model as it is wrapped. function: called with what makes logits of hidden states, and
-        the hidden states [rows, length, H].
+        run: the forward, of the model as it is wrapped. function: called with the head's linear layer, whose forward is
+        replaced (`nn.Linear.forward(linear, hidden)` are the logits), and the hidden states [rows, length, H]; it
+        returns a scalar or [n].
         """
+        head, outputs = self.model.get_output_embeddings(), list[Tensor]()
 
-        def scalar(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            return function(functools.partial(nn.Linear.forward, linear), hidden).reshape(1, 1, 1)
+        def computed(linear: nn.Linear, _: Any, hidden: Tensor) -> Tensor:
+            return function(linear, hidden).reshape(1, -1, 1)  # dimensions of logits
 
-        with self.head_computes(scalar) as outputs:
-            output = run()
-        return output, outputs[0].sum()
-
-    @contextlib.contextmanager
-    def head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:
-        """Meanwhile the head's linear layer computes `function`. Yields what the head returns to the model, behind all
-        hooks of engines."""
-        head = self._model.get_output_embeddings()
-        outputs: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             stack.callback(head.register_forward_hook(lambda _, __, output: outputs.append(output)).remove)
             for linear in _linears(head):
-                # the layer's own forward comes first
-                computes = functools.partial(lambda linear, _, hidden: function(linear, hidden), linear)
-                stack.enter_context(forward_replaced(linear, computes))
-            yield outputs
+                stack.enter_context(forward_replaced(linear, functools.partial(computed, linear)))
+            output = run()
+        if len(outputs) != 1:
+            raise DataError(f"{self._name} called its output embedding {len(outputs)} times in a forward, not once.")
+        return output, outputs[0]
 
     def _why_other_shape(self, hidden: Tensor, labels: Tensor) -> str | None:
         if hidden.shape[:-1] == labels.shape:
             return None
         return (
             f"{self._name} computes logits of {list(hidden.shape[:-1])} positions from labels of {list(labels.shape)}; "
-            "the loss without logits needs one for each label"
+            "the loss without logits needs one position for each label"
         )
 
     def _log(self) -> None:
@@ -224,20 +212,20 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
         if not linear.weight.is_floating_point():
             return f"its output embedding has weights of {linear.weight.dtype}"
     if has_routers(model) and not _router_coefficients(model):
-        return "it adds a loss for its routers by a coefficient that is not known"
+        return "it adds a loss for its routers, whose coefficient is unknown"
     return None
 
 
 def has_routers(model: Any) -> bool:
-    """Whether the model adds losses of its routers."""
+    """Whether the model adds router losses."""
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
 def _linears(head: nn.Module) -> list[nn.Linear]:
     """The linear layers that may compute logits: the head itself, or the original and the copies that PEFT trains.
 
-    Exactly `torch.nn.Linear`, plain or sharded by FSDP: layers with LoRA or quantised weights are called so, too, and
-    compute something else.
+    Exactly `torch.nn.Linear`, plain or sharded by FSDP: LoRA and quantized layers have the same class name, and compute
+    something else.
     """
     head = getattr(head, "_fsdp_wrapped_module", head)
     parts: list[Any] = [head]
@@ -250,38 +238,37 @@ def _linears(head: nn.Module) -> list[nn.Linear]:
 
 
 def _router_coefficients(model: Any) -> list[tuple[Any, str, float]]:
-    """What the model multiplies the losses of its routers by: an attribute of the model or of its configuration, the
-    one that it reads first."""
+    """The coefficients of router losses (object, attribute, value): of the model, then of its config. The model reads
+    the first."""
     places = itertools.product((model, model.config.get_text_config()), ("router_aux_loss_coef", "aux_loss_coef"))
     values = [(place, name, getattr(place, name, None)) for place, name in places]
     return [(place, name, float(value)) for place, name, value in values if value is not None]
 
 
-# What a model does to its logits, and the loss that it computes from them, found out by running that code alone: the
-# output embedding returns known logits and no other part of the model computes (`without_layers`), so it takes
-# milliseconds.
+# A trial of the code after the head: how a model changes its logits, and which loss it computes from them. The output
+# embedding returns known logits, and no layer computes (`without_layers`), so the trial takes milliseconds.
 
 LABELS = ((-100, 5, 6, 7, 8), (-100, -100, 4, 3, -100))
-"""Of the trial: [rows, length]. The last token of the second row is padding."""
+"""Labels of the trial: [rows, length]. The last token of the second row is padding."""
 
 
 def model_with_labels(model: nn.Module) -> nn.Module | None:
     """The outermost transformers model that takes labels, inside adapters and wrappers of engines."""
     for module in model.modules():
-        kind = type(module)  # whose forward tells what it takes, however the module's own has been wrapped
+        kind = type(module)  # the class has the signature, even if the module's own forward is wrapped
         if hasattr(kind, "get_output_embeddings") and "labels" in signature(kind.forward).parameters:
             return module
     return None
 
 
 def own_loss(model: Any) -> AfterHead | str:
-    """What `model` does to its logits, before it computes the mean cross entropy of the supervised tokens, each
-    predicted by the token before it; a text: why its loss is another one, or what it does is unknown.
+    """How `model` changes its logits before it computes the mean cross entropy of the supervised tokens, each predicted
+    by the token before it. A text if its loss is another, or the change is unknown: why.
 
-    model: a transformers model that takes labels and has an output embedding, whose loss code is tried.
+    model: a transformers model that takes labels and has an output embedding. Its loss code is run.
     """
     parameters = signature(model.forward).parameters
-    # the loss of routers, and Liger's kernel that computes the loss without logits
+    # router losses, and Liger's kernel that computes the loss without logits
     switched_off = {name: False for name in ("output_router_logits", "skip_logits") if name in parameters}
     calls: list[Any] = []
 
@@ -298,19 +285,19 @@ def own_loss(model: Any) -> AfterHead | str:
         ids, mask = labels.clamp_min(3), torch.ones_like(labels)
         mask[-1, -1] = 0
         size = model.config.get_text_config().vocab_size
-        drawn = 3 * torch.randn(*labels.shape, size, generator=torch.Generator().manual_seed(0))
-        output = run(drawn.to(device), labels)
+        random = 3 * torch.randn(*labels.shape, size, generator=torch.Generator().manual_seed(0))
+        output = run(random.to(device), labels)
         mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten()))
         if not math.isclose(float(output["loss"]), mean, rel_tol=1e-5):
             return "its loss is not the mean cross entropy of its tokens"
-        # of both signs, from small ones, which show a factor, to large ones, which show a cap
+        # of both signs, from small values, which show a factor, to large ones, which show a cap
         known = torch.logspace(-3, 4, size) * (1 - 2 * (torch.arange(size) % 2))
-        changed = run(known.to(device).expand(drawn.shape), None)["logits"]
-    except Exception as error:  # any code may stand there
+        changed = run(known.to(device).expand(random.shape), None)["logits"]
+    except Exception as error:  # the model's code may raise anything
         return f"its loss code cannot be tried ({one_line(error)})"
     if len(calls) != 1:
         return f"it calls its output embedding {len(calls)} times in a forward"
-    if changed.shape == drawn.shape:
+    if changed.shape == random.shape:
         x, y = known.double(), changed[0, 0].double().cpu()
         scale, cap = float(y[0] / x[0]), float(y.abs().max())
         if math.isfinite(scale) and scale > 0:
@@ -324,9 +311,10 @@ def own_loss(model: Any) -> AfterHead | str:
 
 @contextlib.contextmanager
 def without_layers(model: Any, logits: Tensor) -> Iterator[None]:
-    """Meanwhile the output embedding of `model` returns `logits` [rows, length, V], and its other parts random numbers.
+    """Within it the output embedding of `model` returns `logits` [rows, length, V], and its other parts random numbers.
 
-    The parts are replaced, so no hook of theirs is called and no weight read: it may be sharded, or on another device.
+    The parts are replaced: their hooks do not run and their weights are not read, so they may be sharded, or on another
+    device.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     size = (*logits.shape[:2], model.config.get_text_config().hidden_size)
@@ -360,12 +348,12 @@ def without_layers(model: Any, logits: Tensor) -> Iterator[None]:
 
 
 class StandIn(nn.Module):
-    """In the place of a part of a model, with this forward. Everything else is asked of the part."""
+    """Replaces a part of a model: it has this forward, and all other attributes of the part."""
 
     def __init__(self, part: Any, forward: Callable[..., Any]):
         super().__init__()
         own = vars(part)
-        # Its weights too, which a loss may read.
+        # The weights, too: a loss may read them.
         vars(self).update(_part=part, forward=forward, _parameters=own["_parameters"], _modules=own["_modules"])
 
     def _get_name(self) -> str:
@@ -376,7 +364,7 @@ class StandIn(nn.Module):
 
 
 class _HiddenStates:
-    """The output of a body: hidden states, and nothing else."""
+    """The output of a body: hidden states only."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden

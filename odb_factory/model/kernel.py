@@ -1,8 +1,8 @@
 """Log-probabilities of labels, and the gradient of their weighted sum in place of the logits, as one Triton kernel.
 
-Each program passes a row of logits twice: the first pass updates the largest logit and the sum of exponentials online
-(Milakov and Gimelshein, 2018), in lanes of its own; the second one writes the gradient and runs from the end of the row
-to its start, because the end is what the cache still holds. 6 bytes of memory traffic for each logit in bfloat16.
+Each program passes a row of logits twice. The first pass updates the largest logit and the sum of exponentials online
+(Milakov and Gimelshein, 2018), for each lane. The second pass writes the gradient, from the end of the row to its
+start, because the cache still holds the end. 6 bytes of memory traffic for each logit in bfloat16.
 
 Importing this module needs Triton, which torch's builds for CUDA bring.
 """
@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
-"""Logits of a row that a program holds at a time."""
+"""Logits of a row that a program loads at a time."""
 NUM_WARPS = 16
 NUM_STAGES = 3
-"""Blocks that are being loaded, at most."""
+"""Blocks in flight, at most."""
 
 
 @triton.jit
 def _after_head(x, scale, cap, HAS_CAP: tl.constexpr):
-    """What the model does to its logits."""
+    """`AfterHead`."""
     x = x * scale
     if HAS_CAP:
         x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # tanh
@@ -51,7 +51,7 @@ def _rows(
     target = tl.load(targets + row)
     own = _after_head(tl.load(logits + target).to(tl.float32), scale, cap, HAS_CAP)
     lanes = tl.arange(0, BLOCK)
-    # The sum of exponentials leaves the label's own out: 1 - probability would cancel if the model is confident.
+    # The sum of exponentials leaves out the label: 1 - probability would cancel if the model is confident.
     largest = tl.zeros([BLOCK], tl.float32) + own
     rest_sums = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -95,7 +95,7 @@ def replace_rows(
     """Write log-probabilities float32[n] to `values`, and the gradient of -(weights x values).sum() to `logits`.
 
     logits: [n, V], rows of contiguous logits. targets: int64[n]. weights: float32[n]; None: no gradient is computed,
-    and the means of the logits are written to `means`, float32[n]. scale, cap: of `AfterHead`.
+    and the means of the logits are written to `means`, float32[n]. scale, cap: see `AfterHead`.
     """
     with torch.cuda.device_of(logits):
         _rows[(len(logits),)](

@@ -1,8 +1,8 @@
 """A tiny random copy of a model's architecture: same class and switches, small sizes, short windows and contexts.
 
-The copy is made from the config alone, on the host, in float64, with weights large enough that attention matters. The
-rules of `_Sizes` go by the names that transformers gives to sizes, so that new families need no entry here. Whatever
-no rule knows (activations, norms, scales, kinds of layers) stays as it is.
+The copy is made from the config alone, on the host, in float64, with weights so large that attention matters. The rules
+of `_Sizes` match the names of sizes in transformers, so new families need no entry here. Settings without a rule
+(activations, norms, scales, kinds of layers) are kept.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 from transformers.integrations import deepspeed
 
 VOCABULARY, WORDS = 128, (8, 96)
-"""Tokens of the copy; ids of tokens that no config names, from and up to."""
+"""Size of the vocabulary; range of the ids that no config uses as special tokens."""
 HIDDEN, HEADS, GROUPS, HEAD_SIZE = 64, 4, 2, 16
-"""Width, heads, heads of keys if queries share them, and values of a head."""
+"""Width, heads, key heads if queries share them, and size of a head."""
 MECHANISM = 16
 """Tokens of windows, chunks, top-k and original contexts."""
 POSITIONS = 512
@@ -29,11 +29,11 @@ POSITIONS = 512
 LAYERS_OF_A_KIND, MOST_LAYERS = 2, 8
 MOST_WEIGHTS = 20_000_000
 WEIGHT, SHIFT = 0.2, 0.1
-"""Standard deviation of matrices, and of what is added to vectors."""
+"""Standard deviation of matrices, and of random numbers added to vectors."""
 
 PERIOD = r"(period|interval|step|pattern|every_n_layers|frequency)$"
 FIRST = r"offset$|first_k_dense|dense_layers$|layer_start_index|max_window_layers|kv_shared_layers"
-"""Names by which kinds of layers follow from the numbers of layers."""
+"""Settings that make kinds of layers depend on layer numbers."""
 SMALL: tuple[tuple[str, int], ...] = (
     (r"per_layer_input$", 8),
     (r"topk_group|n_group|shared_experts$", 1),
@@ -49,7 +49,7 @@ SMALL: tuple[tuple[str, int], ...] = (
     (r"rank$", 16),
     (r"(size|dim|width|d_model|d_ff|n_embd|n_inner|channels)$", HIDDEN),
 )
-"""Name of a size, and its largest value in the copy. The first rule that fits holds."""
+"""Name of a size, and its largest value in the copy. The first rule that matches is used."""
 LAYERS = r"^(num_hidden_layers|n_layers?|num_layers|depth|(encoder|decoder)_layers)$"
 LAYER_NUMBERS = r"(layers|indices|indexes|layer_ids)$"
 HEAD_SIZES = r"head_dim$|head_size$|^kv_channels$|^d_kv$|^rotary_dim$"
@@ -60,17 +60,17 @@ LIKE_HIDDEN = r"hidden_size$|d_model$|n_embd$|embed_dim$|embedding_size$|proj_di
 
 
 def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
-    """model_class: a `PreTrainedModel`; config: of it, which stays as it is. attention: the attention function of its
-    language model; None: the one that the class takes by itself.
+    """The copy. model_class: a `PreTrainedModel`; config: its config, not changed. attention: the attention function of
+    the language model; None: the default of the class.
 
-    Leaves random state, default dtype and devices alone. ZeRO-3 does not partition the copy. Raises whatever the class
-    does if the sizes do not fit it.
+    Does not change random state, default dtype and devices. ZeRO-3 does not partition the copy. Raises the errors of
+    the class if the sizes do not fit.
     """
     small = small_config(config)
     for part in parts_of(small):
         part._attn_implementation_internal = None
     small.get_text_config(decoder=True)._attn_implementation = attention
-    # transformers partitions the parts of a model (its vision tower) as it makes them, if it knows of ZeRO-3
+    # With ZeRO-3 set, transformers partitions parts of a model (the vision tower) when they are made.
     zero3 = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     weights = 0
@@ -78,7 +78,7 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
         with contextlib.suppress(Exception), torch.device("meta"):  # some classes can only be made with weights
             weights = sum(parameter.numel() for parameter in model_class(copy.deepcopy(small)).parameters())
         if weights > MOST_WEIGHTS:
-            raise ValueError(f"the copy would have {weights:,} weights, as no rule knows the names of all its sizes")
+            raise ValueError(f"the copy would have {weights:,} weights: not all of its sizes have a rule")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             model = model_class(small)
@@ -88,8 +88,8 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.copy_(drawn * WEIGHT if parameter.dim() > 1 else parameter + drawn * SHIFT)
+            random = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.copy_(random * WEIGHT if parameter.dim() > 1 else parameter + random * SHIFT)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -97,24 +97,24 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
 
 
 def small_config(config: Any) -> Any:
-    """A copy of `config` and all configs within it with small sizes."""
+    """A copy of `config` with small sizes, in all its sub-configs too."""
     small = copy.deepcopy(config)
     for part in parts_of(small):
         before = {name: value for name, value in vars(part).items() if not name.startswith("_")}
         sizes = _Sizes(before)
         for name, value in before.items():
             if (new := sizes.small(name, value)) is not value:
-                with contextlib.suppress(AttributeError):  # a property without a setter follows from others
+                with contextlib.suppress(AttributeError):  # a property without a setter follows from other settings
                     setattr(part, name, new)
         for name in {"use_cache", "output_router_logits"} & before.keys():
             setattr(part, name, False)
         if hasattr(part, "_experts_implementation"):
-            part._experts_implementation = "eager"  # the grouped kernels know no float64
+            part._experts_implementation = "eager"  # the grouped kernels do not support float64
     return small
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """The config and those within it."""
+    """The config and its sub-configs."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PretrainedConfig):
@@ -122,7 +122,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 class _Sizes:
-    """The sizes of one config, and what they have to do with each other. before: its attributes."""
+    """The small sizes of one config, which depend on each other. before: its attributes."""
 
     def __init__(self, before: dict[str, Any]):
         def first(*names: str) -> int | None:
@@ -134,17 +134,17 @@ class _Sizes:
         self._heads = first("num_attention_heads", "n_head", "n_heads", "num_heads") or HEADS
         rope = first("qk_rope_head_dim")
         self._head_factor = rope / 8 if rope else (first("head_dim") or self._hidden / self._heads) / HEAD_SIZE
-        """Values of a head there for one here."""
+        """Size of a head in the model / in the copy."""
         self._expand = first("mamba_expand", "expand") or 2
         self._is_mixer = "expand" in before
         rotations = str(before.get("rope_parameters") or before.get("rope_scaling"))
         self._context_acts = "dynamic" in rotations or "longrope" in rotations
         self._tokens = {0: 0}
-        """Small ids of special tokens, different ones for different ones."""
+        """Token id in the model: id in the copy."""
 
     def _choose_layers(self, before: dict[str, Any]) -> list[int]:
-        """`LAYERS_OF_A_KIND` layers of each kind, by all that the config says of single layers; the first few of those
-        it says nothing of."""
+        """`LAYERS_OF_A_KIND` layers of each kind. Layers are of one kind if all settings of single layers are equal; if
+        kinds follow from layer numbers, the first few layers are chosen."""
         lists = {name: value for name, value in before.items() if isinstance(value, (list, tuple)) and value}
         kinds: dict[str, list[int]] = {}
         for layer in range(self._num_layers):
@@ -163,7 +163,7 @@ class _Sizes:
         return sorted(layer for layers in kinds.values() for layer in layers[:LAYERS_OF_A_KIND])[:MOST_LAYERS]
 
     def small(self, name: str, value: Any) -> Any:
-        """The value of one name in the small config; the same object if it stays."""
+        """The value in the small config; the same object if the value is kept."""
         if isinstance(value, dict) and "rope" in name:
             return self._rope(value)
         if isinstance(value, (list, tuple)) and self._layers:
@@ -184,9 +184,9 @@ class _Sizes:
             return value
         if re.search(LAYERS, name):
             return len(self._layers)
-        if "vocab_size" in name:  # also of a smaller one
+        if "vocab_size" in name:  # also if the vocabulary is smaller
             return VOCABULARY
-        # sizes that follow from others
+        # sizes that follow from other sizes
         if re.search(MIXER_SIZES, name) or (self._is_mixer and name == "head_dim"):
             return HEAD_SIZE
         if re.search(MIXER_HEADS, name) or (self._is_mixer and name == "num_heads"):
@@ -204,7 +204,7 @@ class _Sizes:
         return min(value, next((size for rule, size in SMALL if re.search(rule, name)), value))
 
     def _rope(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Of rotary positions: their sections, factors by frequency, and original context."""
+        """Settings of rotary positions: sections, factors by frequency, original context."""
         small: dict[str, Any] = {}
         for name, setting in value.items():
             if isinstance(setting, dict):
@@ -221,6 +221,6 @@ class _Sizes:
 
 
 def _numbers_layers(name: str, value: Sequence[Any]) -> bool:
-    """Whether a list names layers by their numbers."""
+    """Whether a list is one of layer numbers."""
     numbers = all(type(number) is int for number in value) and list(value) == sorted(set(value))
     return bool(re.search(LAYER_NUMBERS, name)) and numbers

@@ -274,15 +274,15 @@ class Session:
         def run() -> Any:
             return model(**{key: value for key, value in inputs.items() if key != "labels"})
 
-        def of_states(logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        def of_states(linear: torch.nn.Linear, hidden: Tensor) -> Tensor:
             def of_part(number: int, states: Tensor) -> Tensor:
-                return loss_of(number, logits_of(states))
+                return loss_of(number, torch.nn.Linear.forward(linear, states))
 
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             return total_of(hidden, functools.partial(checkpoint_function, of_part, **options))
 
         if training.sample_door.gives_states:
             output, total = training.sample_door.at_head(run, of_states)
-            return total, output
+            return total.sum(), output
         output = run()
         return total_of(output["logits"] if isinstance(output, dict) else output[0], loss_of), output

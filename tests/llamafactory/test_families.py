@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, NOT_OFFLINE, Family, make_tokenizer
+from families import FAMILIES, NOT_OFFLINE, PROCESSORS, Family, make_tokenizer
 from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_template_and_fix_tokenizer
 from llamafactory.data.mm_plugin import PLUGINS
 from llamafactory.data.processor import SupervisedDatasetProcessor
@@ -61,7 +61,7 @@ class Setting:
 
     def __init__(self, family: Family):
         tokenizer = make_tokenizer(family)
-        processor = family.make(tokenizer)
+        processor = PROCESSORS[family.template](tokenizer)
         patch_processor(processor, tokenizer, ModelArguments(model_name_or_path="none", image_max_pixels=200 * 200))
         data_args = DataArguments(template=family.template, cutoff_len=8192)
         template = get_template_and_fix_tokenizer(tokenizer, data_args)

@@ -50,6 +50,8 @@ WORKERS = {"batching_workers": 2}
 FSDP2 = {"dist_config": {"name": "fsdp2"}}
 PADDED = {"layout": "padded"}
 LORA = {"peft_config": {"name": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all"}}
+LORA_OF_HEAD = {"peft_config": LORA["peft_config"] | {"target_modules": ["q_proj", "lm_head"]}}
+"""Such a head needs its logits, so `layout: auto` pads pairs."""
 
 CELLS = {
     "sft": Cell(),
@@ -69,6 +71,7 @@ CELLS = {
     "dpo, orpo": Cell("dpo", PAIRS | {"pref_loss": "orpo"}),
     "dpo, simpo and sft": Cell("dpo", PAIRS | {"pref_loss": "simpo", "pref_ftx": 0.5}),
     "dpo, lora": Cell("dpo", PAIRS | LORA),
+    "dpo, lora of the head": Cell("dpo", PAIRS | LORA_OF_HEAD, {"layout": "auto"}),
     "dpo, ld": Cell("dpo", PAIRS | {"ld_alpha": 0.5}),
     "dpo, fsdp2": Cell("dpo", PAIRS | FSDP2 | {"pref_loss": "orpo"}),  # v1 cannot copy a reference model there
     "sft, images": Cell(changes=IMAGES),
@@ -76,7 +79,7 @@ CELLS = {
 LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
     "one rank": ("installed", 1, ["sft", "rm"]),
     "two ranks": ("installed", 2, ["sft"]),
-    "main, one rank": ("main", 1, ["dpo", "sft, images"]),
+    "main, one rank": ("main", 1, ["dpo", "dpo, lora of the head", "sft, images"]),
 }
 GRID_ON_ONE = ["sft, workers", "sft, padded", "sft, cut", "sft, recomputed", "sft, lora", "rm, padded"]
 GRID_ON_TWO = ["sft, workers", "sft, own share", "sft, a step of two", "sft, fsdp2", "rm", "rm, fsdp2"]

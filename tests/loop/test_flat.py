@@ -1,4 +1,4 @@
-"""A loop of one's own over flat micro-batches: what it is handed (I2, I4), the gradient of its optimizer steps (I8).
+"""A custom loop over flat micro-batches: its batches (I2, I4), and the gradient of its optimizer steps (I8).
 
 Real transformers models in float64 on real worker processes.
 """
@@ -38,7 +38,7 @@ def no_row_is_left() -> Iterator[None]:
 
 
 def labelled(k: int) -> dict[str, Any]:
-    """Row k of the toy data; about its last half has labels."""
+    """Row k of the toy data; the second half has labels."""
     ids = [(7 * k + 3 * t) % 90 + 5 for t in range(2 + k * 7 % 39)]
     return {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :]}
 
@@ -124,7 +124,7 @@ def losses(model: Any, loader: ODBDataLoader) -> dict[int, float]:
 
 
 def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, said: pytest.LogCaptureFixture) -> None:
-    """I10: as models come, they have their cache on, and samples of a row see each other without a word."""
+    """I10: by default models have a cache, with which samples of a row silently see each other."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
     settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate}
     with make(layout="padded", **settings) as loader:
@@ -132,7 +132,7 @@ def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, said: pytes
     with make(**settings) as loader:
         unchecked = losses(model, loader)
     assert sum("call odb_factory.unpad(model, loader)" in message for message in said.messages) == 1
-    assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "what the check is there for"
+    assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "the model leaks without unpad"
     said.clear()
     with make(**settings) as loader:
         unpad(model, loader)
@@ -149,7 +149,7 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
     norm = model.model.norm.forward
-    model.model.norm.forward = lambda states: norm(states + states.cumsum(1) / 10)  # of all that stands before it
+    model.model.norm.forward = lambda states: norm(states + states.cumsum(1) / 10)  # of all tokens before it
     refused(model, "odb.layout: 'flat' is not right here: the model computes")
     bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=16, n_layer=1, n_head=2))
     refused(bloom, "BloomForCausalLM computes something else on a flat row")
@@ -159,28 +159,27 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
 
 
 def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
-    """Rows of one total, so that only their samples differ; and a row of another total."""
+    """Rows of the same total, whose samples differ; and a row without info."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
     with make(pad_to_multiple_of=BUDGET) as loader:
         unpad(model, loader)
         first, second, *_ = loader
         assert pop_step_info(first).segments != pop_step_info(second).segments
-        with pytest.raises(ConfigError, match="step info taken out last is of another row"):
+        with pytest.raises(ConfigError, match="unpad"):
             model(**first)
         model(**second)
     with make() as loader:
         unpad(model, loader)
         batch = next(batches := iter(loader))
-        words = r"given a row of \d+ tokens, and the step info.* is of no flat row; call"
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match="unpad"):
             model(**{key: batch[key] for key in ("input_ids", "position_ids", "labels")})
         pop_step_info(batch)
         model(**batch)
         del batches
 
 
-def test_a_forward_that_stands_before_the_own_is_asked_like_it(tiny_text: Path) -> None:
-    """`generate` masks padding only if the forward takes a mask by its signature."""
+def test_the_replaced_forward_has_the_own_signature(tiny_text: Path) -> None:
+    """`generate` masks padding only if the signature of the forward has a mask."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
     rows, signature = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]]), inspect.signature(model.forward)
 
@@ -196,8 +195,8 @@ def test_a_forward_that_stands_before_the_own_is_asked_like_it(tiny_text: Path) 
 
 
 @pytest.mark.parametrize("is_prepared_first", [True, False])
-def test_accelerate_unwraps_what_is_set_up(tiny_text: Path, is_prepared_first: bool, accelerate_state: None) -> None:
-    """Its wrapper of mixed precision goes, whichever was there first."""
+def test_accelerate_unwraps_a_set_up_model(tiny_text: Path, is_prepared_first: bool, accelerate_state: None) -> None:
+    """accelerate removes its wrapper of mixed precision, before or after `unpad`."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
     ids = torch.tensor([[5, 6, 7, 8]])
     expected, accelerator = model(ids).logits, Accelerator(cpu=True, mixed_precision="bf16")
@@ -213,7 +212,7 @@ def test_accelerate_unwraps_what_is_set_up(tiny_text: Path, is_prepared_first: b
 
 
 def gradient(model: Any, loader: Any) -> torch.Tensor:
-    """Of the first optimizer step."""
+    """The gradient of the first optimizer step."""
     model.train().zero_grad()
     for batch in loader:
         info = pop_step_info(batch)
@@ -223,7 +222,7 @@ def gradient(model: Any, loader: Any) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def test_a_model_that_is_set_up_is_freed_with_its_last_user(tiny_text: Path) -> None:
+def test_a_set_up_model_is_freed_with_its_last_reference(tiny_text: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_text)
     with make() as loader:
         unpad(model, loader)
@@ -236,8 +235,8 @@ def test_a_model_that_is_set_up_is_freed_with_its_last_user(tiny_text: Path) -> 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_that_is_set_up_is_set_up_by_itself(kind: str, copied: Any) -> None:
-    """As the averaged weights of a training, or what `torch.save(model)` writes."""
+def test_a_copy_of_a_set_up_model_is_set_up_separately(kind: str, copied: Any) -> None:
+    """Averaged weights of a training are such a copy, and the file of `torch.save(model)`."""
     model = make_model(kind, torch.float64)
     before = [dict(vars(part)) for part in model.modules()]
     with make() as loader:
@@ -253,8 +252,8 @@ def test_a_copy_of_a_model_that_is_set_up_is_set_up_by_itself(kind: str, copied:
 
 
 def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
-    """I10. Neither a thread that is at the end of the epoch, nor the end of another iteration, which may be one of the
-    garbage collector, changes it within a forward."""
+    """I10: a thread at the end of the epoch does not change the row within a forward, nor does the end of another
+    iteration, which the garbage collector may cause."""
     with make() as loader, make() as other:
         broken_off, batches, rest = iter(other), iter(loader), list[Any]()
         pop_step_info(next(broken_off))
@@ -269,7 +268,7 @@ def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
 
 
 def big_padded_batch(model: Any, ids: list[int]) -> float:
-    """Backward of the loss of all samples as one padded batch, by its definition; returns the loss."""
+    """Backward of the mean token loss of all samples as one padded batch; returns the loss."""
     batch = collate([labelled(k) for k in ids])
     labels = batch.pop("labels")[:, 1:]
     logits = model(**batch).logits[:, :-1]

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests python -m model.check_families > table.md            # all, some minutes
     PYTHONPATH=.:tests python -m model.check_families qwen3 doge            # some
 
-Each family starts from the default config of its class, as large as it is, with its switches on (`SWITCHES`).
+A family has the default config of its class, of full size, with the `SWITCHES` of the family.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CLASSES = {
     "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
     "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
-"""Of what no table of transformers has."""
+"""Classes that are in no table of transformers."""
 
 
 def _mrope(*section: int, **more: Any) -> dict[str, Any]:
@@ -103,22 +103,22 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 4096},
     "zamba": {"use_mamba_kernels": False},
 }
-"""What the default config of a class leaves off or without a value. A name after a comma tells variants apart."""
+"""Settings that the default config of a class leaves off or without a value. A variant has a name after a comma."""
 ALL = [*TEXT, *(name for name in SWITCHES if "," in name), *VISION]
 _FEW = "qwen3 phimoe gemma3_text deepseek_v2 llama4_text doge opt bloom qwen3_vl qwen2_audio"
 FEW = (*_FEW.split(), "phi3, longrope", "llama, dynamic rope")
-"""Run with every change."""
+"""Families that are not nightly."""
 
 
 class Family(NamedTuple):
-    """What is found of a family. why: flat rows are refused, by name or by the check. difference, mutated: of a flat
-    row of the copy, as a multiple of what is allowed, and where lengths are ignored; a text where that fails."""
+    """A row of the table. why: flat rows are refused, by name or by the check. difference: of a flat row of the copy,
+    as a multiple of the allowed one; ignored: the same if lengths are ignored. An error is a text."""
 
     name: str
     kernel: str
     why: str | None
     difference: float | str
-    mutated: float | str
+    ignored: float | str
 
 
 def class_and_config(name: str) -> tuple[Any, Any]:
@@ -128,7 +128,7 @@ def class_and_config(name: str) -> tuple[Any, Any]:
     config_class = CONFIG_MAPPING[family] if family in TEXT else model_class.config_class
     config = config_class(**{key: value for key, value in SWITCHES.get(name, {}).items() if key not in _SPECIAL})
     for key in _SPECIAL.keys() & SWITCHES.get(name, {}).keys():
-        setattr(config, key, _SPECIAL[key])  # the config class of the thinkers has no such arguments
+        setattr(config, key, _SPECIAL[key])  # the config class of the thinkers takes no such arguments
     return model_class, config
 
 
@@ -138,17 +138,17 @@ def look_at(name: str) -> Family:
         copy = tiny_copy(model_class, config, None)
         kernel = attention.text_config(copy)._attn_implementation
         why = why_refused(copy, SimpleNamespace())
-        # As `resolve_layout`: where `odb_varlen` computes something else, the model keeps its kernel.
+        # Like `resolve_layout`: the model keeps its kernel if `odb_varlen` computes something else.
         installs = has_attention(copy) and attention.why_unusable(copy) is None
         installs = installs and check(model_class, config, kernel, installs=True) is None
         why = why or check(model_class, config, kernel, installs=installs)
 
         def difference(segments: Sequence[int]) -> float | str:
             try:
-                found, allowed = compare_copy(model_class, config, kernel, installs=installs, segments=segments)
+                largest, allowed = compare_copy(model_class, config, kernel, installs=installs, segments=segments)
             except Exception as error:
                 return type(error).__name__
-            return found / allowed
+            return largest / allowed
 
         return Family(
             name, attention.NAME if installs else kernel, why, difference(LENGTHS), difference((sum(LENGTHS),))
@@ -157,10 +157,10 @@ def look_at(name: str) -> Family:
 
 def main() -> None:
     print("| family | layout | attention | difference | lengths ignored | why |\n|---|---|---|---|---|---|")
-    for each in map(look_at, sys.argv[1:] or ALL):
-        found = [n if isinstance(n, str) else f"{n:.0e}" for n in (each.difference, each.mutated)]
-        layout = "flat" if each.why is None else "padded"
-        print("|", " | ".join((each.name, layout, each.kernel, *found, each.why or "")), "|", flush=True)
+    for family in map(look_at, sys.argv[1:] or ALL):
+        numbers = [n if isinstance(n, str) else f"{n:.0e}" for n in (family.difference, family.ignored)]
+        layout = "flat" if family.why is None else "padded"
+        print("|", " | ".join((family.name, layout, family.kernel, *numbers, family.why or "")), "|", flush=True)
 
 
 if __name__ == "__main__":

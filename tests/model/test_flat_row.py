@@ -1,4 +1,4 @@
-"""I10: forward and backward are of the right flat row, whatever runs in between.
+"""I10: forward and backward compute the right flat row, whatever runs in between.
 
 Recomputation (reentrant or not), reference passes, two models, other rows before the backward, other threads.
 """
@@ -30,7 +30,7 @@ from odb_factory.model.flat_row import begin_row, flat_row, row_in_progress, row
 from odb_factory.model.unpad import LabelLogProbs, positions_of_samples
 
 FIRST, SECOND = (3, 17, 9), (17, 4, 8)
-"""Rows of one total, so that nothing but their samples tells them apart."""
+"""Rows of the same total: only their samples differ."""
 ROWS = {lengths: samples(lengths) for lengths in (FIRST, SECOND)}
 
 
@@ -57,23 +57,23 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def separately(model: Any) -> dict[str, torch.Tensor]:
-    """The gradient of both rows, one after the other."""
+def gradient_of(model: Any, *rows: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """The gradient of these rows, computed one after the other."""
     parts = []
-    for lengths in (FIRST, SECOND):
+    for lengths in rows:
         sum_of_losses(model, flat_batch(ROWS[lengths]), lengths)
         parts.append(gradients(model))
     model.zero_grad()
-    return {name: parts[0][name] + parts[1][name] for name in parts[0]}
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "mamba2", "gpt_oss"])
 def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> None:
-    """As in a loop that adds up the losses of two micro-batches. Without `row_of_backward` recomputation is
-    silently wrong, or ends in an error."""
+    """A loop adds up the losses of two micro-batches. Without `row_of_backward` recomputation is silently wrong, or
+    raises an error."""
     model = installed(kind, reentrant=reentrant)
-    expected = separately(model)
+    expected = gradient_of(model, FIRST, SECOND)
     for remembered in (True, False):
         losses = []
         for lengths in (FIRST, SECOND):
@@ -82,13 +82,13 @@ def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> N
             row = row_in_progress()
             assert row is not None
             if remembered:
-                row_of_backward((losses[-1], losses[-1] * 2), row)  # as a model that returns its logits, too
-        # Non-reentrant checkpoints find recomputed tensors of other shapes.
+                row_of_backward((losses[-1], losses[-1] * 2), row)  # a model may return several tensors
+        # Without it non-reentrant checkpoints recompute tensors of other shapes.
         with contextlib.nullcontext() if remembered else contextlib.suppress(CheckpointError):
             torch.stack(losses).sum().backward()
-        assert row_in_progress() is row, "the row that has begun last is in progress again"
-        found = gradients(model)
-        is_right = found.keys() == expected.keys() and largest_difference(found, expected) < 1e-6
+        assert row_in_progress() is row, "the last row is in progress again"
+        actual = gradients(model)
+        is_right = actual.keys() == expected.keys() and largest_difference(actual, expected) < 1e-6
         model.zero_grad()
         assert is_right == (remembered or reentrant is None)
 
@@ -98,9 +98,7 @@ def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> N
 def test_passes_between_forward_and_backward(kind: str, reentrant: bool) -> None:
     """A reference model on the same row, a model with padded rows, and an evaluation."""
     model, other = installed(kind, reentrant=reentrant), installed(kind)
-    sum_of_losses(model, flat_batch(ROWS[FIRST]), FIRST)
-    expected = gradients(model)
-    model.zero_grad()
+    expected = gradient_of(model, FIRST)
     batch, rows = flat_batch(ROWS[FIRST]), padded_batch(ROWS[SECOND])
     with torch.no_grad():
         alone = loss_of(other, rows)
@@ -116,7 +114,7 @@ def test_passes_between_forward_and_backward(kind: str, reentrant: bool) -> None
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
 def test_a_forward_of_another_thread(kind: str) -> None:
-    """Of no row: the row of this thread stays, and acts there if a thread names none: attention refuses."""
+    """A forward without a row leaves the row of this thread alone. If the thread does not say so, attention refuses."""
     model = installed(kind)
     rows = {"input_ids": torch.arange(5, 12)[None]}
     with torch.no_grad():
@@ -139,8 +137,8 @@ def test_a_forward_of_another_thread(kind: str) -> None:
     assert "not the flat row of 29 tokens" in str(error)
 
 
-def test_a_model_that_is_given_token_ids_alone_takes_the_positions_of_samples() -> None:
-    """Of a table, where it shows whether they restart."""
+def test_a_model_that_gets_only_token_ids_uses_positions_of_samples() -> None:
+    """Learned positions show whether they restart."""
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, use_cache=False)
     model = GPT2LMHeadModel(config).double().eval()
@@ -154,7 +152,6 @@ def test_a_model_that_is_given_token_ids_alone_takes_the_positions_of_samples() 
     assert "forward" not in vars(model)
 
 
-def test_what_needs_logits_says_so() -> None:
-    stand_in = torch.zeros(2, 5, 2).as_subclass(LabelLogProbs)
-    with pytest.raises(TypeError, match="argmax needs logits, and the layout is flat.*set `layout: padded`"):
-        stand_in.argmax(-1)
+def test_a_function_that_needs_logits_is_refused() -> None:
+    with pytest.raises(TypeError, match="layout"):
+        torch.zeros(2, 5, 2).as_subclass(LabelLogProbs).argmax(-1)
