@@ -19,11 +19,11 @@ from odb_factory.errors import ODBError, one_line, printable
 
 STATE_FILE, SUMMARY_FILE, MODEL_CARD = "trainer_state.json", "odb_summary.json", "README.md"
 CURVES = ("loss", "loss difference", "eval_loss", "tokens/s", "memory, GiB", "grad_norm", "learning_rate")
-"""What the page draws over the optimizer steps, if a run has logged it."""
+"""Curves that the page draws over the optimizer steps, if a run has logged them."""
 RENAMED = {"odb/tokens_per_second": "tokens/s", "throughput": "tokens/s", "vram_reserved": "memory, GiB"}
 """Names in the log of odb, and in LLaMA-Factory's with `include_num_input_tokens_seen` and RECORD_VRAM."""
 COLOURS, STYLES, WIDTHS, GREY = ("#e66100", "#3584e4"), ("-", "--"), (2.6, 1.4), "#888888"
-"""Of the two runs: readable on white and on black; the first is broad, to be seen under one that equals it."""
+"""Of the two runs: readable on white and on black; the first line is broad, visible under an equal second one."""
 PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

@@ -1,4 +1,4 @@
-"""`odb-factory demo`: stock LLaMA-Factory beside odb on the same samples, with a tiny model on a CPU.
+"""`odb-factory demo`: stock LLaMA-Factory and odb on the same samples, with a tiny model on a CPU.
 
 Makes a tiny random Qwen3-VL and the built-in MM-Mix (drawn shapes and generated text), runs `llamafactory-cli train`
 twice for one epoch, and shows both trainings as `odb-factory compare` does.

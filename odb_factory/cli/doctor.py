@@ -58,7 +58,7 @@ def _checks() -> Iterator[Check]:
             yield "problem", finding, f'install a supported release: "{name}{supported}"'
         else:
             is_newer = Version(version).release[: newest.count(".") + 1] > Version(newest).release
-            yield "note" if is_newer else "ok", finding, "nobody has tested this release" * is_newer
+            yield "note" if is_newer else "ok", finding, "this release is untested" * is_newer
     if installed_version(package := "online-dynamic-batching"):
         yield "note", f"{package} is installed, which forms batches online too", f"pip uninstall {package}"
     if f"{activation.__name__}:activate" not in {

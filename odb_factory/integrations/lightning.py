@@ -34,7 +34,7 @@ class OptimizerStep:
 
     @property
     def samples(self) -> int:
-        """Of all ranks."""
+        """Samples of the optimizer step on all ranks."""
         return self.micro_batches[0][1].optimizer_step_samples
 
     def _not_a_batch(self, *_: object) -> Any:

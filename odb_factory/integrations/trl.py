@@ -108,7 +108,7 @@ def _check(trainer: Any) -> None:
 
 
 def why_not_flat(trainer: Any) -> str | None:
-    """What the trainer reads that only padded rows have, or why a model cannot be laid flat; None: nothing."""
+    """Why the micro-batches of this trainer cannot be flat; None if they can."""
     if trainer.padding_free:
         return "padding_free: True lays the rows of a micro-batch flat in the trainer"
     if trainer.use_weighting:
@@ -148,7 +148,7 @@ class PairRows:
 
 
 def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
-    """Both answers, each with the prompt. item: as `DPOTrainer` tokenizes a pair."""
+    """The cost of both answers, each with the prompt. item: a pair as `DPOTrainer` tokenizes it."""
     if item.get("pixel_values") is not None:
         raise ItemError(
             "it has images, which TRL's DPOTrainer gives to models without patch grids alone and odb has not tried; "
@@ -162,9 +162,9 @@ def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
 def measure_pairs(
     max_length: int | None, batch: Mapping[str, Any], patch_size: int = 0, segments: tuple[int, ...] = ()
 ) -> Measured:
-    """Of what `DataCollatorForPreference` returns, as the trainer makes rows of it: two for each pair.
+    """Measure a batch of `DataCollatorForPreference`, of which the trainer makes two rows for each pair.
 
-    segments: of the flat row that lies beside it.
+    segments: of the flat row that the batch also holds.
     """
     if segments:
         return Measured(1, sum(segments), Media(), units=len(batch["prompt_input_ids"]), segments=segments)

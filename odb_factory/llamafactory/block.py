@@ -302,7 +302,8 @@ def check_combination(
 
 # LLaMA-Factory's next trainer (`USE_V1=1`).
 
-V1_COMMANDS = ("sft", "dpo", "rm")
+V1_COMMANDS = ("sft",)
+"""Commands of v1, besides `train`, that odb drives."""
 V1_MEANINGLESS = (
     "eval_token_budget", "memory_fraction", "oom", "recompute", "balance_encoder", "lr_scale", "join",
     "global_batch_size", "loss_scaling", "row_multiple",

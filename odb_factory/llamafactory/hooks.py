@@ -97,7 +97,8 @@ def launch(original: Callable[[], Any]) -> Any:
     if command not in ("train", *(block.V1_COMMANDS if is_v1 else ())):
         uncaught.install()
         raise ConfigError(
-            f"odb: `llamafactory-cli {command}` does not train; remove the odb: block from {arguments[0]}."
+            f"odb: `llamafactory-cli {command}` is not a training that odb drives; remove the odb: block from "
+            f"{arguments[0]}."
         )
     block.check_v1(args) if is_v1 else block.checked(args, logs=False)
     launcher: Any = sys.modules[original.__module__]

@@ -29,22 +29,22 @@ from odb_factory.errors import LayoutError
 from odb_factory.model.flat_row import FlatRow, row_in_progress
 
 NAME, EAGER_NAME = "odb_varlen", "odb_varlen_eager"
-"""The attention functions that take the place of sdpa and of eager."""
+"""The attention functions that replace sdpa and eager."""
 FLASH, RUNS = "torch's aten::_flash_attention_forward", "sdpa on runs of samples of equal length"
 EAGER_RUNS = "the model's eager function on runs of samples of equal length"
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Values of a head in torch's flash kernels: the largest number, and what it is a multiple of."""
+"""Largest head size of torch's flash kernels, and the number that a head size is a multiple of."""
 FIRST_CAPABILITY = (8, 0)
 """The oldest CUDA devices that have flash kernels (Ampere)."""
 OVERLAYS = ("gemma3", "gemma4", "paligemma")
-"""Models in which the tokens of an image see each other, which lies over the causal mask."""
+"""Models whose masks let the tokens of an image see each other, in addition to the causal mask."""
 
 
 _FUNCTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 
 
 def make_mask(base: str, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """No mask for a flat row; all others are those of `base`, as is one that a model lays over the causal one."""
+    """None for a flat row; else the mask of `base`, also for a mask that a model adds to the causal one."""
     overlaid = kwargs.get("use_vmap", False)
     if row_in_progress() is not None and attention_mask is None and not overlaid:
         return None
@@ -75,7 +75,7 @@ def attend(
 def attend_eager(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The same by the eager function of the model's own file, which may cap scores or have sinks."""
+    """`attend` by the eager function of the model's own file, which may cap scores or have sinks."""
     row = None if attention_mask is not None else _row_of(module, query, key)
     eager = _eager_of(module)
     if row is None:
@@ -90,7 +90,7 @@ def _eager_of(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 
 def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | None:
-    """The flat row in progress, of which these are the tokens."""
+    """The flat row in progress; None if there is none. Raises `LayoutError` if these are not its tokens."""
     row = row_in_progress()
     if row is None:
         return None
@@ -135,7 +135,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype, size: int = 128, dropout
 
 
 def why_no_flash(device: torch.device, dtype: torch.dtype, size: int, dropout: float) -> str | None:
-    """What keeps torch's flash kernel from a call; None: nothing."""
+    """Why torch's flash kernel cannot serve a call; None if it can."""
     if (why := device_lacks(device)) is not None:
         return why
     if dtype not in (torch.bfloat16, torch.float16):
@@ -245,7 +245,7 @@ AttentionMaskInterface.register(EAGER_NAME, functools.partial(make_mask, "eager"
 
 
 def why_unusable(model: Any) -> str | None:
-    """What of this model (a `PreTrainedModel`) `odb_varlen` cannot compute as sdpa or eager do; None: nothing."""
+    """Why `odb_varlen` cannot replace sdpa or eager in this model (a `PreTrainedModel`); None if it can."""
     if not hasattr(model, "set_attn_implementation") or _key(model) is None:
         return "its attention function cannot be chosen for its language model alone"
     if not getattr(type(model), "_can_set_attn_implementation", lambda: False)():
@@ -256,7 +256,7 @@ def why_unusable(model: Any) -> str | None:
 
 
 def install(model: Any) -> Callable[[], None]:
-    """Put `odb_varlen` in the place of sdpa or eager in the language model; returns a function that undoes it.
+    """Replace sdpa or eager in the language model by `odb_varlen`; returns a function that undoes it.
 
     Raises `LayoutError` if transformers does not do it; the model is as before.
     """
@@ -288,7 +288,7 @@ def text_config(model: Any) -> Any:
 
 
 def _key(model: Any) -> str | None:
-    """Under which name `set_attn_implementation` knows the language model; None: under none."""
+    """The name by which `set_attn_implementation` selects the language model; None if it has none."""
     config = text_config(model)
     if config is model.config:
         return ""

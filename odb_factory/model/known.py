@@ -3,7 +3,7 @@
 A collator makes token ids, labels, masks, positions and grids of patches on the host. A model of transformers gets them
 on the device and reads them back from there: grids, to split images; masks, whose number of tokens is the size of a
 result. Each read waits until the device has computed all that was asked of it before. `Known` is such a tensor on the
-device for everybody, with its values on the host:
+device whose values the host knows, too:
 
 - an operation on known integers alone is computed on the host, and its result is known;
 - a known mask that selects is replaced by the places that it selects, which are known;
@@ -53,7 +53,7 @@ class Known(Tensor):
 
     host: Tensor
     _made: dict[str, Any]
-    """What is made of this view of the host's values, and the version of these."""
+    """Tensors made from this view of the host's values, and the version of the values."""
 
     @staticmethod
     def __new__(cls, host: Tensor, device: torch.device) -> Known:
@@ -66,7 +66,7 @@ class Known(Tensor):
         super().__init__()
 
     def ordinary(self) -> Tensor:
-        """The same as an ordinary tensor of the device."""
+        """An ordinary tensor of the device with the same values."""
         return self._make("ordinary", self._copied)
 
     def places(self) -> Sequence[Tensor]:
@@ -75,7 +75,7 @@ class Known(Tensor):
         return self._make("places", self._selected)
 
     def _make(self, name: str, make: Callable[[], Any]) -> Any:
-        """Once until the values are written to: torch counts that for all views of the same memory."""
+        """Call `make` once, and again after a write: torch counts writes for all views of the same memory."""
         if self.is_inference() or self._made.get("version") != self._version:
             self._made = {} if self.is_inference() else {"version": self._version}
         if name not in self._made:
@@ -93,7 +93,7 @@ class Known(Tensor):
             host = host[..., 0]
         return [Known(indices, self.device).ordinary() for indices in host.nonzero(as_tuple=True)]
 
-    # What torch computes from the memory of a tensor, not by operations.
+    # Methods by which torch reads the memory of a tensor without an operation.
 
     def tolist(self) -> Any:
         return self.host.numpy().tolist()
@@ -181,7 +181,7 @@ class Known(Tensor):
 
 
 def _leaves(values: Sequence[Any]) -> Iterator[Any]:
-    """Of arguments or results of an operation, among which lists and tuples may be."""
+    """Flatten the lists and tuples among arguments or results of an operation."""
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)
 
@@ -201,7 +201,7 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def _elements(known: Sequence[Known]) -> int:
-    """Of the result of an operation by element, or more; 0 if it cannot be one."""
+    """Upper bound for the elements of an elementwise result; 0 if the shapes do not broadcast."""
     if (at_most := math.prod(tensor.numel() for tensor in known)) <= LARGEST:
         return at_most
     try:
@@ -217,7 +217,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def ordinary(value: Any) -> Any:
-    """The ordinary tensor of a known one, for code that needs one; all else as it is."""
+    """The ordinary tensor of a `Known`; any other value as it is."""
     return value.ordinary() if isinstance(value, Known) else value
 
 

@@ -98,20 +98,20 @@ def _modules(models: Sequence[Any]) -> list[nn.Module]:
 
 @torch.compiler.disable(recursive=False)
 def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a module that calls its tower for images, then for videos. own: before."""
+    """Replaces the forward (own) of a module that calls its tower for images, then for videos."""
     if not has_both(kwargs):
         return own(*args, **kwargs)
     tower, videos = module.visual, kwargs[PIXELS[1]]
     of_videos: list[Any] = []
 
     def together(pixels: Tensor, grid_thw: Tensor, **more: Any) -> Any:
-        """The forward of the tower in this batch: the first call, for the images, computes the videos too."""
+        """The tower's forward in this batch: the first call, for the images, computes the videos too."""
         if of_videos:
             return of_videos[0]
         total = len(pixels) + len(videos)
 
         def parts(features: Any) -> tuple[Any, Any]:
-            """Of images and of videos. features: of all patches, or one embedding for a number of them."""
+            """Split features into those of images and of videos. features: one row for one or more patches."""
             if not isinstance(features, Tensor):
                 return features, features
             of_images, rest = divmod(len(pixels) * len(features), total)
@@ -138,7 +138,7 @@ def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
 
 IMAGES = "odb_flash_images"
-"""The attention function of towers, in the place of sdpa."""
+"""The attention function of towers that replaces sdpa."""
 
 
 def attend_images(
@@ -190,7 +190,7 @@ def images_at_once(*models: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for tower in modules:
             if hasattr(tower, "window_size") and _window_function(tower) is not None:
-                stack.callback(tower.register_forward_pre_hook(_hand_in_windows, with_kwargs=True).remove)
+                stack.callback(tower.register_forward_pre_hook(hand_in_windows, with_kwargs=True).remove)
         for config in configs.values():
             if getattr(config, "_attn_implementation", None) == "sdpa":
                 config._attn_implementation = IMAGES
@@ -199,11 +199,12 @@ def images_at_once(*models: Any) -> Iterator[None]:
 
 
 def _window_function(tower: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What the file of a tower computes windows by, if they can be handed in."""
+    """The function of the tower's module that computes windows, if the tower takes them as arguments."""
     return getattr(sys.modules[type(tower).__module__], "get_vision_window_index", None)
 
 
-def _hand_in_windows(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def hand_in_windows(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a tower's forward with the windows of its images, if the host knows the grid."""
     grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
     get = _window_function(tower)
     if get is None or not isinstance(grid, Known):

@@ -99,11 +99,13 @@ def test_what_the_yaml_shows_is_said_before_the_launch(
     ("module", "name", "text", "overrides", "start"),
     [
         ("llamafactory.launcher", "train", ODB, ["odb.overlong=sometimes"], "odb.overlong: 'sometimes'"),
-        ("llamafactory.v1.launcher", "merge", ODB, [], "odb: `llamafactory-cli merge` "),
         ("llamafactory.v1.launcher", "merge", "model: x\n", ["odb.token_budget=1"], "odb: `llamafactory-cli merge` "),
         *(
-            ("llamafactory.launcher", name, ODB, [], f"odb: `llamafactory-cli {name}` ")
-            for name in ("chat", "export", "api")
+            (module, name, ODB, [], f"odb: `llamafactory-cli {name}` ")
+            for module, name in (
+                *(("llamafactory.launcher", name) for name in ("chat", "export", "api")),
+                *(("llamafactory.v1.launcher", name) for name in ("merge", "dpo", "rm")),
+            )
         ),
     ],
 )
