@@ -1,4 +1,4 @@
-"""What the tests stand on: tiny random models and a small data set of their own."""
+"""Fixtures of all tests (tiny random models, small datasets) and the choice of tests."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ import pytest
 
 from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
-# Here, where the process that starts those of pytest-xdist reads it: torch counts its threads when it is imported.
-# Tiny models gain nothing from threads, and worker processes share the cores with them.
+# Set before torch is imported, which then counts its threads. Tiny models gain nothing from threads, and worker
+# processes need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# No timed assertions: a machine may be busy. The same examples in every run, so that a change is judged by what it
-# changes; `pytest --hypothesis-profile=search` draws others.
+# No deadlines: a machine may be busy. Every run has the same examples, except with `--hypothesis-profile=search`.
 hypothesis.settings.register_profile("odb", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("odb")
 
-# Modules, once imported, stay: a collection that looks through them takes .7 s, and every training makes some.
+# A garbage collection looks through all imported modules, which takes 0.7 s, so they are frozen below.
 gc.disable()
-
 
 HERE = Path(__file__).parent
 INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory", "test_yaml_configs.py"}
-"""Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings. Others are unit tests."""
+"""Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings."""
 OTHER_THAN_FOLDER = {
     "cli/test_tiny_model.py",
     "data/test_epochs.py",
@@ -53,21 +51,21 @@ OTHER_THAN_FOLDER = {
     "training/test_trl.py",
     "training/test_without_logits.py",
 }
-"""Unit tests in folders of integration tests, and the reverse."""
+"""Unit tests in folders of integration tests, and integration tests in folders of unit tests."""
 UNIT_TIER = "not integration and not nightly"
 SLOW = {"distributed", "examples", "training", "llamafactory", "integrations", "cli", "loop"}
-"""Folders whose files take long."""
+"""Folders of slow tests."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without `-m`: the unit tests, or all but the nightly ones of the paths that are named."""
+    """Without `-m`: the unit tests, or all but the nightly tests of the paths on the command line."""
     if not config.option.markexpr:
         are_named = config.args_source == pytest.Config.ArgsSource.ARGS
         config.option.markexpr = "not nightly" if are_named else UNIT_TIER
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Unit tests do not wait for the imports of the others."""
+    """Do not import integration tests if only unit tests run."""
     is_file = collection_path.suffix == ".py"
     return True if is_file and config.option.markexpr == UNIT_TIER and is_integration(collection_path) else None
 
@@ -78,16 +76,15 @@ def is_integration(path: Path) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Tests of named paths run in this process, where a debugger works; all others in two to four."""
+    """0 for paths on the command line, so that a debugger works; else two to four."""
     are_named = config.args_source == pytest.Config.ArgsSource.ARGS
     return 0 if are_named else min(max(os.cpu_count() or 2, 2), 4)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark integration tests by their paths, and set the order in which xdist hands out files: short ones last, so that
-    its workers end at the same time; the others by their names, so that those of tests/distributed, which mostly wait,
-    run beside some that do not."""
+    """Mark integration tests by their paths, and order the files for xdist: short files last, so that its workers end
+    together; others by name, which mixes tests/distributed, where processes mostly wait, with other folders."""
     for item in items:
         if is_integration(item.path) and item.get_closest_marker("nightly") is None:
             item.add_marker("integration")

@@ -1,6 +1,6 @@
-"""The same training by stock LLaMA-Factory and with an `odb:` block, and how far the two are apart (I9).
+"""Train with stock LLaMA-Factory and with an `odb:` block, and compare the two (I9).
 
-`CELLS` of a test module name trainings; `run_cells` trains them on one rank or several, `check_cell` compares.
+`CELLS` of a test module name trainings; `run_cells` runs them on one or several ranks, `check_cell` compares.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from odb_factory import memory
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
 EXACT = 1e-12
-"""Largest difference of any other figure: a mean may be taken in another order."""
+"""Largest difference of any other figure: the order of a sum may differ."""
 PREFERENCES = {"rewards/": 2e-4, "logps/": 2e-3, "kl": 2e-3, "odds_ratio_loss": 2e-4, "sft_loss": 2e-4}
-"""Largest differences of what trainers for preferences log, themselves: log-probabilities of some hundred, and their
+"""Largest absolute differences of the figures of preference trainers: log-probabilities of about -100, and their
 differences."""
 BY_THE_CUT = ("logits/",)
-"""Figures over padding."""
+"""Figures that include padding."""
 OF_THE_CLOCK = ("runtime", "per_second", "flops_per")
-"""Parts of names of figures that depend on how fast a training was."""
+"""Parts of the names of figures that depend on speed."""
 NUM_TRAINED, NUM_EVAL, NUM_PICTURES = 22, 4, 14
-"""With 2 x 3 pairs an optimizer step the last one of an epoch has stock micro-batches of 3 and of 1."""
+"""With 2 x 3 pairs an optimizer step the last step of an epoch has stock micro-batches of 3 and of 1."""
 ODB = {"token_budget": 640, "eval_token_budget": "auto", "audit": True}
-"""Holds all pairs of the last optimizer step at once, were they of one weight."""
+"""The budget holds all pairs of the last optimizer step, if they had the same weight."""
 WHOLE: dict[str, dict[str, Any]] = {"pt": {"packing": False}}
-"""Stock's own argument for documents that stay whole; with odb it goes without saying."""
+"""Stock's argument for whole documents, which odb sets by itself."""
 ROWS = {"pt": "documents", "sft": "talks", "kto": "judged"}
 HEAD_BIAS = "v_head.summary.bias"
-"""A reward model's loss is one of differences of scores: the gradient of the bias of its head is 0 but for rounding, of
-which Adam makes whole steps."""
+"""A reward model's loss depends on differences of scores: the gradient of the head's bias is rounding, which Adam turns
+into whole steps."""
 LIMIT_S = 240
 
 Config = Callable[..., dict[str, Any]]
@@ -58,12 +58,12 @@ Config = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True)
 class Training:
-    """What a training has computed.
+    """The results of a training.
 
-    rows: of each optimizer step the sorted checksums of the rows of all ranks; an idle micro-batch has none.
+    rows: for each optimizer step the sorted checksums of the rows of all ranks, without idle micro-batches.
     num_micro_batches: of each optimizer step, on each rank.
-    log: the Trainer's log history. weights: as saved at the end. folders: the checkpoints that are left.
-    engine: classes of the model and the optimizer, as wrapped. audit: the lines of all ranks, none of stock's.
+    log: the Trainer's log history. weights: as saved at the end. folders: the remaining checkpoints.
+    engine: classes of the wrapped model and optimizer. audit: the lines of all ranks; empty for stock.
     """
 
     rows: list[list[int]]
@@ -86,19 +86,19 @@ class Deviation:
     grad_norm: float
     eval_loss: float
     weights: float
-    """Of the norm of all weights."""
+    """Norm of the difference of all weights."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Of every other figure that differs."""
+    """Other figures that differ."""
     preferences: dict[str, float] = field(default_factory=dict)
-    """Of the figures of a trainer for preferences, the difference itself."""
+    """Absolute differences of the figures of a preference trainer."""
 
 
 # A training
 
 
 def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
-    """Run real LLaMA-Factory on `config` to its end: in this process, or where it has several ranks or another
-    environment in processes of their own."""
+    """Run real LLaMA-Factory on `config` to its end: in this process, or in others for several ranks or another
+    environment."""
     output_dir = Path(config["output_dir"])
     record = output_dir.with_name(f"{output_dir.name}_record")
     if num_ranks == 1 and env is None:
@@ -112,20 +112,20 @@ def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None
 def launch(
     configs: list[dict[str, Any]], folder: Path, num_ranks: int = 2, limit_s: float = LIMIT_S, **more: Any
 ) -> list[Outcome]:
-    """Train all, one after the other, in the processes of one launch. more: arguments of `run_ranks`."""
+    """Run all trainings, one after the other, in the processes of one launch. more: arguments of `run_ranks`."""
     more |= {"world_size": num_ranks, "limit_s": limit_s, "configs": configs}
     return run_ranks("same_training:train_all", folder, **more)
 
 
 def memory_counted(is_counted: bool) -> AbstractContextManager[Any]:
-    """Within it a CPU counts its memory, as an accelerator: trainings rehearse, and measure what they recompute."""
+    """A context in which a CPU counts its memory like an accelerator, so that trainings rehearse."""
     meter = CPUMeter(2**40)
     return mock.patch.object(memory, "find_meter", return_value=meter) if is_counted else nullcontext()
 
 
 def train_all(rank: int, configs: list[dict[str, Any]], counted: Sequence[str] = ()) -> int:
-    """In a rank: the workflow of each configuration's stage, as `llamafactory-cli train` does, recorded beside its
-    output. counted: outputs of those that count their memory."""
+    """Run the workflow of each configuration in a rank, as `llamafactory-cli train` does, with a record next to its
+    output. counted: output folders of trainings that count their memory."""
     os.environ["LOCAL_RANK"] = str(rank)
     for config in configs:
         model_args, data_args, training_args, finetuning_args, generating_args = get_train_args(dict(config))
@@ -139,7 +139,7 @@ def train_all(rank: int, configs: list[dict[str, Any]], counted: Sequence[str] =
 
 
 def read(output_dir: Path, num_ranks: int) -> Training:
-    """What a training has left: its output, and the record of each of its ranks beside that, if it was recorded."""
+    """Read the output of a training, and the records of its ranks if there are any."""
     records = [output_dir.with_name(f"{output_dir.name}_record.{rank}") for rank in range(num_ranks)]
     ranks = [read_jsonl(path) if path.exists() else [] for path in records]
     audits = [path for path in sorted(output_dir.glob("odb_audit_rank*.jsonl")) if path.stat().st_size]
@@ -173,7 +173,7 @@ def read(output_dir: Path, num_ranks: int) -> Training:
 
 
 def deviation(ours: Training, stock: Training) -> Deviation:
-    """Raises `AssertionError` if the two do not even have the same figures at the same optimizer steps."""
+    """Raises `AssertionError` if the two do not have the same figures at the same optimizer steps."""
     losses: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
     figures, preferences = dict[str, float](), dict[str, float]()
     assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
@@ -184,7 +184,7 @@ def deviation(ours: Training, stock: Training) -> Deviation:
             figure, kind = name.removeprefix("eval_"), "loss" if name == "train_loss" else name
             if any(part in name for part in OF_THE_CLOCK) or figure.startswith(BY_THE_CUT):
                 continue
-            prefix = next((one for one in PREFERENCES if figure.startswith(one)), None)
+            prefix = next((prefix for prefix in PREFERENCES if figure.startswith(prefix)), None)
             difference = _relative(mine[name], its[name])
             if prefix is not None:
                 preferences[prefix] = max(preferences.get(prefix, 0.0), abs(mine[name] - its[name]))
@@ -198,7 +198,9 @@ def deviation(ours: Training, stock: Training) -> Deviation:
     assert ours.weights.keys() == stock.weights.keys()
     weights = 0.0
     if names := stock.weights.keys() - {HEAD_BIAS}:  # FSDP has saved none here
-        mine, its = (torch.cat([of.weights[name].double().flatten() for name in sorted(names)]) for of in (ours, stock))
+        mine, its = (
+            torch.cat([run.weights[name].double().flatten() for name in sorted(names)]) for run in (ours, stock)
+        )
         weights = ((mine - its).norm() / its.norm()).item()
     return Deviation(**losses, weights=weights, figures=figures, preferences=preferences)
 
@@ -215,37 +217,34 @@ def check_same_training(
     counts_other_tokens: bool = False,
     of_all_ranks: bool = True,
 ) -> Deviation:
-    """I9: the same rows in every optimizer step, the same figures, the same model but for rounding.
+    """I9: the same rows in every optimizer step, the same figures, the same model except for rounding.
 
-    shards_parameters: the Trainer counts FLOPs by the parameters that are gathered when it looks, in stock too.
-    of_all_ranks: stock's figures of preferences are, and so comparable.
-    counts_other_tokens: odb counts tokens, and FLOPs by them, of the longer of the two rows of an example of KTO; a
-    stock that cuts in another way pads to other lengths.
+    shards_parameters: the Trainer counts FLOPs by the parameters that happen to be gathered, also in stock.
+    of_all_ranks: stock's figures of preferences include all ranks, so they can be compared.
+    counts_other_tokens: tokens and FLOPs differ: odb counts the longer of the two rows of a KTO example, and another
+    batch size of stock pads to other lengths.
     """
     assert len(ours.rows) == len(stock.rows) > 0
     for number, (mine, its) in enumerate(zip(ours.rows, stock.rows)):
         assert mine == its, f"optimizer step {number} has other rows"
     assert ours.learning_rates == stock.learning_rates, "to the last digit"
     assert all(tensor.dtype in (torch.float32, torch.float64) for tensor in stock.weights.values())
-    found = deviation(ours, stock)
+    differences = deviation(ours, stock)
     not_compared = {"total_flos"} if shards_parameters or counts_other_tokens else set()
     not_compared |= {"num_input_tokens_seen"} if counts_other_tokens else set()
-    assert not {name.removeprefix("state.") for name in found.figures} - not_compared, found
+    assert not {name.removeprefix("state.") for name in differences.figures} - not_compared, differences
     keys = ("current_steps", "total_steps", "percentage", "epoch")
-    mine, its = ([[line.get(key) for key in keys] for line in one.progress] for one in (ours, stock))
+    mine, its = ([[line.get(key) for key in keys] for line in run.progress] for run in (ours, stock))
     assert mine == its and ours.folders == stock.folders
-    assert max(found.loss, found.eval_loss, found.weights) < RELATIVE, found
+    assert max(differences.loss, differences.eval_loss, differences.weights) < RELATIVE, differences
     if of_all_ranks:
-        assert all(difference < PREFERENCES[name] for name, difference in found.preferences.items()), found
-    return found
+        assert all(size < PREFERENCES[name] for name, size in differences.preferences.items()), differences
+    return differences
 
 
-def report(name: str, found: Deviation) -> None:
-    """One line for those who run the tests with -s."""
-    print(
-        f"{name}: loss {found.loss:.1e}, grad_norm {found.grad_norm:.1e}, eval_loss {found.eval_loss:.1e}, "
-        f"weights {found.weights:.1e} {found.preferences or ''} {found.figures or ''}"
-    )
+def report(name: str, differences: Deviation) -> None:
+    """Print a line, which pytest -s shows."""
+    print(f"{name}: {differences}")
 
 
 # Cells
@@ -253,9 +252,9 @@ def report(name: str, found: Deviation) -> None:
 
 @dataclass(frozen=True)
 class Cell:
-    """A training that both do: `changes` to the configuration of its stage, odb's `block`, `stock`'s own changes.
+    """A training with and without odb: `changes` for both, odb's `block`, and `stock`'s own changes.
 
-    model: `text`, or another that the test module makes. max_patches is bounded where rows have images.
+    model: `text`, or another name of the test module.
     """
 
     stage: str = "sft"
@@ -273,7 +272,8 @@ class Cell:
 def run_cells(
     cells: Mapping[str, Cell], config_of: Config, folder: Path, num_ranks: int = 1, **more: Any
 ) -> dict[str, tuple[Training, Training]]:
-    """Of each cell the training with odb and stock's: in this process, or in those of one launch (with `more`)."""
+    """The trainings with odb and with stock of each cell: in this process, or in the processes of one launch. more:
+    arguments of `launch`."""
     configs, folders, counted = [], {}, []
     for number, (name, cell) in enumerate(cells.items()):
         common = {"ddp_find_unused_parameters": cell.stage == "rm"} if num_ranks > 1 else {}
@@ -297,26 +297,27 @@ def run_cells(
 def check_cell(
     name: str, cell: Cell, ours: Training, stock: Training, num_ranks: int = 1, shards_parameters: bool = False
 ) -> Deviation:
-    """The same training, in micro-batches of several samples without padding within their budget."""
+    """The trainings are the same, and odb's micro-batches have several samples within their budgets; flat ones have no
+    padding."""
     is_kto = cell.stage == "kto"
     options = {"counts_other_tokens": is_kto or bool(cell.stock), "of_all_ranks": not is_kto or num_ranks == 1}
-    found = check_same_training(ours, stock, shards_parameters=shards_parameters, **options)
-    report(name, found)
+    differences = check_same_training(ours, stock, shards_parameters=shards_parameters, **options)
+    report(name, differences)
     several = [line for line in ours.audit if len(line["ids"]) > 1]
     assert several
     for line in ours.audit if cell.is_flat else ():
-        # Of the two rows that KTO's trainer computes for an example one after the other the longer counts.
+        # KTO computes two rows of an example one after the other, and the longer row counts.
         padding = line["length"] - sum(line["segments"])
         assert line["rows"] == 1 and (padding == 0 or (is_kto and padding > 0)), f"no padding: {line}"
     budget = dict(ODB) | dict(cell.block)
     assert all(line["rows"] * line["length"] <= budget["token_budget"] for line in several), "I4"
     most = budget.get("max_patches")
     assert most is None or 0 < max(line["patches"] for line in several) <= most, "I4"
-    return found
+    return differences
 
 
 def configurations(models: Callable[[str], Path], rows_dir: Path) -> Config:
-    """`config_of(stage, output_dir, ...)`: a training on the rows of `write_rows`; evaluated in between."""
+    """`config_of(stage, output_dir, ...)`: a training with evaluations on the rows of `write_rows`."""
 
     def config_of(
         stage: str, output_dir: Path, *, model: str = "text", num_ranks: int = 1, **changes: Any
@@ -341,8 +342,8 @@ def configurations(models: Callable[[str], Path], rows_dir: Path) -> Config:
 
 
 def write_rows(folder: Path) -> Path:
-    """In the formats of LLaMA-Factory's demo sets: documents, conversations, some with images or sounds, and those with
-    a better and a worse answer, or with one that is judged."""
+    """Write datasets in the formats of LLaMA-Factory's demo data: documents, conversations with and without media,
+    preference pairs and judged answers."""
     folder.mkdir()
     rng = random.Random(5)
     vocabulary = ["the", "model", "reads", "a", "long", "line", "of", "words", "and", "says", "which", "is", "better"]
@@ -350,16 +351,16 @@ def write_rows(folder: Path) -> Path:
     def words(count: int) -> str:
         return " ".join(rng.choices(vocabulary, k=count))
 
-    def said(who: str, count: int) -> dict[str, str]:
+    def turn(who: str, count: int) -> dict[str, str]:
         return {"from": who, "value": words(count)}
 
     numbers = range(NUM_TRAINED + NUM_EVAL)
     documents = [{"text": words(3 + k * 13 % 67)} for k in numbers]
     pairs = [
         {
-            "conversations": [said("human", 3 + k % 9)],
-            "chosen": said("gpt", 2 + k * 13 % 61),
-            "rejected": said("gpt", 2 + k * 29 % 53),
+            "conversations": [turn("human", 3 + k % 9)],
+            "chosen": turn("gpt", 2 + k * 13 % 61),
+            "rejected": turn("gpt", 2 + k * 29 % 53),
         }
         for k in numbers
     ]
@@ -374,12 +375,12 @@ def write_rows(folder: Path) -> Path:
         for pair, album in zip(pairs, albums)
     ]
     clip = ["wide.png"] * 4
-    scenes = [with_media(one, "videos", [clip] if k % 4 == 1 else []) for k, one in enumerate(albums)]
+    scenes = [with_media(album, "videos", [clip] if k % 4 == 1 else []) for k, album in enumerate(albums)]
     sounds = [
         with_media(talk, "audios", [write_noise(folder / f"{k}_{n}.wav", 3000 + 700 * k) for n in range(k % 3)])
         for k, talk in enumerate(talks)
     ]
-    uneven, films = [], []  # all media in the rows that the first of two ranks draws
+    uneven, films = [], []  # the first of two ranks has all media
     frames = [f"frame_{number}.png" for number in range(4)]
     for number, name in enumerate(frames):
         noise((64, 64), seed=number).convert("RGB").save(folder / name)
@@ -390,9 +391,9 @@ def write_rows(folder: Path) -> Path:
     rows = {"documents": documents, "pairs": pairs, "pictures": pictures, "sounds": sounds, "uneven": uneven}
     rows |= {"talks": talks, "judged": judged, "albums": albums, "films": films, "scenes": scenes}
     info: dict[str, dict[str, Any]] = {}
-    for name, of_set in rows.items():
-        (folder / f"{name}.json").write_text(json.dumps(of_set), encoding="utf-8")
-        keys = {key for row in of_set for key in row}
+    for name, dataset in rows.items():
+        (folder / f"{name}.json").write_text(json.dumps(dataset), encoding="utf-8")
+        keys = {key for row in dataset for key in row}
         columns = {"messages": "conversations"} | {key: key for key in keys - {"conversations", "good"}}
         columns |= {"kto_tag": "good"} if "good" in keys else {}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns}

@@ -1,4 +1,4 @@
-"""Helpers of the tests: data sets and configurations to write, real LLaMA-Factory runs, their logs."""
+"""Helpers of the tests: datasets, configurations, runs of real LLaMA-Factory and their logs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ BIN = Path(sys.executable).parent
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # as in an activated environment
 
 SHIMS = Path(__file__).parent / "distributed" / "shims"
-"""Its `sitecustomize` runs first in every process that a test starts."""
+"""The folder's `sitecustomize` runs first in every process that a test starts."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIMS), os.environ.get("PYTHONPATH")]))
 
 os.environ["ODB_TEST_SHIM_DEEPSPEED_ON_GLOO"] = "1"  # see `shimmed`
 
 CHECKPOINTS = Version(version("transformers")) < Version("5.18")
-"""Whether LLaMA-Factory 0.9.5's own checkpointing of activations works; stock itself ends with newer releases."""
+"""Whether LLaMA-Factory 0.9.5's gradient checkpointing works: stock itself fails with newer releases."""
 
 RUN_TIMEOUT_S = 240
 MARK = "ODB_TEST_RUN"
-"""Set in the environment of a run, and so of all its processes: torchrun puts each rank into a session of its own."""
+"""An environment variable of all processes of a run; torchrun puts each rank into a session of its own."""
 
 
 def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Path:
@@ -62,13 +62,13 @@ def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Pa
 
 
 def noise(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    """A grey picture of noise, width x height. The same in each run, as Pillow's own `effect_noise` is not."""
+    """A grey picture of noise, width x height; the same in each run, unlike Pillow's `effect_noise`."""
     values = np.random.default_rng(seed).normal(128, 60, size[::-1])
     return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def training_config(model: Path, data_dir: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
-    """An ordinary SFT configuration for one CPU process; `odb` is among the `changes` where wanted."""
+    """An ordinary SFT configuration for one CPU process. changes: keys of LLaMA-Factory, and `odb`."""
     return {
         "model_name_or_path": str(model),
         "stage": "sft",
@@ -106,7 +106,7 @@ def run_llamafactory(config: dict[str, Any], *overrides: str, env: dict[str, str
 
 
 def need(package: str) -> None:
-    """Skip a test where this is not installed."""
+    """Skip a test if a package is not installed."""
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package.replace('_', '-')}")
 
@@ -125,12 +125,12 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 WAITS += ("repeat_interleave",)
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 ON_THE_HOST = ("fast_pos_embed_interpolate", "get_window_index", "get_vision_window_index")
-"""Functions of transformers that read tensors which lie on the host on a GPU machine, too."""
+"""Functions of transformers that read tensors which are on the host also on a machine with a GPU."""
 
 
 class ReadBacks(TorchDispatchMode):
-    """Counts by their line, while `is_on`, what would wait for a GPU: reads of values from tensors, and operations
-    whose result has a size that only the device knows."""
+    """Counts by line, while `is_on`, operations that wait for a GPU: reads of values, and results whose size only the
+    device knows."""
 
     def __init__(self, is_on: bool = True):
         super().__init__()
@@ -154,7 +154,7 @@ class ReadBacks(TorchDispatchMode):
         name = func.overloadpacket.__name__
         indices = [index for index in args[1] if index is not None] if name in INDEXED else []
         by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-        if (name in WAITS or by_mask) and not any(isinstance(one, Known) for one in (*args, *indices)):
+        if (name in WAITS or by_mask) and not any(isinstance(tensor, Known) for tensor in (*args, *indices)):
             self._count(name)
         return func(*args, **(kwargs or {}))
 
@@ -170,16 +170,16 @@ class ReadBacks(TorchDispatchMode):
 
 
 def free_port() -> int:
-    """A port for the processes of one run to meet at. The kernel gives those from 32,768 on to any connection."""
+    """A free port below 32,768, from where the kernel takes ports for any connection."""
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A cache that remembers errors too: what takes long and fails is not tried again for each cell that needs it."""
+    """A cache that also remembers errors, so that a slow failure is not repeated for each cell."""
     made: dict[tuple[Any, ...], tuple[Any, BaseException | None]] = {}
 
     @functools.wraps(make)
@@ -198,7 +198,7 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shimmed(name: str) -> dict[str, str]:
-    """The environment in which every process imports that module of SHIMS first."""
+    """The environment in which every process first imports this module of SHIMS."""
     return {f"ODB_TEST_SHIM_{name.upper()}": "1"}
 
 
@@ -207,12 +207,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_audit(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """What was trained on, without the clock: the same run leaves the same."""
+    """The audit of a rank without times: equal for equal runs."""
     return [without_clock(line) for line in read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl")]
 
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of an audit."""
+    """A line of an audit without times."""
     return {name: value for name, value in line.items() if name not in ("time", "data_wait_s")}
 
 
@@ -222,20 +222,20 @@ def read_log(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def marked_processes(mark: str) -> dict[int, list[str]]:
-    """Every living process with this `MARK`: its command line by its id."""
-    found = {}
+    """The command line of every living process with this `MARK`, by process id."""
+    command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         words = proc_words(pid, "cmdline")
         if words and f"{MARK}={mark}" in proc_words(pid, "environ"):  # a zombie has no words
-            found[pid] = words
-    return found
+            command_lines[pid] = words
+    return command_lines
 
 
 def end_of(
     words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """How a command ends, with all that it prints; none of its processes outlives the call."""
+    """Run a command to its end, with its output; none of its processes outlives the call."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         words,
@@ -259,14 +259,14 @@ def end_of(
 def run_command(
     words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> str:
-    """What a command prints, which ends well. It sees no CUDA device."""
+    """The output of a command that must succeed. It sees no CUDA device."""
     ended = end_of(words, limit_s, cwd, {**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""})
     assert ended.returncode == 0, f"{words}:\n{ended.stdout[-4000:]}"
     return ended.stdout
 
 
 def end_marked_processes(mark: str) -> None:
-    """End every process with this `MARK`, stopped ones too; by their ids."""
+    """End every process with this `MARK` by its id, also stopped processes."""
     for _ in range(100):
         alive = marked_processes(mark)
         if not alive:
@@ -280,7 +280,7 @@ def end_marked_processes(mark: str) -> None:
 
 
 def proc_words(pid: int, file: str) -> list[str]:
-    """The words in a file of /proc that ends each with a zero; none if the process is gone."""
+    """The words of a file of /proc in which a zero ends each word; none if the process is gone."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").split("\0")[:-1]
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -1,5 +1,5 @@
-"""Samples that tell what they are: datasets, a collator and the loader of the core over them, which worker processes of
-any start method can import."""
+"""Samples whose values show their row: datasets, a collator and the core's loader, which worker processes of any start
+method can import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_ROWS = 60
 
 
 def item(k: int) -> dict[str, Any]:
-    """Row k: 2 to 40 times the id k + 1, so that a batch tells what it is made of."""
+    """Row k: 2 to 40 times the id k + 1, so that a batch shows its rows."""
     ids = [k + 1] * (2 + k * 7 % 39)
     return {"input_ids": ids, "labels": ids}
 
@@ -46,7 +46,7 @@ class Rows(Dataset):
 
 
 class Opening(Rows):
-    """Opens a file when it is read first, which no other process may read from."""
+    """Must be read by a single process, like an open file."""
 
     opened_by: int | None = None
 
@@ -62,7 +62,7 @@ class Stream(IterableDataset):
 
 
 def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Knows two keys, and drops all others."""
+    """Collates two keys, and drops all others."""
     rows = [np.asarray(item["input_ids"]).reshape(-1) for item in items]
     length = max(map(len, rows))
     padded = np.stack([np.pad(row, (0, length - len(row))) for row in rows])
@@ -74,14 +74,14 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def cost_of(size: int | Cost) -> Cost:
-    """Of a row of so many tokens, all of them supervised."""
+    """The cost of a row of `size` tokens, all of them supervised."""
     return size if isinstance(size, Cost) else Cost(size, 0, max(size - 1, 1))
 
 
 class Observer:
-    """Of rows (number, tokens or cost, fate): every id of row k is k + 1. One of no tokens is dropped.
+    """Observes rows (number, tokens or cost, fate): every id of row k is k + 1. A row without tokens is dropped.
 
-    hangs: (row, epoch) that is never done.
+    hangs: the (row, epoch) that never returns.
     """
 
     def __init__(self, hangs: tuple[int, int] | None = None):
@@ -110,7 +110,7 @@ class Observer:
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As `pad`, unless it is the fate of a row."""
+    """`pad`, unless the fate of a row is an error."""
     fates = {item["fate"] for item in items}
     if "uncollatable" in fates:
         raise OSError("image file is truncated\nat byte 17")
@@ -129,10 +129,10 @@ def core_loader(
     resolved: str | None = None,
     **options: Any,
 ) -> Iterator[ODBLoader]:
-    """`ODBLoader` over rows (of `Observer`, or their lengths alone), closed at the end.
+    """`ODBLoader` over rows (of `Observer`, or only lengths), closed at the end.
 
-    stream: a dataset that is iterated, in place of `rows`. resolved: what `layout` was resolved to. options: of the
-    config (default: `fill`), of `OptimizerStepRule`, `DataLoaderParts` and `ODBLoader`.
+    stream: an iterable dataset, in place of `rows`. resolved: the resolved `layout`. options: of the config (default:
+    `fill`), of `OptimizerStepRule`, `DataLoaderParts` and `ODBLoader`.
     """
 
     def of(kind: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def core_loader(
 
 
 def a_micro_batch(**changes: Any) -> MicroBatch:
-    """Two samples on one of the ranks, the only micro-batch of the only optimizer step of its epoch."""
+    """A micro-batch of two samples: the only one of the only optimizer step of its epoch."""
     totals: dict[str, Any] = {"samples": 2, "tokens": 5, "padded_tokens": 6, "units": 3, "active_ranks": 1}
     place: dict[str, Any] = {"epoch": 0, "index": 0, "num_micro_batches": 1, "done": 2, "progress": 1.0, "last": True}
     place |= {"rejected": Counter(), "overlong": 0, "remainder": 0, "epoch_steps": 1}

@@ -109,7 +109,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
 
         training = read(Path("my.yaml"), ["odb.token_budget=8192"], ranks=8)
     """
-    from odb_factory.llamafactory.block import checked, is_enabled, is_given, rewritten, without_null
+    from odb_factory.llamafactory.block import checked, is_enabled, is_given, without_null
     from odb_factory.llamafactory.hooks import arguments_of
 
     # What is wrong with the YAML is reported before anything heavy is imported.
@@ -118,7 +118,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
         raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
     keys = arguments_of(str(path), overrides)
     if is_given(without_null(keys)):
-        checked(keys, logs=False)
+        checked(keys)
     if not keys.get("do_train"):
         raise ConfigError(f"{path}: do_train is not true, so it trains nothing; give the YAML that you train with.")
     from llamafactory.extras.misc import get_device_count
@@ -137,7 +137,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
     launched *= int(os.environ.get("NPROC_PER_NODE") or devices or 1)
     ranks = ranks or int(world_size or (launched if devices > 1 or is_enabled("FORCE_TORCHRUN") else 1))
     model, data, training, finetuning, _ = get_train_args(plannable)
-    config = ODBConfig.from_block(rewritten(plannable, logs=False)["odb"])
+    config = ODBConfig.from_block(block)
     batch_size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     size, stock_size = config.global_batch_size, batch_size * accumulation * ranks
     return Training(

@@ -1,9 +1,8 @@
 """Activation: an import hook that wraps functions of LLaMA-Factory when their modules are imported.
 
-`activate` is declared as an entry point of the group `torch.backends`, which torch calls at the end of `import torch`,
-in every process: the command line, torchrun's children, Ray's workers. There it must cost nothing and never fail, so
-it imports the standard library only and places one finder on `sys.meta_path`; everything else happens when a module of
-`HOOKS` is imported.
+`activate` is an entry point of the group `torch.backends`, which torch calls at the end of `import torch` in every
+process: the command line, torchrun's children, Ray's workers. It must cost nothing and never fail, so it imports only
+the standard library and places one finder on `sys.meta_path`; the rest happens when a module of `HOOKS` is imported.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ NEWEST_TESTED = "0.9.6.dev0"
 """LLaMA-Factory's main branch of 2026-08-18."""
 DISABLE = "ODB_FACTORY_DISABLE"
 LAUNCHED = "ODB_FACTORY_LAUNCHED"
-"""Set in a run that the hooked launcher has given to torchrun: see `uncaught`."""
+"""Set in the processes of a run that the hooked launcher started with torchrun: see `uncaught`."""
 
 
 class Hook(NamedTuple):
-    """A function of LLaMA-Factory that is wrapped once its module has been executed.
+    """A function of LLaMA-Factory 0.9.5 and 0.9.6.dev0 that is wrapped after its module has been executed.
 
-    wrapper: of `hooks.py`. without: what a release loses that lacks the
-    function; "": a training with a block is refused. These have the same names and meanings in LLaMA-Factory 0.9.5
-    and the main branch (0.9.6.dev0).
+    wrapper: a function of `hooks.py`. without: what does not work in a release without the function; "": a training
+    with a block is refused.
     """
 
     module: str
@@ -73,7 +71,7 @@ def activate() -> None:
     if os.environ.get(DISABLE, "").lower() in ("1", "true", "y", "yes"):
         return
     try:
-        if is_active():  # by `odb-factory train`: the hooks themselves may import torch while they are placed
+        if is_active():  # `odb-factory train` activates first, and the hooks may import torch
             return
         sys.meta_path.insert(0, SeamFinder())
         for name in MODULES:
@@ -86,7 +84,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Remove the import hook and restore every wrapped function: nothing of odb_factory stays."""
+    """Remove the import hook and restore every wrapped function."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SeamFinder)]
     if hooks := sys.modules.get("odb_factory.llamafactory.hooks"):
         hooks.unhook()
@@ -105,14 +103,14 @@ class SeamFinder(MetaPathFinder):
         if fullname not in MODULES:
             return None
         others = [getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self]
-        found = (find(fullname, path, target) for find in others if find is not None)  # finders of old style have none
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (find(fullname, path, target) for find in others if find is not None)  # old finders have no find_spec
+        spec = next((spec for spec in specs if spec is not None), None)
         loader: Any = spec and spec.loader
         if loader is None:
             return spec
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # from now on the loader is as it was
+            del loader.exec_module  # restores the loader
             loader.exec_module(module)
             _hook(module)
 

@@ -1,6 +1,6 @@
 """Connect LLaMA-Factory's dataset, collator and trainer to `enable_odb`.
 
-Called by the plugin's hooks and by patched forks (`patches/` in the repository): both do the same.
+The plugin's hooks and patched forks (`patches/` in the repository) call the same functions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from odb_factory.llamafactory.dataset import (
     OpenMedia,
     RowObserver,
     TokenizedDataset,
-    is_stream,
     training_rows,
 )
 from odb_factory.llamafactory.media import MediaObserver
-from odb_factory.llamafactory.stages import STAGES, Stage
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
 from odb_factory.training.checks import why_no_door
@@ -38,33 +37,34 @@ logger = get_logger(__name__)
 
 
 class HostCallback(TrainerCallback):
-    """Keeps what LLaMA-Factory shows of a training up to date; comes before its log callback."""
+    """Corrects the figures that LLaMA-Factory shows; runs before its log callback.
 
-    def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
-        self.trainer, self._watches_dropped = trainer, keeps
-        # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
-        arguments = trainer.finetuning_args
-        self._counts_tokens = stage.name in ("sft", "dpo") and arguments.include_effective_tokens_per_second
-        if self._counts_tokens:
-            arguments.include_effective_tokens_per_second = False
+    watches_dropped: log once that LLaMA-Factory drops rows, if the optimizer steps are to be stock's.
+    """
+
+    def __init__(self, trainer: Any, watches_dropped: bool):
+        self.trainer, self._watches_dropped = trainer, watches_dropped
+        # Stock would preprocess every row again after the training to count tokens.
+        self._counts_tokens = trainer.finetuning_args.include_effective_tokens_per_second
+        trainer.finetuning_args.include_effective_tokens_per_second = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, LogCallback):  # it reads the number of steps once
+            if isinstance(callback, LogCallback):  # reads the number of steps only at the start
                 callback.max_steps = state.max_steps
         count = self.trainer.odb.training.step.rejected[INVALID_ROW] if self._watches_dropped else 0
         if count:
             self._watches_dropped = False
             logger.info(
-                "rows are left out (%d by optimizer step %d) that LLaMA-Factory's preprocessing drops; stock does so "
-                "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
-                "tokenized_path, or remove such rows, to have exactly its steps",
+                "LLaMA-Factory's preprocessing drops rows (%d by optimizer step %d); stock drops them before it "
+                "shuffles, so its optimizer steps differ (without shuffling: from here on); set tokenized_path or "
+                "remove these rows to have exactly stock's steps",
                 count,
                 state.global_step,
             )
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """effective_tokens_per_sec: tokens trained on, without padding, a second and rank."""
+        """Log effective_tokens_per_sec: trained tokens without padding, per second and rank."""
         training, logs = self.trainer.odb.training, kwargs["logs"]
         if self._counts_tokens and training is not None and "train_runtime" in logs:
             tokens = training.accounting.total["tokens"] / training.loader.world_size
@@ -77,13 +77,13 @@ PADS_TILES = "MllamaPlugin"
 def _check_tiles(config: ODBConfig, media: MediaObserver) -> None:
     if config.max_patches is not None and type(media.original).__name__ == PADS_TILES:
         raise ConfigError(
-            "odb.max_patches: the vision tower of mllama computes what pads a batch to the most images and the most "
-            "tiles of any row, which is not planned; remove it, and bound micro-batches by token_budget."
+            "odb.max_patches: the vision tower of mllama also computes the images and tiles that pad a batch, which no "
+            "plan bounds; remove the key, and bound micro-batches by token_budget."
         )
 
 
 def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
-    """What a patched fork calls before training, with the `odb:` block that its arguments hold."""
+    """Attach odb to the trainer of a patched fork. block: the `odb:` block of its arguments."""
     attach(trainer, ODBConfig.from_block(block))
     logger.info("online dynamic batching is on; called by the patched workflow of this LLaMA-Factory")
 
@@ -94,11 +94,6 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     tokenizer = getattr(collator, "tokenizer", trainer.processing_class)
     stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, tokenizer)
     dataset = trainer.train_dataset
-    if is_stream(dataset):
-        raise ConfigError(
-            "streaming: True does not go with a patched LLaMA-Factory alone, which has tokenized the stream already; "
-            "let odb_factory come in by itself (unset ODB_FACTORY_DISABLE), or set it to false."
-        )
     template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
     trainer.train_dataset = rows = training_rows(dataset, stage, template, tokenizer, processor)
     _check_tiles(config, rows.media)
@@ -106,7 +101,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         logger.info(
             "odb.max_patches: %d has no effect: template and stage take no images, videos or audio", config.max_patches
         )
-    trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
+    trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends the collator to workers
     head = rows.head if isinstance(rows, OnlineStream) else None
     observe = functools.partial(
         RowObserver,
@@ -132,12 +127,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=bool(stage.batches),
-        agree_on={**rows.stage.settings, "what row 0 says": _first_row(rows if head is None else head, observer)},
-        eval_rows=None if stage.prepares_steps else eval_rows,  # kto's figures are sums over the batches of a rank
+        agree_on={**rows.stage.settings, "content of row 0": _first_row(rows if head is None else head, observer)},
+        eval_rows=None if stage.prepares_steps else eval_rows,  # the figures of kto are sums over a rank's batches
         not_flat=not_flat,
     )
     trainer.odb.parts = stage.parts(trainer)
-    trainer.callback_handler.callbacks.insert(0, HostCallback(trainer, stage, keeps=config.keeps))
+    trainer.callback_handler.callbacks.insert(0, HostCallback(trainer, config.keeps))
     if not config.keeps and config.lr_scale == "none" and trainer.args.per_device_train_batch_size > 1:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
@@ -145,8 +140,8 @@ def attach(trainer: Any, config: ODBConfig) -> None:
 
 
 def _first_row(dataset: Any, observer: RowObserver) -> object:
-    """Of the first row after template and tokenizer, which ranks compare (I11). For a row that cannot be read the kind
-    of error stands: the loader reports it."""
+    """A fingerprint of the first row after template and tokenizer, which ranks compare (I11); the type of the error if
+    the row cannot be read, which the loader reports."""
     try:
         features, cost = observer.observe(dataset[0])
         return fingerprint([dataclasses.astuple(cost), features])

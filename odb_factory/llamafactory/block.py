@@ -1,14 +1,13 @@
-"""The rules of the host: what does not go with an `odb:` block in LLaMA-Factory, checked before a model is loaded.
+"""Settings of LLaMA-Factory that do not work with an `odb:` block, refused before a model is loaded.
 
-`checked` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and if possible before
-processes are started; `check_combination` sees what LLaMA-Factory has made of them. Both are called by the plugin's
-hooks and by patched forks (`patches/` in the repository). Nothing heavy is imported for the first of them. The rules of
-the block itself are in `odb_factory.config`, those of every Trainer in `odb_factory.training.checks`.
+`checked` checks the arguments of the YAML before LLaMA-Factory reads them, if possible before processes start;
+`check_combination` checks LLaMA-Factory's parsed arguments. The plugin's hooks and patched forks (`patches/` in the
+repository) call both. `checked` imports nothing heavy. The rules of the block itself are in `odb_factory.config`, those
+of every Trainer in `odb_factory.training.checks`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -27,36 +26,36 @@ from odb_factory.refusals import Refusal, Settings, refuse
 logger = get_logger(__name__)
 
 FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb|token_budget"
-"""Keys of a YAML that stand for the block: as people misspell it, and as patched forks of LLaMA-Factory have them."""
+"""Keys that mean the block: misspellings, and the keys of forks of LLaMA-Factory."""
 
 
 def is_meant_for_block(key: Any, value: Any) -> bool:
-    """Whether it is `odb:`, or in its place: `--odb`, `ODB`, `odb.token_budget`, `enable_odb`, or a mapping under
-    another name with our budget in it."""
+    """Whether a key is `odb:` or means it: `--odb`, `ODB`, `odb.token_budget`, `enable_odb`, or any mapping with a
+    `token_budget`."""
     is_flat = re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE)
     return is_flat is not None or (isinstance(value, Mapping) and "token_budget" in value)
 
 
 WITHOUT = "odb=null"
-"""The override with which a YAML is trained without its block."""
+"""The override that trains a YAML without its block."""
 
 
 def without_null(args: dict[Any, Any]) -> dict[Any, Any]:
-    """Arguments without a block that the override `odb=null` has emptied; an `odb:` without keys is no such wish."""
+    """Delete `odb` from the arguments if the override `odb=null` has emptied it; an `odb:` without keys stays."""
     if WITHOUT in sys.argv and args.get("odb", "") is None:
         del args["odb"]  # in place: LLaMA-Factory hands the same arguments on
     return args
 
 
 def is_given(args: Mapping[Any, Any]) -> bool:
-    """Whether arguments have a block, or something in its place."""
+    """Whether arguments have a block, or a key that means one."""
     return any(is_meant_for_block(key, value) for key, value in args.items())
 
 
 def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:
-    """Refuse keys that are meant for the block and are not in it, and blocks that have another name.
+    """Refuse keys of the block that stand outside it, and a block with another name.
 
-    is_v1: they are arguments of LLaMA-Factory's next trainer.
+    is_v1: the arguments are those of LLaMA-Factory's next trainer.
     """
     for key, value in args.items():
         if key != "odb" and is_meant_for_block(key, value):
@@ -65,110 +64,46 @@ def check_keys(args: Mapping[Any, Any], *, is_v1: bool = False) -> None:
                 "below it, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
-        ours = {item.name for item in dataclasses.fields(ODBConfig)}
-        # Keys that LLaMA-Factory has, too.
-        ours -= {"global_batch_size"} if is_v1 else {"buffer_size"} if args.get("streaming") else set()
+        ours = {field.name for field in dataclasses.fields(ODBConfig)}
+        if is_v1:  # which has a key of this name
+            ours -= {"global_batch_size"}
+        if args.get("streaming"):  # for which LLaMA-Factory has a key of this name
+            ours -= {"buffer_size"}
         for key in args:
             if key in ours:
                 raise ConfigError(f"{key}: {quoted(args[key])} stands beside odb:, not in it; indent it by two spaces.")
 
 
-BY_INDEX = ("file", "cloud_file")
-"""Kinds of data sets that LLaMA-Factory loads whole, whether it makes a stream of them or not."""
+def checked(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments that have an `odb:` block, before LLaMA-Factory reads them; returns them with `packing: false`
+    for stage pt, where LLaMA-Factory would cut documents into blocks.
 
-
-def checked(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
-    """Check arguments that have an `odb:` block, or something in its place, before LLaMA-Factory reads them; returns
-    them as LLaMA-Factory gets them.
-
-    logs: log what has been changed; else nothing that needs LLaMA-Factory is looked at. Raises a one-line
-    `ConfigError`; from now on such errors, if uncaught, end the process in that line.
+    Raises a one-line `ConfigError`; from now on an uncaught one ends the process in that line.
     """
     uncaught.install()
     check_keys(args)
-    args = rewritten(args, logs=logs)
     config = ODBConfig.from_block(args["odb"])
     refuse(BACKENDS, os.environ)
     rows = (*_wrong_types(args), *YAML, *(OPTIONS if args.get("do_train") else ()))
     refuse(rows, {"odb": config}, args, DEFAULTS)
-    return _by_index(args) if logs else args
-
-
-def _by_index(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without `streaming` if all rows can be read by index.
-
-    LLaMA-Factory loads a local file whole and makes a stream of it, to do without the preprocessing pass; with a block
-    there is no such pass. Its parser then asks for none of what a stream needs (`max_steps`), and refuses none of what
-    a stream cannot have (`max_samples`, a share as `val_size`).
-    """
-    if args.get("streaming") is not True or not args.get("do_train"):
-        return dict(args)
-    from llamafactory.data.parser import get_dataset_list
-
-    names = [args[key] for key in ("dataset", "eval_dataset") if args.get(key)]
-    names = [name.strip() for of_key in names for name in (of_key.split(",") if isinstance(of_key, str) else of_key)]
-    with contextlib.suppress(Exception):  # LLaMA-Factory reports it
-        attrs = get_dataset_list(names, args.get("dataset_dir") or "data")
-        if _are_tokenized(args) or (attrs and all(attr.load_from in BY_INDEX for attr in attrs)):
-            logger.info(
-                "streaming: true is taken as false, because all data sets are local: rows are read by index and "
-                "preprocessed when they are needed; samples, order and optimizer steps are those of `streaming: false` "
-                "(stock's stream shuffles within its buffer), and max_steps is not needed"
-            )
-            return {**args, "streaming": False}
-    return dict(args)
-
-
-def _are_tokenized(args: Mapping[str, Any]) -> bool:
-    """Whether the rows are those of `tokenized_path`, as they are there."""
-    return os.path.isdir(str(args.get("tokenized_path")))
-
-
-def rewritten(args: Mapping[str, Any], *, logs: bool = True) -> dict[str, Any]:
-    """Arguments whose packing is what the block means by it.
-
-    `neat_packing: true` asks for flat micro-batches; LLaMA-Factory must not see it, because it would pack rows before
-    training (or refuse to). Documents of pre-training stay whole. Raises `ConfigError` if the block says
-    `layout: padded` beside `neat_packing`. logs: log what has been changed.
-    """
-    args, block, log = dict(args), args["odb"], logger.info if logs else logger.debug
-    if args.get("neat_packing") is True and isinstance(block, Mapping):
-        if block.get("layout") == "padded":
-            raise ConfigError(
-                "neat_packing: True asks for samples that share a row, and odb.layout 'padded' for rows of one "
-                "sample; remove one of them."
-            )
-        args = {key: value for key, value in args.items() if key not in ("neat_packing", "packing")}
-        args["odb"] = {**block, "layout": "flat"}
-        log(
-            "neat_packing: true is taken as odb.layout: flat; nothing is packed before training: batch sizes count "
-            "samples, not packs, so an epoch has more, smaller optimizer steps than with packing (see "
-            "global_batch_size)"
-        )
-    if args.get("stage") == "pt" and args.get("packing") is None:
-        args["packing"] = False
-        if not _are_tokenized(args):
-            log(
-                "stage pt: documents stay whole (`packing: false`); without odb LLaMA-Factory would cut them into "
-                "blocks of cutoff_len tokens, and what is longer than that is cut off now"
-            )
-    return args
+    keeps_documents = args.get("stage") == "pt" and args.get("packing") is None
+    return {**args, "packing": False} if keeps_documents else dict(args)
 
 
 def is_enabled(name: str) -> bool:
-    """Whether a variable of the environment switches something on, as LLaMA-Factory reads it."""
+    """Whether an environment variable is true, as LLaMA-Factory reads it."""
     return os.environ.get(name, "").lower() in ("true", "y", "1")
 
 
 ARGUMENTS = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
-"""Types that a value in quotes, or a list, cannot be given for; the first that a key takes is named."""
+"""Types of keys that take no text, list or mapping; a message names the first that a key takes."""
 
 
 def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Values that would end in an error of another library which does not name the key.
+    """Refuse values of a wrong type, for which another library would raise an error that does not name the key.
 
-    By the types that LLaMA-Factory declares, once it has been imported, as it is where its arguments are read.
+    The types are LLaMA-Factory's, if it has been imported: always when its arguments are read.
     """
     hparams = sys.modules.get("llamafactory.hparams")
     declared: dict[str, Any] = {}
@@ -182,26 +117,26 @@ def _wrong_types(args: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _missing_model(s: Settings) -> str | None:
-    """The folder from which a path does not exist; it would be looked up on the hub, where it is not a valid name."""
+    """The current folder if the model's path does not exist: transformers would look for the name on the hub."""
     name = s.model_name_or_path
     is_path = isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1)
     return os.getcwd() if is_path and not os.path.exists(name) else None
 
 
 def _missing_checkpoint(s: Settings) -> str | None:
-    """What `output_dir` holds if it lacks the checkpoint that `resume_from_checkpoint` names."""
+    """The checkpoints of `output_dir`, if the one that `resume_from_checkpoint` names does not exist."""
     checkpoint = s.resume_from_checkpoint
     if not checkpoint or not isinstance(checkpoint, str | bool) or os.environ.get("NNODES", "1") != "1":
-        return None  # nodes that see other disks settle it together
+        return None  # the disks of nodes may differ; the ranks compare them later
     names = sorted((folder.name for folder in Path(str(s.output_dir)).glob("checkpoint-*")), key=lambda n: (len(n), n))
     is_there = names if checkpoint is True else os.path.isdir(checkpoint)
     return None if is_there else f"{s.output_dir} has {', '.join(names[-3:]) or 'none'}"
 
 
 DEFAULTS = {"stage": "sft", "ignore_pad_token_for_loss": True, "dataloader_num_workers": 0}
-"""Of LLaMA-Factory, for keys that the YAML leaves out."""
+"""LLaMA-Factory's values of keys that the YAML leaves out."""
 WHY_NOT_SHIFTED = "it shifts attention along the whole row, across samples"
-"""The reason against flat micro-batches with `shift_attn`."""
+"""Why `shift_attn` does not work with flat micro-batches."""
 
 
 def _backend(variable: str, backend: str) -> Refusal:
@@ -217,15 +152,15 @@ BACKENDS = (_backend("USE_MCA", "use_mca (Megatron)"), _backend("USE_MEGATRON_BR
 YAML = (
     Refusal("dataloader_num_workers",
         lambda s: isinstance(count := s.dataloader_num_workers, bool) or not isinstance(count, int) or count < 0,
-        "is not a whole number of at least 0", "write one, without quotes"),
+        "is not a whole number of at least 0", "write a number, without quotes"),
     Refusal("model_name_or_path", _missing_model, "is not on this machine, seen from {found}",
         "give the model's folder, or its name on the hub (ORGANIZATION/MODEL)"),
     Refusal("resume_from_checkpoint", lambda s: not isinstance(s.resume_from_checkpoint, str | bool | None),
-        "is not the path of a checkpoint folder", "name one, or remove the key"),
+        "is not the path of a checkpoint folder", "name a folder, or remove the key"),
     Refusal("resume_from_checkpoint", _missing_checkpoint, "names no checkpoint folder on this machine",
-        "name one (output_dir {found}), or remove the key to start from the beginning"),
+        "name a folder (output_dir {found}), or remove the key to start from the beginning"),
 )  # fmt: skip
-"""What the YAML alone decides, also if nothing is trained."""
+"""Mistakes in the YAML that are refused even if nothing is trained."""
 
 
 def _set(key: str, why: str, way_out: str = "remove the key") -> Refusal:
@@ -251,8 +186,15 @@ OPTIONS = (
     ),
     _set("use_unsloth", "puts Unsloth's code in place of the Trainer's that odb builds on"),
     _set("mixture_of_depths", "chooses tokens by the padding of their row, and odb makes other rows"),
-    _set("packing", "cuts samples into packs, and odb forms micro-batches of whole samples",
-        "remove the key (with `layout: flat` whole samples share a row, without padding)"),
+    *(
+        _set(key, "cuts samples into packs, and odb forms micro-batches of whole samples",
+            "remove the key (with `layout: flat` in the block whole samples share a row, without padding)")
+        for key in ("packing", "neat_packing")
+    ),
+    Refusal("streaming", lambda s: s.streaming and s.stage == "kto",
+        "does not go with odb and stage kto, where a row is preprocessed with the row before it", "set it to false"),
+    Refusal("streaming", lambda s: s.streaming and s.tokenized_path,
+        "does not go with tokenized_path and odb", "set it to false: tokenized rows are read by index"),
     Refusal("pref_bco_weight",
         lambda s: s.stage == "dpo" and (s.pref_bco_weight or 0) > 1e-6,  # up to it the trainer leaves the loss out
         "adds a loss whose baseline is a running mean over micro-batches, of which odb makes others", "remove the key"),
@@ -261,22 +203,22 @@ OPTIONS = (
     _at_a_backward("use_badam", "badam_mode", "ratio", "set badam_mode: layer"),
     Refusal("ignore_pad_token_for_loss", lambda s: not s.ignore_pad_token_for_loss,
         "lets padding carry loss, and its amount depends on which samples share a micro-batch", "set it to true"),
-    # With keys of the block
+    # Options that do not work with some keys of the block
     *refusals_of_auto(lambda s: s.stage in STAGES and STAGES[s.stage].prepares_steps,
         "tries micro-batches one by one, and stage {s.stage} prepares whole optimizer steps", "set a number"),
     Refusal("shift_attn", lambda s: s.shift_attn and s.odb.layout == "flat",
         f"does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}", "remove it, or set `layout: padded`, or auto"),
 )  # fmt: skip
-"""Options of a training that no block goes with, or not with these keys of the block."""
+"""Options of a training that do not work with a block."""
 
 
 def check_combination(
     model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, config: ODBConfig | None = None
 ) -> None:
-    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb. Collective: if one
-    rank is refused, or the arguments of the ranks differ, all ranks end for the same reason.
+    """Raise a one-line `ConfigError` with key, value and way out for options that cannot work with odb. Collective: if
+    a rank is refused, or the arguments of the ranks differ, all ranks end for the same reason.
 
-    config: the block, if `data_args` do not hold it as those of a patched fork do.
+    config: the block; None in a patched fork, whose `data_args` hold it.
     """
     from odb_factory.data.agreement import block_settings, compare, releases
     from odb_factory.data.ranks import gather_once
@@ -292,6 +234,11 @@ def check_combination(
         logger.info("the odb: block has no effect: do_train is false")
     else:
         try:
+            if finetuning_args.stage == "pt" and data_args.tokenized_path is None:
+                logger.info(
+                    "stage pt: documents stay whole (`packing: false`) and are cut off at cutoff_len; without odb "
+                    "LLaMA-Factory cuts them into blocks of cutoff_len tokens"
+                )
             refuse(OPTIONS, {"odb": config}, *owners)
             check_arguments(training_args, config, is_stream=data_args.streaming)
         except ConfigError as error:
@@ -308,7 +255,7 @@ V1_MEANINGLESS = (
     "eval_token_budget", "memory_fraction", "oom", "recompute", "balance_encoder", "lr_scale", "join",
     "global_batch_size", "loss_scaling", "row_multiple",
 )  # fmt: skip
-"""Keys of the block that change what v1's trainer does by itself, or does not do: optimizer steps, losses, memory."""
+"""Keys of the block for optimizer steps, losses and memory, which are v1's own."""
 
 
 def _meaningless(key: str) -> Refusal:
@@ -338,7 +285,7 @@ V1 = (
 
 
 def check_v1(args: Mapping[str, Any]) -> ODBConfig:
-    """Check arguments of v1 that hold an `odb:` block; returns what the block says. Raises a one-line `ConfigError`."""
+    """Check the arguments of v1 and return the config of their `odb:` block. Raises a one-line `ConfigError`."""
     uncaught.install()
     check_keys(args, is_v1=True)
     config = ODBConfig.from_block(args["odb"])

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's training data one row at a time, without a preprocessing pass, and what ranks compare of it."""
+"""LLaMA-Factory's training data, converted and preprocessed one row at a time, without a pass before training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.errors import ConfigError, DataError, one_line, quoted
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, decoded
 from odb_factory.llamafactory.stages import MEDIA, STAGES, Stage
 from odb_factory.log import get_logger
@@ -29,25 +29,22 @@ from odb_factory.planner import VIDEO, Cost
 
 logger = get_logger(__name__)
 
-# LLaMA-Factory's datasets as loaded, each row converted to its common format when it is needed.
-# Stock converts the format of a dataset in a pass over all its rows. That pass is put off: an *index*, an ordinary
-# `datasets.Dataset` that names the source of every row and its number there, stands for the dataset while LLaMA-
-# Factory merges, samples and splits, for all of which only the number of rows counts. For training its own converter
-# is then called on one row at a time; what is evaluated goes through its pass after all (`converted`).
+# Stock converts all rows of a dataset to its common format in a pass before training. Here an *index* replaces the
+# dataset while LLaMA-Factory merges, samples and splits it: an ordinary `datasets.Dataset` with the source of every row
+# and its number there. LLaMA-Factory's own converter is then called on each row when a worker needs it. Evaluation data
+# still go through stock's pass (`converted`).
 
 SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
-"""Columns of an index: the number of the source, in the order loaded, and the row there."""
-TAGS = (
-    "role_tag", "content_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag", "system_tag",
-)  # fmt: skip
-"""Of messages, in dataset_info.json."""
+"""Columns of an index: the number of the source, in the order of loading, and the number of the row there."""
+_PLACE = ("load_from", "dataset_name", "subset", "split", "folder", "num_samples", "ranking")
+"""Fields of LLaMA-Factory's `DatasetAttr` that name neither the format nor a column or tag."""
 _DECODED_IN_TIME = (datasets.Audio, getattr(datasets, "Video", datasets.Audio))
 
 
 class StoredRows:
-    """Rows of a `datasets.Dataset` as stored: images of the column `images` stay encoded, all else is not decoded.
+    """Rows of a `datasets.Dataset` without decoding: cells of the column `images` become `EncodedImage`s.
 
-    encodings: of the images, see `EncodedImage`.
+    encodings: see `EncodedImage`.
     """
 
     def __init__(self, rows: datasets.Dataset, images: str | None, encodings: int):
@@ -63,22 +60,22 @@ class StoredRows:
         if self._images and row[self._images]:
             cell = row[self._images]
             cells = cell if isinstance(cell, list) else [cell]
-            images = [EncodedImage(one["bytes"], one["path"], self._encodings) for one in cells]
+            images = [EncodedImage(image["bytes"], image["path"], self._encodings) for image in cells]
             row[self._images] = images if isinstance(cell, list) else images[0]
         return row
 
 
 def stored(rows: datasets.Dataset, images: str, encodings: int) -> StoredRows | datasets.Dataset:
-    """Rows as stored, or as they are if they hold audio or video columns, which are rare and read as stock does."""
+    """`StoredRows`, or the rows themselves if they have audio or video columns, which are rare."""
     decoded = any(_holds(feature, _DECODED_IN_TIME) for feature in rows.features.values())
     return rows if decoded else StoredRows(rows, images, encodings)
 
 
 class Source:
-    """One dataset: `source[row]` is a converted row.
+    """A dataset: `source[row]` is a converted row.
 
-    rows: as loaded, or already converted if `converter` is none. attr: LLaMA-Factory's description of it.
-    Raises `DataError` for a column that no row has, and what the converter raises for a row.
+    rows: the loaded rows, or converted rows if `converter` is None. attr: LLaMA-Factory's description of the dataset.
+    Raises `DataError` if the converter reads a column that the dataset does not have, and the converter's own errors.
     """
 
     def __init__(self, rows: datasets.Dataset, attr: Any, converter: Callable[[Any], dict[str, Any]] | None):
@@ -92,19 +89,16 @@ class Source:
             return self._stored[row]
         return self.converter(_Columns(self._stored[row], self))
 
-    def contents(self, row: int, stage: Stage) -> str:
-        """What a row holds in the columns that its description names, and by which tags its messages are read."""
-        if self.converter is None:
-            return ""
-        is_alpaca, cells, held = self.attr.formatting == "alpaca", self._stored[row], []
-        for key in (*(("prompt", "query", "response") if is_alpaca else ("messages",)), *stage.columns):
-            if (column := getattr(self.attr, key)) in cells:
-                cell = cells[column]
-                held.append(f"column {column!r} (columns.{key}) holds {quoted(cell)} ({type(cell).__name__})")
-            elif key in stage.columns:
-                held.append(f"columns.{key}, which stage {stage.name} needs, is not given")
-        tags = {} if is_alpaca else {key: getattr(self.attr, key) for key in TAGS}
-        return "; ".join([*held, *(f"tags.{key} is {tag!r}" for key, tag in tags.items() if tag)])
+    @property
+    def description(self) -> str:
+        """The format, columns and tags that dataset_info.json gives, for a message."""
+        is_alpaca = self.attr.formatting == "alpaca"  # which has no tags of messages
+        fields = {
+            key: value
+            for key, value in vars(self.attr).items()
+            if key == "kto_tag" or not (value is None or key in _PLACE or (is_alpaca and key.endswith("_tag")))
+        }
+        return f"dataset_info.json gives {', '.join(f'{key} {value!r}' for key, value in fields.items())}"
 
 
 class _Columns(dict):
@@ -113,28 +107,27 @@ class _Columns(dict):
         self._source = source
 
     def __missing__(self, column: str) -> Any:
-        keys = [key for key, value in vars(self._source.attr).items() if value == column]
         raise DataError(
-            f"dataset_info.json: columns.{' or '.join(keys)} of {self._source.name} is {column!r}, and its columns are "
-            f"{', '.join(self)}; correct `formatting` or `columns` there."
+            f"dataset_info.json: {self._source.name} has the columns {', '.join(self)}, but not {column!r}; "
+            f"{self._source.description}; correct `formatting` or `columns` there."
         )
 
 
 _sources: list[Source] = []
-"""The datasets of the training that this process loads; an index names them by number."""
+"""The datasets of this process's training; the numbers in an index are positions here."""
 _head: list[dict[str, Any]] = []
-"""A few rows of the first of its streams, converted, before it is mixed and shuffled."""
+"""The first converted rows of the first stream, before mixing and shuffling."""
 
 
 def forget() -> None:
-    """A new training begins: let go of the datasets of the one before."""
+    """Release the datasets of the previous training."""
     _sources.clear()
     _head.clear()
 
 
 def is_convertible(rows: datasets.Dataset, attr: Any) -> bool:
-    """Whether rows can be converted one at a time: no media that the pass would decode and encode again, except images
-    in a plain column of images."""
+    """Whether rows can be converted one at a time: they hold no media that the pass would decode and encode again,
+    except in an ordinary column of images."""
     image = _image(rows.features.get(attr.images))
     plain = attr.images if image is not None and image.mode is None else None
     used = {attr.images, attr.videos, attr.audios} & rows.features.keys() - {plain}
@@ -146,11 +139,11 @@ def is_index(dataset: Any) -> bool:
 
 
 class IndexedRows:
-    """`rows[i]`: the converted row that line i of an index names. source_of, row_of: int[lines]."""
+    """`rows[i]`: the converted row of line i of an index. source_of, row_of: int[lines]."""
 
     def __init__(self, index: datasets.Dataset):
         self.source_of, self.row_of = (index.data.column(name).to_numpy() for name in (SOURCE, SOURCE_ROW))
-        if index._indices is not None:  # `datasets` would gather them row by row, at .8 KB a row
+        if index._indices is not None:  # `datasets` would gather row by row, at 0.8 KB a row
             lines = index._indices.column(0).to_numpy()
             self.source_of, self.row_of = self.source_of[lines], self.row_of[lines]
         self.sources = {number: _sources[number] for number in np.unique(self.source_of)}
@@ -171,7 +164,8 @@ class IndexedRows:
 
 
 def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
-    """What LLaMA-Factory's preprocessing pass takes: the rows of an index, in its order, converted by its own pass."""
+    """The rows of an index, in its order, converted by LLaMA-Factory's own pass; other datasets are returned as they
+    are."""
     if not is_index(dataset):
         return dataset
     index, parts, places = IndexedRows(dataset), [], []
@@ -186,7 +180,7 @@ def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
 
 
 def _image(feature: Any) -> datasets.Image | None:
-    """The type of the images in a column of images or of lists of images."""
+    """The image type of a column of images or of lists of images; None for other columns."""
     if isinstance(feature, list):
         feature = feature[0]
     feature = getattr(feature, "feature", feature)
@@ -194,28 +188,28 @@ def _image(feature: Any) -> datasets.Image | None:
 
 
 def _holds(feature: Any, kind: tuple[type, ...]) -> bool:
-    """Whether a column's type is of `kind` or a list of it."""
+    """Whether a column has values of `kind`, maybe in lists."""
     if isinstance(feature, list):
         return any(_holds(item, kind) for item in feature)
     return isinstance(feature, kind) or _holds(getattr(feature, "feature", []), kind)
 
 
-# LLaMA-Factory's training data one row at a time: no preprocessing pass before training.
+# Each converted row is preprocessed when a worker needs it.
 
 MEDIA_OF_ROW = ("_images", "_videos", "_audios")
 """Columns of a converted row."""
 MEDIA_COLUMNS = (*MEDIA_OF_ROW, *MEDIA)
 MAX_FILES_NAMED = 3
 INVALID_ROW = "invalid"
-"""What rows are counted under that LLaMA-Factory drops."""
+"""The reason under which rows that LLaMA-Factory drops are counted."""
 
 
 class OnlineDataset(Dataset):
-    """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor.
+    """`dataset[i]`: a converted row, preprocessed by LLaMA-Factory's own dataset processor.
 
-    Gives what stock preprocessing would have stored for the row (token ids, labels, attention mask
-    as lists of int; media as references). Raises `RowDropped` if stock drops the row, `MediaCut` if truncation
-    cut visual placeholders, and `ValueError` if its text has one written out.
+    The features are those that stock's preprocessing stores: token ids, labels and attention mask as lists of int,
+    media as references. Raises `RowDropped` if stock drops the row, `MediaCut` if truncation removes visual
+    placeholders, and `ValueError` if the text itself contains a placeholder.
     """
 
     def __init__(
@@ -238,15 +232,13 @@ class OnlineDataset(Dataset):
         return self.features_of([self.rows[number] for number in self.stage.together(index)], index)
 
     def features_of(self, rows: Sequence[dict[str, Any]], index: int | None = None) -> dict[str, Any]:
-        """Of the last of these converted rows, preprocessed together. index: of that row, if it has one."""
+        """The features of the last of these converted rows, which are preprocessed together. index: of the last row."""
         self.media.check_text(rows[-1])
         encoded = self.stage.preprocess(self.processor, rows)
         if not encoded.get(f"{self.stage.answers[0]}input_ids"):
-            turns, answers, contents = len(rows[-1]["_prompt"]), len(rows[-1]["_response"]), ""
+            why = f"it has {len(rows[-1]['_prompt'])} turns of a prompt and {len(rows[-1]['_response'])} answers"
             if index is not None and isinstance(self.rows, IndexedRows):
-                source, row = self.rows.find(index)
-                contents = f": {source.contents(row, self.stage)}"
-            why = f"its conversion gives {answers} answers to a prompt of {turns} turns{contents}"
+                why += f"; {self.rows.find(index)[0].description}"
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {why}.")
         features = {key: values[0] for key, values in encoded.items()}
         if any(rows[-1][key] for key in MEDIA_OF_ROW):
@@ -254,7 +246,7 @@ class OnlineDataset(Dataset):
         return features
 
     def _check_cut(self, rows: Sequence[dict[str, Any]], features: Mapping[str, Any]) -> None:
-        """Raise `MediaCut` if truncation has left fewer placeholders than the row has without it."""
+        """Raise `MediaCut` if truncation has removed placeholders of media."""
         answers, cutoff_len = self.stage.ids_of(features), self.processor.data_args.cutoff_len
         if max(map(len, answers), default=0) < cutoff_len:
             return
@@ -268,7 +260,7 @@ class OnlineDataset(Dataset):
 
 
 class TokenizedDataset(Dataset):
-    """`dataset[i]`: one row of data that LLaMA-Factory tokenized beforehand, used as it is, maybe without media."""
+    """`dataset[i]`: a row that LLaMA-Factory has tokenized before, as stored."""
 
     def __init__(self, rows: datasets.Dataset, media: MediaObserver, stage: Stage):
         self.rows, self.media, self.stage = stored(rows, "images", encodings=0), media, stage
@@ -281,13 +273,12 @@ class TokenizedDataset(Dataset):
 
 
 class RowObserver:
-    """Counts what a processed row costs; of a stream it is given raw rows, and makes their features first.
+    """Counts the cost of a preprocessed row; preprocesses it first if the dataset is a stream.
 
-    stage: knows the cost of a row. head: of a stream.
-    model_type: of the model's config; decides whether images and videos can share a micro-batch (see `model.tower`);
-    they do if it is not given.
-    shards_parameters: ranks gather parameters in each run of a module, or share out its work, so that all must run it
-    equally often.
+    head: of the stream; None if the dataset is not a stream.
+    model_type: of the model's config; decides whether images and videos share a micro-batch (see `model.tower`; None:
+    they do).
+    shards_parameters: all ranks must run each module equally often, because they gather parameters or share its work.
     """
 
     def __init__(
@@ -323,7 +314,7 @@ class RowObserver:
             where += f" (row {number} of {source.name})"
         try:
             row = rows[index]
-        except Exception:  # its conversion may be what failed
+        except Exception:  # the row may not be convertible
             return where
         media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
         frames = [frame for item in media for frame in (item if isinstance(item, list) else [item])]
@@ -337,14 +328,14 @@ class RowObserver:
 
 
 class OpenMedia:
-    """The trainer's own collator, given the images it expects in place of encoded cells."""
+    """The trainer's own collator; encoded images are decoded first."""
 
     def __init__(self, collator: Any):
         self.collator = collator
 
     def __getattr__(self, name: str) -> Any:
-        """What others read of the collator, its tokenizer for example."""
-        if name.startswith("__") or name == "collator":  # a copy is asked for these before it has a collator
+        """Attributes of the collator, such as its tokenizer."""
+        if name.startswith("__") or name == "collator":  # `copy` reads these before `collator` is set
             raise AttributeError(name)
         return getattr(self.collator, name)
 
@@ -355,8 +346,7 @@ class OpenMedia:
         return self.collator(features)
 
 
-# Training data that can only be iterated: rows as LLaMA-Factory aligns, mixes and shuffles them. They are preprocessed
-# by the observe workers, which are handed one row at a time (`data/order.py`).
+# Streams: LLaMA-Factory converts, mixes and shuffles the rows; workers preprocess them one at a time (`data/order.py`).
 
 ROWS_IN_HEAD = 3
 
@@ -366,11 +356,10 @@ def is_stream(dataset: Any) -> bool:
 
 
 class OnlineStream(IterableDataset):
-    """Iterates over raw rows.
+    """Iterates over converted rows.
 
-    rows: the stream, as LLaMA-Factory would preprocess it. head: a few rows of it, preprocessed when asked for; they
-    come before the shuffling, whose buffer need not be filled for them. already_split: `rows` are those of this rank.
-    is_reshuffled: in another order in each epoch.
+    head: the first rows before shuffling, so that reading them does not fill the shuffle buffer. already_split: `rows`
+    are this rank's share. is_reshuffled: each epoch has another order.
     """
 
     def __init__(self, rows: Any, head: OnlineDataset, *, already_split: bool, is_reshuffled: bool):
@@ -390,46 +379,41 @@ def online_stream(
 ) -> OnlineStream:
     """The stream as this rank reads it.
 
-    With dispatch_batches (accelerate's default) every rank reads the whole stream; step t is rows [tN, (t+1)N), as in
-    stock. If stock splits the shards between ranks, so does this; with `fill`, which keeps no steps of stock,
-    wherever there are enough. Rows held out by `val_size` come before the split. Raises `ConfigError` for a stage whose
-    rows are not preprocessed one by one.
+    With dispatch_batches (accelerate's default) every rank reads the whole stream, and step t has rows [tN, (t+1)N), as
+    in stock. Ranks split the shards if stock does; with `fill`, which does not keep stock's steps, also if there is a
+    shard for each rank. Nothing is split if `val_size` holds out the first rows.
     """
-    if len(head.stage.together(0)) > 1:
-        raise ConfigError(
-            f"streaming: True does not go with odb and stage {head.stage.name}, where a row is preprocessed with the "
-            "one before it; set it to false, or take a data set of local files."
-        )
     rank, world_size = training_args.process_index, training_args.world_size
     holds_out = data_args.val_size > 1e-6
     shards, splits = rows.n_shards, False
     every_rank_reads = training_args.accelerator_config.dispatch_batches is False
     if world_size > 1 and not holds_out:
-        # accelerate leaves as many shards as ranks alone
+        # accelerate does not split if there are as many shards as ranks
         splits = shards > world_size if every_rank_reads else not config.keeps and shards >= world_size
     if splits:
         rows = rows.shard(num_shards=world_size, index=rank)
-    how = f"each rank reads its part of the {shards} shards" if splits else "every rank reads it and takes its share"
-    order = f"the order is that of LLaMA-Factory's stream, shuffled within {data_args.buffer_size} rows"
-    if holds_out:
-        order += ", and the same in each epoch: in another, rows that val_size has held out would be trained on"
-    logger.info("streaming: %s, and rows are preprocessed when they are needed; %s", how, order)
+    logger.info(
+        "streaming: %s; rows are preprocessed when a worker needs them, in the order of LLaMA-Factory's stream%s",
+        f"each rank reads its part of the {shards} shards"
+        if splits
+        else "every rank reads all rows and uses its share",
+        ", the same in each epoch: another order would train on rows that val_size holds out" if holds_out else "",
+    )
     return OnlineStream(rows, head, already_split=splits, is_reshuffled=not holds_out)
 
 
-# One row of each source is tried before training.
+# A row of each source is tried before training.
 
 MOST_TRIED = 1000
-"""Rows of a source; if none of them can be used, its description is at fault."""
+"""Rows of a source to try; if none of them can be used, its description is wrong."""
 
 
 def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Mapping[str, Any]]) -> None:
-    """Compare a row of each source with LLaMA-Factory's passes: a release that means something else by a name would
-    give wrong data in silence.
+    """Compare a row of each source with LLaMA-Factory's passes, because another release may process rows differently.
 
-    by_pass: makes the last of these rows by the passes; the first row is printed, as LLaMA-Factory does. Raises
-    `ConfigError` for a row that differs, and `DataError` for a source of which none of the first rows can be used,
-    because its description in dataset_info.json is wrong; a row beside others that can is for `on_error`.
+    by_pass: makes the last of these rows by the passes, and prints it like LLaMA-Factory (the first row only). Raises
+    `ConfigError` for a row that differs, and `DataError` if none of the first rows of a source can be used: then its
+    description in dataset_info.json is wrong. If others can be used, `on_error` decides about a bad row.
     """
     rows, is_printed = dataset.rows, False
     by_source: list[Any] = [range(len(rows))]
@@ -446,15 +430,14 @@ def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Map
             except Exception as error:
                 errors.append(error)
         else:
-            if not isinstance(rows, IndexedRows):  # of a stream these are a few rows only
+            if not isinstance(rows, IndexedRows):  # only a few rows of the stream have been tried
                 continue
-            source, number = rows.find(int(lines[0]))
-            why = str(errors[0])
+            (source, number), why = rows.find(int(lines[0])), str(errors[0]).rstrip(".")
             if not isinstance(errors[0], RowDropped):
-                why = f"{one_line(errors[0])}: {source.contents(number, dataset.stage)}"
+                why = f"{one_line(errors[0])}; {source.description}"
             raise DataError(
                 f"dataset_info.json: none of the first {len(errors)} rows of {source.name} can be used; row "
-                f"{number}: {why.rstrip('.')}; correct `formatting`, `columns` or `tags` there, or the rows."
+                f"{number}: {why}; correct `formatting`, `columns` or `tags` there, or the rows."
             ) from errors[0]
         with contextlib.ExitStack() as quiet:
             if not datasets.are_progress_bars_disabled():
@@ -469,35 +452,36 @@ def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Map
                 value, expected = len(value or []), len(expected or [])
             if value != expected:
                 raise ConfigError(
-                    f"odb: LLaMA-Factory's preprocessing gives another {name} by row than by its pass over all "
-                    f"rows (row {line}), so odb_factory would train on wrong data; install a supported release "
-                    "(`odb-factory doctor` names them)."
+                    f"odb: LLaMA-Factory's preprocessing of row {line} alone gives another {name} than its pass over "
+                    "all rows, so odb_factory would train on wrong data; install a supported release (`odb-factory "
+                    "doctor` names them)."
                 )
 
 
-# In place of LLaMA-Factory's passes over the data: called by the plugin's hooks and by patched forks (`patches/`).
+# Replacements of LLaMA-Factory's passes, called by the plugin's hooks and by patched forks (`patches/`).
 
 
 def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
-    """In place of LLaMA-Factory's format conversion: an index of the rows, which are converted when they are needed.
+    """Replaces LLaMA-Factory's format conversion: returns an index of the rows, which are converted when needed.
 
-    What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
-    (paths are not such columns), and images that are cast to a mode or nested in lists of lists. A stream stays
-    stock's, which converts its rows when they are read.
-    Raises `DataError` if no row of the dataset has a column that its converter needs, or if it has no row.
+    LLaMA-Factory's pass converts rows with audio or video columns of `datasets` (paths are not such columns), and with
+    images that are cast to a mode or nested in lists of lists. Stock converts the rows of a stream when they are read.
+    Raises `DataError` if the dataset has no row.
     """
     if not isinstance(dataset, datasets.Dataset):
         if next(iter(dataset), None) is None:
             raise DataError(
-                f"{dataset_attr} yields no row; take it out of the YAML, or, if it is a local file beside a stream, "
-                "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into that many shards)."
+                f"{dataset_attr} yields no row; remove it from the YAML, or, if it is a local file, set "
+                "dataloader_num_workers to 1 or more (LLaMA-Factory cuts the stream into that many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
-        rows = list(itertools.islice(stream, ROWS_IN_HEAD))  # of every one: what cannot be converted ends here
+        rows = list(
+            itertools.islice(stream, ROWS_IN_HEAD)
+        )  # of every stream: a conversion error ends the training here
         _head[:] = _head or rows
         return stream
     if not len(dataset):
-        raise DataError(f"{dataset_attr} has no row; take it out of the YAML, or raise max_samples or num_samples.")
+        raise DataError(f"{dataset_attr} has no row; remove it from the YAML, or raise max_samples or num_samples.")
     if is_convertible(dataset, dataset_attr):
         converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
     else:
@@ -509,8 +493,8 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
 
 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
-    """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
-    to be stored at `tokenized_path`."""
+    """Whether `online_dataset` replaces LLaMA-Factory's preprocessing pass: for training data, unless it is stored at
+    `tokenized_path`."""
     return (is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
 
 
@@ -526,15 +510,15 @@ def online_dataset(
     *,
     config: ODBConfig | None = None,
 ) -> OnlineDataset | OnlineStream:
-    """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
+    """Replaces LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
 
-    dataset: an index, or a stream. config: the block, if `data_args` do not hold it as a patched fork's do.
+    dataset: an index or a stream. config: the block; None in a patched fork, whose `data_args` hold it.
     """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
     rows: IndexedRows | list[dict[str, Any]] = list(_head) if is_stream(dataset) else IndexedRows(dataset)
-    of_rows = STAGES[stage].of_rows(data_args, len(rows))
-    media = _media_of(of_rows, template, tokenizer, processor)
-    online = OnlineDataset(rows, dataset_processor, media, of_rows)
+    row_stage = STAGES[stage].of_rows(data_args, len(rows))
+    media = _media_of(row_stage, template, tokenizer, processor)
+    online = OnlineDataset(rows, dataset_processor, media, row_stage)
     one_by_one = copy.copy(data_args)
     one_by_one.preprocessing_num_workers, one_by_one.overwrite_cache = None, True
 
@@ -556,9 +540,11 @@ def online_dataset(
 def training_rows(
     dataset: Any, stage: Stage, template: Any, tokenizer: Any, processor: Any
 ) -> OnlineDataset | OnlineStream | TokenizedDataset:
-    """What is observed of LLaMA-Factory's training dataset: itself, if it is ours, or its rows as tokenized."""
+    """LLaMA-Factory's training dataset with odb's interface: unchanged if it is odb's, else its tokenized rows."""
     if isinstance(dataset, OnlineDataset | OnlineStream):
         return dataset
+    if is_stream(dataset):
+        raise ConfigError("streaming: True does not go with odb and rows that are tokenized already; set it to false.")
     if "packing_params" in (getattr(dataset, "column_names", None) or ()):
         raise ConfigError(
             "tokenized_path: its rows are packs of several samples (neat_packing); tokenize again without packing, or "
@@ -568,7 +554,6 @@ def training_rows(
 
 
 def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:
-    """If the stage (pre-training) or the collator (of the user's own, without a template) takes no media, what is
-    written like one is text."""
+    """Ignores media if the stage (pre-training) or a custom collator (no template) takes none."""
     plugin = template.mm_plugin if stage.takes_media and template is not None else get_mm_plugin("base")
     return MediaObserver(plugin, tokenizer, processor)

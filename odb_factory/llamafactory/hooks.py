@@ -1,8 +1,8 @@
-"""The wrappers of the functions of LLaMA-Factory that `activation.HOOKS` lists, and how they are put in place.
+"""The wrappers of LLaMA-Factory's functions in `activation.HOOKS`.
 
-Without an `odb:` block each calls the original as it is. In a fork with one of the diffs in `patches/` the block never
-gets past the first seam, so that the patch has nothing to do and odb attaches once. This module is imported whenever
-LLaMA-Factory is, also for runs without odb, and imports nothing heavy itself.
+Without an `odb:` block each wrapper only calls the original. In a fork with a diff of `patches/` the first wrapper
+takes the block, so the patch does nothing and odb attaches once. Every run of LLaMA-Factory imports this module, also
+without a block, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -28,48 +28,44 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 _active: ODBConfig | None = None
-"""The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
+"""The `odb:` block of the training of this process; LLaMA-Factory runs one training at a time."""
 _replaced: dict[tuple[Any, str], Callable | None] = {}
-"""The originals; none for a method that a class inherits, whose wrapper is deleted on unhook instead of restored."""
+"""The originals; None for an inherited method, whose wrapper is deleted on unhook."""
 _missing: list[Hook] = []
-"""Seams that a hooked module turned out not to have."""
+"""Functions that a hooked module does not have."""
 _num_ray_workers = 0
-"""Of the training with a block whose Ray workers this process starts; 0: none."""
+"""Ray workers that this process starts for a training with a block; 0: none."""
 MEANT = re.compile(r"odb|token_budget", re.IGNORECASE)
-"""What a YAML, or an override, has in it that has a block, or a typo for ours."""
+"""Text in a YAML or override that may have a block, or a misspelled one."""
 
 
 def hook(module: ModuleType) -> None:
-    """Wrap the seams of one LLaMA-Factory module, once."""
+    """Wrap the functions of one LLaMA-Factory module that are in `HOOKS`, once."""
     for seam in (seam for seam in HOOKS if seam.module == module.__name__):
-        if not _wrap(module, seam.function, seam.wrapper):
+        *owners, name = seam.function.split(".")
+        owner: Any = module
+        for part in owners:
+            owner = getattr(owner, part, None)
+        original = getattr(owner, name, None)
+        if original is None:
             _missing.append(seam)
-            if _active is not None:  # a module of a trainer that is imported after the arguments have been read
+            if _active is not None:  # the module of a trainer may be imported after the arguments have been read
                 _check_seams()
+        elif (owner, name) not in _replaced:
+            _replaced[owner, name] = vars(owner).get(name)
+            setattr(owner, name, _wrapped(original, seam.wrapper))
 
 
-def _wrap(module: ModuleType, path: str, wrapper: str) -> bool:
-    """Put `wrapper` around the function at `path`, once. Returns whether there is one."""
-    owner: Any = module
-    *owners, name = path.split(".")
-    for part in owners:
-        owner = getattr(owner, part, None)
-    original = getattr(owner, name, None)
-    if original is None:
-        return False
-    if (owner, name) not in _replaced:
-        _replaced[owner, name] = vars(owner).get(name)
+def _wrapped(original: Callable, wrapper: str) -> Callable:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return globals()[wrapper](original, *args, **kwargs)
 
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return globals()[wrapper](original, *args, **kwargs)
-
-        setattr(owner, name, call)
-    return True
+    return call
 
 
 def unhook() -> None:
-    """Put every original back and forget the block."""
+    """Restore every original and forget the block."""
     global _active
     _active = None
     for (owner, name), original in _replaced.items():
@@ -82,11 +78,11 @@ def unhook() -> None:
     uncaught.uninstall()
 
 
-# `llamafactory-cli train` with an `odb:` block: what can be checked of a YAML is checked before processes start.
+# `llamafactory-cli train` with an `odb:` block: mistakes in the YAML are reported before processes start.
 
 
 def launch(original: Callable[[], Any]) -> Any:
-    """Around the functions `launch` of LLaMA-Factory's launcher and of that of its next trainer (`USE_V1=1`)."""
+    """launcher.launch, v1.launcher.launch: refuse mistakes in the YAML, and let torchrun replace this process."""
     from odb_factory.llamafactory import block
 
     command, *arguments = sys.argv[1:] or [""]
@@ -100,7 +96,7 @@ def launch(original: Callable[[], Any]) -> Any:
             f"odb: `llamafactory-cli {command}` is not a training that odb drives; remove the odb: block from "
             f"{arguments[0]}."
         )
-    block.check_v1(args) if is_v1 else block.checked(args, logs=False)
+    block.check_v1(args) if is_v1 else block.checked(args)
     launcher: Any = sys.modules[original.__module__]
     if os.name == "posix":
         launcher.subprocess = SimpleNamespace(**{**vars(subprocess), "run": become_torchrun})
@@ -111,14 +107,14 @@ def launch(original: Callable[[], Any]) -> Any:
 
 
 def become_torchrun(command: list[str], env: Mapping[str, str], **_: Any) -> None:
-    """In place of `subprocess.run`. A signal of a job scheduler, a container or the keyboard then reaches torchrun, and
-    with it the ranks, which save first what `enable_jit_checkpoint` promises."""
+    """Replaces `subprocess.run`: a signal of a job scheduler, container or keyboard then reaches torchrun and the
+    ranks, which save a checkpoint first with `enable_jit_checkpoint`."""
     sys.stdout.flush()
     os.execvpe(command[0], command, {**env, LAUNCHED: "1"})
 
 
 def read(path: str = "", *, overrides: Sequence[str]) -> dict[str, Any]:
-    """As `arguments_of`; none for what is not a YAML, or has no word in it that is meant for odb_factory."""
+    """`arguments_of` a YAML; empty if the path is no YAML or nothing in it is meant for odb_factory."""
     if not path.endswith((".yaml", ".yml")) or not os.path.isfile(path):
         return {}
     if not any(map(MEANT.search, [Path(path).read_text(encoding="utf-8", errors="replace"), *overrides])):
@@ -127,13 +123,13 @@ def read(path: str = "", *, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def arguments_of(path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The arguments that a YAML and its overrides give; none if it holds no mapping. Raises `ConfigError` for a YAML
-    that cannot be read."""
+    """The arguments of a YAML with its overrides; empty if it holds no mapping. Raises `ConfigError` for a YAML that
+    cannot be read."""
     from omegaconf import OmegaConf
 
     try:
         args: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
-    except Exception as error:  # no YAML, a set, a null key, a number of thousands of digits, a byte that is not text
+    except Exception as error:  # no YAML, a set, a null key, a number with thousands of digits, a byte that is not text
         uncaught.install()
         overridden = f" with {' '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{overridden}: this YAML cannot be read ({one_line(error)}).") from None
@@ -141,8 +137,8 @@ def arguments_of(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_block(original: Callable, args: Any = None) -> Any:
-    """hparams.parser.get_train_args, v1.config.arg_parser.get_args: the block is taken out of the arguments, checked
-    and kept."""
+    """hparams.parser.get_train_args, v1.config.arg_parser.get_args: remove the block from the arguments, check and keep
+    it."""
     global _active
     _active = None
     from odb_factory.llamafactory import block
@@ -164,14 +160,14 @@ def read_block(original: Callable, args: Any = None) -> Any:
         if training_args.world_size > 1:
             from odb_factory.data.ranks import ring_of
 
-            # From here on a rank that dies, while it loads its data or the model, ends the others.
+            # From here on the other ranks end if a rank dies, also while data or the model are loaded.
             ring_of(None, config.exchange_timeout_s).end_process = uncaught.end_process
     _active = config
     return parsed
 
 
 def _check_seams(*, is_v1: bool = False) -> None:
-    """is_v1: the training is one of v1."""
+    """Refuse a training if a function that it needs does not exist. is_v1: the training is v1's."""
     missing = [seam for seam in _missing if (".v1." in seam.module if is_v1 else not seam.without)]
     if missing:
         raise ConfigError(
@@ -190,10 +186,10 @@ def make_v1_batches(original: Callable, trainer: Any) -> None:
     trainer.train_batch_generator = BatchGenerator(trainer, _active)
 
 
-# Ray: LLaMA-Factory's own workers (`USE_RAY=1`: a driver starts an actor for each rank), and those of Ray Train.
+# Ray: LLaMA-Factory's own workers (`USE_RAY=1`: a driver starts an actor for each rank) and workers of Ray Train.
 
 RAY = "ray[default,train]>=2.50"
-"""As in pyproject.toml."""
+"""The requirement in pyproject.toml."""
 
 
 def read_ray(original: Callable, args: Any = None) -> Any:
@@ -204,7 +200,7 @@ def read_ray(original: Callable, args: Any = None) -> Any:
     has_block = isinstance(args, dict) and block.is_given(block.without_null(args))
     _num_ray_workers, parsed = 0, original(args)
     if has_block and parsed.use_ray:
-        block.checked(args, logs=False)
+        block.checked(args)
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(f'USE_RAY: Ray is not installed; pip install "{RAY}", or unset USE_RAY.')
         if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
@@ -214,19 +210,19 @@ def read_ray(original: Callable, args: Any = None) -> Any:
 
 
 def reserve_in_ray(original: Callable, num_devices: int) -> Any:
-    """train.tuner.get_placement_group: room for the workers. LLaMA-Factory asks for 10 CPUs for each device of the
-    cluster and, without an accelerator, for each CPU, which no cluster has."""
+    """train.tuner.get_placement_group: reserve only for the workers. LLaMA-Factory asks for 10 CPUs for each device of
+    the cluster, and for each CPU if there is no accelerator, which no cluster has."""
     return original(min(num_devices, _num_ray_workers) if _num_ray_workers else num_devices)
 
 
 def name_ray_worker(original: Callable, **kwargs: Any) -> Any:
-    """train.tuner.get_ray_remote_config_for_worker: the name of an actor says its rank."""
+    """train.tuner.get_ray_remote_config_for_worker: name each actor by its rank."""
     options = original(**kwargs)
     return options | ({"name": "rank {rank} at port {master_port}".format(**kwargs)} if _num_ray_workers else {})
 
 
 def drive_ray(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """train.tuner._ray_training_function: one line says why workers have failed; nothing is left in Ray."""
+    """train.tuner._ray_training_function: report in one line why workers failed, and shut down Ray."""
     if not _num_ray_workers:
         return original(*args, **kwargs)
     import ray
@@ -252,7 +248,7 @@ def drive_ray(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def train_in_ray(original: Callable, config: Any) -> Any:
-    """train.tuner._training_function: Ray catches what a worker raises, so the other ranks are told of it here."""
+    """train.tuner._training_function: Ray catches the errors of a worker, so the other ranks are informed here."""
     ray = sys.modules.get("ray")
     try:
         return original(config)
@@ -263,7 +259,7 @@ def train_in_ray(original: Callable, config: Any) -> Any:
 
 
 def index_rows(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """data.loader.align_dataset: an index stands for the dataset, whose rows are converted when they are needed."""
+    """data.loader.align_dataset: return an index; its rows are converted when they are needed."""
     if _active is None:
         return original(*args, **kwargs)
     from odb_factory.llamafactory.dataset import mark_source
@@ -274,7 +270,7 @@ def index_rows(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def preprocess_online(
     original: Callable, dataset: Any, data_args: Any, training_args: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """data.loader._get_preprocessed_dataset: training rows are preprocessed one at a time; others stay stock's."""
+    """data.loader._get_preprocessed_dataset: preprocess training rows one at a time, others by stock's pass."""
     if _active is not None:
         from odb_factory.llamafactory.dataset import converted, is_online, online_dataset
 
@@ -285,7 +281,7 @@ def preprocess_online(
 
 
 def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """train.STAGE.trainer, the trainer's `train`: `enable_odb` is called on it first."""
+    """train.STAGE.trainer, the trainer's `train`: call `enable_odb` on the trainer first."""
     if _active is None or getattr(trainer, "odb", None) is not None:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach

@@ -1,4 +1,4 @@
-"""KTO under LLaMA-Factory: its KL estimates, what its trainer logs, and what both rely on."""
+"""KTO in LLaMA-Factory: KL estimates, figures, and a check of the trainer."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from odb_factory.model.unpad import FlatRows
 from odb_factory.training.arguments import replaced
 from odb_factory.training.pair_metrics import PreferenceMetrics
 
-# The KL estimates of KTO: those that stock takes over its own micro-steps, or one of the whole optimizer step.
-# The loss of an example depends on an estimate of the KL divergence from the reference model: the mean over examples
-# of the log-ratio of an answer to another prompt. Stock takes it over the micro-batches of all ranks in a micro-step.
-# Here examples meet in other micro-batches, so the forwards that stock runs within each micro-batch for it are run
-# for all micro-batches of the optimizer step before the first of them is trained on: as many as in stock, in another
-# order, and one reduction over ranks an optimizer step in place of one a micro-step.
-# With `loss_scaling: stock` every example has the estimate of the stock micro-step that it is in, so that its loss is
-# stock's; with every other one it has that of the optimizer step, so that the gradient is that of one large batch.
+# The loss of an example depends on an estimate of the KL divergence from the reference model: the mean over examples of
+# the log-ratio of an answer to another prompt. Stock averages over the micro-batches of all ranks in a micro-step.
+# odb's micro-batches hold other examples, so the forwards for the estimate run for all micro-batches of the optimizer
+# step before the first is trained on: as many forwards as in stock, with one reduction over ranks for each optimizer
+# step. `loss_scaling: stock` gives every example the estimate of its stock micro-step, and so stock's loss. Other
+# scalings use one estimate for the optimizer step, and so give the gradient of one large batch.
 
 REPLACED = ("forward", "concatenated_forward", "kto_loss")
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the loss of each example of a micro-batch takes from those that it is estimated with; [examples], on device.
+    """Values for the loss of each example of a micro-batch; [examples], on the device.
 
-    tags: whether it is a desirable one. kl: the estimate, at least 0. sft_factor: of the loss that `pref_ftx` adds,
-    (examples / desirable examples) squared of the batch that stock adds it in.
+    tags: whether the example is desirable. kl: the estimate (>= 0). sft_factor: the factor of the loss that `pref_ftx`
+    adds: (examples / desirable examples) squared, in the example's stock batch.
     """
 
     tags: Tensor
@@ -46,9 +44,9 @@ class Estimate:
 
 
 class StepKL:
-    """Estimates the KL divergence for the optimizer steps of a `CustomKTOTrainer` while a run is under way.
+    """Estimates the KL divergence in the optimizer steps of a `CustomKTOTrainer`.
 
-    kl: the sum of the estimates of the last optimizer step. num_examples: its examples on all ranks, by their kind.
+    kl: the sum of the estimates of the last optimizer step. num_examples: its examples on all ranks, by kind.
     """
 
     def __init__(self, trainer: Any):
@@ -60,56 +58,55 @@ class StepKL:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the losses of this trainer take these estimates."""
+        """A context in which the losses of this trainer use these estimates."""
         methods = {name: functools.partial(getattr(self, f"_{name}"), getattr(self.trainer, name)) for name in REPLACED}
         with replaced(self.trainer, **methods), replaced(self.trainer.odb, before_step=self.estimate):
             yield
 
     def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
-        """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together.
+        """Estimate for all micro-batches of an optimizer step, also for idle ones: ranks run forwards together.
 
-        Examples are averaged by stock's micro-batches of all ranks, and these over the ranks of a micro-step; or, if
-        `loss_scaling` is not `stock`, in one batch of the optimizer step.
+        The mean over the examples of each stock micro-batch, then over the ranks of a micro-step; or, if `loss_scaling`
+        is not `stock`, over the examples of the optimizer step.
         """
         arguments, is_stock = self.trainer.args, self.trainer.odb.config.loss_scaling == "stock"
         ranks = arguments.world_size if is_stock else 1
         rows = arguments.per_device_train_batch_size * ranks
         num_batches = -(-self.trainer.odb.training.loader.global_batch_size // rows) * ranks if is_stock else 1
 
-        def batch_of(micro_batch: MicroBatch) -> Tensor:  # of each example
-            return torch.tensor(
-                [sample.stock_batch if is_stock else 0 for sample in micro_batch.samples], dtype=torch.long
-            )
+        def batches_of(micro_batch: MicroBatch) -> Tensor:  # the batch in which each example is averaged
+            batches = [sample.stock_batch if is_stock else 0 for sample in micro_batch.samples]
+            return torch.tensor(batches, dtype=torch.long)
 
         model.train()
-        if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
+        if callable(getattr(self.trainer.optimizer, "train", None)):  # an optimizer that averages weights
             self.trainer.optimizer.train()
         with replaced(self, _is_estimating=True):
             ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
         ratio = torch.cat(ratios).cpu().double().split([len(values) for values in ratios])
         sums = torch.zeros(3, num_batches, dtype=torch.float64)
-        for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
+        for (micro_batch, _, batch), log_ratios in zip(micro_batches, ratio):
             if not micro_batch.idle:
                 tags = batch["kto_tags"].cpu()
-                counted = torch.stack((torch.ones_like(ratio_of), tags.double(), ratio_of))
-                sums.index_add_(1, batch_of(micro_batch), counted)
+                counted = torch.stack((torch.ones_like(log_ratios), tags.double(), log_ratios))
+                sums.index_add_(1, batches_of(micro_batch), counted)
         device = self.trainer.accelerator.device
         sums = self.trainer.accelerator.reduce(sums.float().to(device), "sum")
         examples, chosen, total = sums
-        # An empty batch is NaN until it is left out.
+        # The mean of an empty batch is NaN, which nanmean leaves out.
         steps = (total / examples).view(-1, ranks).nanmean(1).nan_to_num().clamp(min=0)
         kl, sft_factor = steps.repeat_interleave(ranks), (examples / chosen.clamp(min=1)).square()
         self._estimates = []
         for micro_batch, _, batch in micro_batches:
-            of = batch_of(micro_batch).to(device) if not micro_batch.idle else 0
+            batches = batches_of(micro_batch).to(device) if not micro_batch.idle else 0
             tags = batch["kto_tags"].to(device)
-            self._estimates.append(Estimate(tags, kl[of].expand(len(tags)), sft_factor[of].expand(len(tags))))
+            self._estimates.append(Estimate(tags, kl[batches].expand(len(tags)), sft_factor[batches].expand(len(tags))))
         self.kl = steps.sum().item()
-        of_both, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
-        self.num_examples = {"chosen": num_chosen, "rejected": of_both - num_chosen}
+        num_examples, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
+        self.num_examples = {"chosen": num_chosen, "rejected": num_examples - num_chosen}
 
     def _log_ratios(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Of each answer to another prompt, the log-probability by the model less that by the reference; [examples]."""
+        """Log-probability by the model minus that by the reference, of each answer to another prompt; [examples]."""
         needed = {key: value for key, value in batch.items() if f"kl_{key}" not in batch}
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             inputs = self.trainer._prepare_inputs(needed)
@@ -119,10 +116,10 @@ class StepKL:
                 reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
         return policy - reference
 
-    # In place of methods of the trainer
+    # Replacements of methods of the trainer
 
     def _forward(self, stock: Callable, model: Any, batch: Mapping[str, Any], prefix: str = "") -> Any:
-        """Of the two forwards that stock runs of a micro-batch the one that is needed now; both in an evaluation."""
+        """Stock runs two forwards of a micro-batch; run the one that is needed now, or both in an evaluation."""
         if not self._is_estimating and self.trainer.odb.computing is None:
             return stock(model, batch, prefix=prefix)
         if self._is_estimating == (prefix == "kl_"):
@@ -131,8 +128,8 @@ class StepKL:
         return nothing, nothing, nothing
 
     def _concatenated_forward(self, stock: Callable, model: Any, batch: Mapping[str, Any]) -> Any:
-        """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed:
-        stock multiplies the sum of their losses by (examples / desirable examples) squared of a batch."""
+        """Weights the average log-probabilities of desirable answers, which only `pref_ftx` uses: stock multiplies
+        their loss by (examples / desirable examples) squared of a batch."""
         *outputs, chosen_logps_avg = stock(model, batch)
         if (computing := self.trainer.odb.computing) is not None:
             estimate, num, num_chosen = self._estimate(computing), len(batch["kto_tags"]), len(chosen_logps_avg)
@@ -140,7 +137,7 @@ class StepKL:
         return *outputs, chosen_logps_avg
 
     def _kto_loss(self, stock: Callable, *logps: Tensor) -> Any:
-        """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all.
+        """Stock's loss of log-ratios from which the estimate is subtracted here, in place of stock.
 
         logps: chosen, rejected and KL by the model, then by the reference.
         """
@@ -149,7 +146,7 @@ class StepKL:
         estimate = self._estimate(computing)
         chosen, rejected = logps[0] - logps[3], logps[1] - logps[4]
         log_ratios = chosen - estimate.kl[estimate.tags], rejected - estimate.kl[~estimate.tags]
-        with replaced(self.trainer, calculate_KL=False):  # and no reduction over ranks
+        with replaced(self.trainer, calculate_KL=False):  # also skips stock's reduction over ranks
             losses, _, _, kl = stock(*log_ratios, *map(torch.zeros_like, logps[2:]))
         beta = self.trainer.beta
         return losses, beta * chosen.detach(), beta * rejected.detach(), kl
@@ -161,18 +158,18 @@ class StepKL:
         return Estimate(estimate.tags[examples], estimate.kl[examples], estimate.sft_factor[examples])
 
 
-# The figures that LLaMA-Factory's trainer for KTO logs, over the examples that were trained on.
-# It reduces the figures of the ranks as a vector without names, so every rank stores the same keys in the same order.
+# The figures that LLaMA-Factory's KTO trainer logs. It reduces the figures of the ranks as a vector without names, so
+# every rank stores the same keys in the same order.
 
 KINDS = ("chosen", "rejected")
 KEYS_OF_A_KIND = ("rewards/{}_sum", "logps/{}_sum", "logits/{}_sum", "count/{}")
 
 
 class ExampleMetrics(PreferenceMetrics):
-    """Those of KTO: sums over the desirable and over the undesirable examples, which LLaMA-Factory adds up over ranks
-    and divides by their numbers. Stock logs those of rank 0 alone.
+    """Figures of KTO: sums over desirable and over undesirable examples, which LLaMA-Factory adds up over ranks and
+    divides by the numbers of examples. Stock logs only the figures of rank 0.
 
-    `kl` is the sum of the estimates that were used (see `StepKL`), as in stock.
+    `kl` is the sum of the estimates (see `StepKL`), as in stock.
     """
 
     def __init__(self, trainer: Any, step_kl: StepKL):
@@ -188,25 +185,22 @@ class ExampleMetrics(PreferenceMetrics):
                 self.sums[key] += metrics[key]
 
     def figures(self) -> dict[str, float]:
-        # Of a kind that no rank has seen there must be no key: LLaMA-Factory divides by the number of its examples.
+        # LLaMA-Factory divides by the number of examples of a kind, so there is no key if it is 0.
         kinds = [kind for kind in KINDS if self.counts[kind]]
         keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
         return {key: self.sums[key] for key in (*keys, "kl")}
 
 
-# What the gradient relies on in the trainer for KTO of LLaMA-Factory and of trl, tried before training.
-
 KL = 0.5
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise a one-line `ConfigError` if the loss is not one of the log-ratio less the estimate. Ranks call it
-    together."""
+    """Raise a one-line `ConfigError` if the loss is not a function of the log-ratio minus the estimate. Collective."""
     device = trainer.accelerator.device
     chosen, rejected = torch.tensor([2.0, -1.0], device=device), torch.tensor([1.0, 0.25, -3.0], device=device)
 
-    def losses(taken: float, kl: float) -> Tensor:
-        ratios, estimates = (chosen - taken, rejected - taken), torch.full((5,), kl, device=device)
+    def losses(subtracted: float, kl: float) -> Tensor:
+        ratios, estimates = (chosen - subtracted, rejected - subtracted), torch.full((5,), kl, device=device)
         values: Tensor = trainer.kto_loss(*ratios, estimates, *map(torch.zeros_like, (*ratios, estimates)))[0]
         return values
 
@@ -217,7 +211,6 @@ def check_trainer(trainer: Any) -> None:
     is_same = stock.shape == ours.shape and torch.allclose(stock, ours)
     if not (trainer.calculate_KL and is_same and 0 < stock.std() < 1):
         raise ConfigError(
-            f"odb: {type(trainer).__name__}.kto_loss is not a loss of the log-ratios less the KL estimate, so "
-            "odb_factory could not estimate its KL divergence as this release means it; install a supported release "
-            "(`odb-factory doctor` names them)."
+            f"odb: {type(trainer).__name__}.kto_loss is not a function of the log-ratios minus the KL estimate, as "
+            "odb_factory assumes; install a supported release (`odb-factory doctor` names them)."
         )

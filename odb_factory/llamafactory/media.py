@@ -1,8 +1,8 @@
-"""Learn what media cost without processing their pixels.
+"""Count the tokens and patches of media without processing their pixels.
 
-A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image processor is answered from
-image sizes (`ImagesBySize`), which is compared with the real processor at start; if they differ, and for videos and
-audio, the processor is asked each time, and its pixels are dropped. The plugin that collates is never touched.
+Observation uses a copy of LLaMA-Factory's multimodal plugin. `ImagesBySize` replaces its image processor and answers
+from image sizes, after a comparison with the real processor at the start. If they differ, and for videos and audio, the
+real processor runs for each medium, and its pixels are dropped. The plugin that collates is not changed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = get_logger(__name__)
 
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
 LOSSLESS = (None, "PNG")
-"""Formats of an opened image, none if it was turned, that `datasets` encodes without changing a pixel."""
+"""Formats of an opened image (None: it was rotated) that `datasets` encodes without changing a pixel."""
 _FEATURE = datasets.Image()
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image cell of a dataset with an `Image` column, as stored until it is collated: the file's bytes, or its path.
+    """A cell of an `Image` column of `datasets`: the bytes of the file, or its path.
 
-    encodings: how often stock would have decoded and encoded it again by the time it is collated, in its passes over
-    the dataset. The pixels of a JPEG change by that, so it is done when the image is opened.
+    encodings: how often stock decodes the image and encodes it again in its passes over the dataset. This changes the
+    pixels of a JPEG, so `open` does the same.
     """
 
     bytes: bytes | None
@@ -48,16 +48,16 @@ class EncodedImage:
     encodings: int = 0
 
     def open(self) -> Image.Image:
-        """The decoded image, as `datasets` would have given it."""
+        """The decoded image, with the pixels that stock trains on."""
         image = _FEATURE.decode_example(asdict(self))
-        has_name = bool(getattr(image, "filename", ""))  # such a file is kept as it is
+        has_name = bool(getattr(image, "filename", ""))  # `datasets` does not encode such a file again
         for _ in range(0 if has_name or image.format in LOSSLESS else self.encodings):
             image = _FEATURE.decode_example(_FEATURE.encode_example(image))
         return image
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height) after the rotation its EXIF data asks for; reads the header only, if its file is here."""
+        """(width, height) after the rotation that its EXIF data name; reads only the header if the file is local."""
         stored = BytesIO(self.bytes) if self.bytes is not None else self.path
         if stored is None or (isinstance(stored, str) and not os.path.isfile(stored)):
             return self.open().size
@@ -67,12 +67,12 @@ class EncodedImage:
 
 
 def decoded(images: Sequence[Any] | None) -> list[Any]:
-    """The images as LLaMA-Factory takes them: encoded cells are opened, all else stays."""
+    """The images with `EncodedImage`s opened."""
     return [image.open() if isinstance(image, EncodedImage) else image for image in images or []]
 
 
 def _size_of(image: Any) -> tuple[int, int]:
-    """(width, height) of an image in any form LLaMA-Factory takes: path, bytes, file, {bytes, path}, PIL image."""
+    """(width, height) of an image: a path, bytes, file, {bytes, path} or PIL image, as LLaMA-Factory takes them."""
     if isinstance(image, Image.Image | EncodedImage):
         return image.size
     if isinstance(image, dict):
@@ -81,14 +81,14 @@ def _size_of(image: Any) -> tuple[int, int]:
         return opened.size
 
 
-# What an image processor answers, by image size: token and patch counts depend on the sizes of images, not on their
-# pixels. Processors of Qwen-VL and the like have a formula; others are asked once for the sizes of a row, with blank
-# images, and the answer is remembered. Whether that holds is tried at start, with images of noise.
+# The answer of an image processor by image sizes: counts of tokens and patches depend on the sizes of images, not on
+# their pixels. Processors such as Qwen-VL's have a formula; others process blank images once for the sizes of a row,
+# and the answer is remembered. Images of noise test both at the start.
 
 MAX_REMEMBERED = 2048
-"""Answers; when there are more, the oldest is forgotten. COCO has some hundred image sizes."""
+"""Answers to keep; the oldest is dropped first. COCO has some hundred image sizes."""
 MAX_DIMENSIONS_KEPT = 2
-"""Integer tensors of at most this many dimensions are grids, sizes and counts, which plugins read; others are masks."""
+"""Integer tensors with at most this many dimensions are grids, sizes and counts, which plugins read."""
 CHECK_SIZES = ((37, 211), (900, 700), (400, 90), (64, 64), (37, 211))
 
 Size = tuple[int, int]
@@ -96,7 +96,7 @@ Answer = dict[str, Any]
 
 
 class SizeOnlyImage(Image.Image):
-    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
+    """An image without pixels, whose size LLaMA-Factory's own rules can change."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -107,11 +107,10 @@ class SizeOnlyImage(Image.Image):
 
 
 class ImagesBySize:
-    """`plugin._get_mm_inputs` for images, given their sizes alone: (width, height) in pixels.
+    """`plugin._get_mm_inputs` for images of given sizes: (width, height) in pixels.
 
-    In place of pixels it gives tensors of their shape that take no memory, or by the formula nothing.
-
-    by_formula: patches follow from the size, and images and videos are processed apart from each other.
+    by_formula: the processor has a formula for patches; the answer has no pixels, and images and videos are processed
+    separately. Otherwise pixels are tensors of the right shape that take no memory.
     """
 
     def __init__(self, plugin: Any, processor: Any, *, by_formula: bool):
@@ -119,8 +118,8 @@ class ImagesBySize:
         self._answers: dict[str, Answer] = {}
 
     def answer(self, sizes: Sequence[Size], *args: Any, **kwargs: Any) -> Answer:
-        """args, kwargs: of `_get_mm_inputs`, after the processor."""
-        if self.by_formula:  # rows of a grid multiply to the patches of an image; their own shape does not matter here
+        """args, kwargs: the arguments of `_get_mm_inputs` after the processor."""
+        if self.by_formula:  # only the product of a grid's row counts
             regular = self.plugin._regularize_images(
                 [SizeOnlyImage(size) for size in sizes],
                 image_max_pixels=getattr(self.processor, "image_max_pixels", 768 * 768),
@@ -139,7 +138,7 @@ class ImagesBySize:
 
 
 def images_by_size(plugin: Any, processor: Any) -> ImagesBySize | None:
-    """For a plugin that takes images and whose answers follow from their sizes; None, with a log line, for others."""
+    """The fastest `ImagesBySize` that equals the real processor; None if none does (logged) or without images."""
     if plugin.image_token is None or processor is None:
         return None
     try:
@@ -147,29 +146,29 @@ def images_by_size(plugin: Any, processor: Any) -> ImagesBySize | None:
         real = _ask(plugin, processor, noise)
         if real.keys() == {"pixel_values", "image_grid_thw"}:
             formula = ImagesBySize(plugin, processor, by_formula=True)
-            with contextlib.suppress(AttributeError, TypeError):  # this processor has none
+            with contextlib.suppress(AttributeError, TypeError):  # this processor has no formula
                 grids = formula.answer(CHECK_SIZES)["image_grid_thw"]
                 if torch.equal(grids.prod(-1), torch.as_tensor(real["image_grid_thw"]).prod(-1)):
                     return formula
         memory = ImagesBySize(plugin, processor, by_formula=False)
         if _are_equal(memory.answer(CHECK_SIZES), real):
             return memory
-        why = "its answers hold more than sizes tell"
-    except Exception as error:  # whatever a processor raises: it raises it again for the image
+        why = "its answers depend on pixels"
+    except Exception as error:  # the real processor will raise the same error for an image
         why = f"{type(error).__name__}: {error}"
     logger.info("images are observed through the real processor (%s)", why)
     return None
 
 
 def _ask(plugin: Any, processor: Any, images: Sequence[Any], *args: Any, **kwargs: Any) -> Answer:
-    """The answer of the real processor for these images, with stand-ins for its pixels."""
+    """The real processor's answer for these images; tensors that plugins do not read take no memory."""
 
     def light(value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.dtype != object:
             value = torch.from_numpy(value)
-        if not isinstance(value, Tensor) or _is_kept(value):
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.dim() > MAX_DIMENSIONS_KEPT):
             return value
-        # One number in memory, or one for each tile, of which zeros mark those that do not exist.
+        # Each pixel, or each tile of an image, refers to one number: 0 for a tile of padding, else 1.
         marks = value.flatten(2).any(-1)[..., None, None, None] if value.dim() == 5 else torch.ones(())
         return marks.to(value.dtype).expand(value.shape)
 
@@ -177,21 +176,14 @@ def _ask(plugin: Any, processor: Any, images: Sequence[Any], *args: Any, **kwarg
     return answer
 
 
-def _is_kept(value: Tensor) -> bool:
-    return not value.is_floating_point() and value.dim() <= MAX_DIMENSIONS_KEPT
-
-
 def _are_equal(first: Answer, second: Answer) -> bool:
-    """Whether two answers are, pixels aside, the same."""
+    def is_same(value: Any, other: Any) -> bool:
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            return value.dtype == other.dtype and torch.equal(value, other)
+        return bool(value == other)
 
-    def is_same(one: Any, other: Any) -> bool:
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return bool(one == other)
-        same_kind = one.shape == other.shape and one.dtype == other.dtype
-        return same_kind and (not _is_kept(one) or torch.equal(one, other))
-
-    (first_leaves, first_structure), (second_leaves, second_structure) = tree_flatten(first), tree_flatten(second)
-    return first_structure == second_structure and all(map(is_same, first_leaves, second_leaves))
+    (leaves, structure), (other_leaves, other_structure) = tree_flatten(first), tree_flatten(second)
+    return structure == other_structure and all(map(is_same, leaves, other_leaves))
 
 
 # One row at a time: placeholders and patches.
@@ -201,10 +193,10 @@ WRITTEN_OUT = "its text contains the placeholder {}, which the model would read 
 
 
 class MediaObserver:
-    """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
+    """Observes the media of one row at a time. `plugin` replaces the template's mm plugin.
 
-    The stand-in keeps what it has answered about a row until its media are counted, so that token expansion
-    and patch count share one look at each file.
+    `plugin` keeps the answers about a row until its media are counted, so that token expansion and patch count read
+    each file once.
     """
 
     def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
@@ -219,8 +211,8 @@ class MediaObserver:
         self.plugin._get_mm_inputs = self._get_mm_inputs
 
     def check_text(self, row: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if a converted row has a placeholder written out. If that is what people write for a
-        medium, LLaMA-Factory counts those of messages itself."""
+        """Raise `ValueError` if the text of a converted row contains a placeholder of the model. LLaMA-Factory itself
+        counts the placeholders in messages that people write for media."""
         messages = [message["content"] or "" for message in (*row["_prompt"], *row["_response"])]
         for name in self._token_ids:
             texts = (row["_system"], row["_tools"], *([] if name in WRITTEN_FOR_MEDIA else messages))
@@ -231,26 +223,28 @@ class MediaObserver:
         return sum(input_ids.count(token_id) for token_id in self._token_ids.values())
 
     def cost_of(self, features: Mapping[str, Any], input_ids: list[int], rows: int = 1) -> dict[str, Any]:
-        """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
+        """The arguments of `Cost` for media. rows: how often the collator takes the media of a sample."""
         counts = self.count_media(features, input_ids).times(rows)
-        # Of a model without images the collator injects no fake one either.
+        # The collator injects a fake image only for a model with images.
         has_media = self.original.image_token is None or bool(features.get("images") or features.get("videos"))
         has_audio = bool(features.get("audios"))
         return {"patches": counts.patches, "media": counts, "has_media": has_media, "has_audio": has_audio}
 
     def count_media(self, features: Mapping[str, Any], input_ids: list[int]) -> Media:
-        """Media of one row, as the collator would make them and the model would take them."""
+        """The media of a row, as collated."""
         images, videos, audios = (features.get(kind) or [] for kind in ("images", "videos", "audios"))
         inputs: Answer = {}
         if videos and self._by_formula:
-            # As newer releases of LLaMA-Factory expand placeholders: by the metadata of videos.
+            # LLaMA-Factory also expands placeholders by the metadata of videos.
             by_metadata = getattr(self.plugin, "_get_video_token_metadata", None)
             inputs |= (by_metadata and by_metadata(videos, self.processor)) or {}
         media = [images, [] if inputs else videos, audios]
         if any(media):
             inputs |= self.plugin.get_mm_inputs(*media, *([len(kind)] for kind in media), [input_ids], self.processor)
         if audios and hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
-            inputs.setdefault("image_grid_thw", torch.zeros((0, 3), dtype=torch.long))  # as in every batch of the model
+            inputs.setdefault(
+                "image_grid_thw", torch.zeros((0, 3), dtype=torch.long)
+            )  # counts frames of audio without padding, as for every batch of such a model
         self._answers.clear()
         return count_media(inputs, self.patch_size)
 
@@ -265,8 +259,8 @@ class MediaObserver:
         return DEFAULT_PATCH_SIZE
 
     def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of the plugin's own: images by their sizes, for all else the real processor is asked. Once for what
-        a row has."""
+        """Replaces the plugin's method: images by their sizes if possible, other media by the real processor, once for
+        each medium of a row."""
         by_size = self._images if self._by_formula or not videos else None
         kinds: Any = ((images, videos, []), ([], [], audios))
         if by_size is not None:
@@ -275,11 +269,11 @@ class MediaObserver:
         for media in filter(any, kinds):
             key = tuple(tuple(id(item) for item in kind) for kind in media), repr((args, kwargs))
             if key not in self._answers:
-                of_images, *others = media
-                if of_images and by_size is not None:
-                    answer = by_size.answer([_size_of(image) for image in of_images], *args, **kwargs)
+                pictures, *others = media
+                if pictures and by_size is not None:
+                    answer = by_size.answer([_size_of(image) for image in pictures], *args, **kwargs)
                 else:
-                    answer = dict(self.original._get_mm_inputs(decoded(of_images), *others, processor, *args, **kwargs))
-                self._answers[key] = media, answer  # so that no other medium takes one of these ids
+                    answer = dict(self.original._get_mm_inputs(decoded(pictures), *others, processor, *args, **kwargs))
+                self._answers[key] = media, answer  # keeps the media alive, so that their ids stay unique
             inputs |= self._answers[key][1]
         return inputs

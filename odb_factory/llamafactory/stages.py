@@ -1,6 +1,6 @@
-"""LLaMA-Factory's stages of training: what each of them calls a sample, and what a sample costs.
+"""The stages of LLaMA-Factory: preprocessing, cost and collation of a sample.
 
-One `Stage` object each; `STAGES` has them by the name in the YAML. Nothing heavy is imported.
+`STAGES` has one `Stage` for each name in the YAML. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ PROBE_TOKENS = 8
 
 
 class Stage:
-    """One object a stage; it holds no state of a run, and is sent to worker processes.
+    """A stage; holds no state of a run, and is sent to worker processes.
 
-    name: as in the YAML. answers: what the columns of each answer of a processed row begin with.
-    columns: that dataset_info.json must give, beside those of every stage.
-    takes_media: its collator does.
-    prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
-    rows: that its collator makes of a sample. batches: of `Collation`; if there are any, the loss of a micro-batch is
-    one mean whose units cannot be weighed one by one, so samples that stock weighs differently do not share one.
-    settings: what ranks must have in common for their rows to be the same, beside the arguments that they compare.
-    flags: what the collator takes of a sample beside its answers and media.
+    name: in the YAML. answers: prefixes of the columns of each answer of a preprocessed row.
+    takes_media: the collator takes media.
+    prepares_steps: the trainer sees all micro-batches of an optimizer step before it trains on the first.
+    rows: rows of a sample after collation. batches: of `Collation`; if not empty, the loss of a micro-batch is one mean
+    that cannot be weighted by sample, so samples with different weights in stock do not share a micro-batch.
+    settings: arguments on which rows depend and that ranks do not compare otherwise.
+    flags: keys that the collator reads in addition to answers and media.
     """
 
     name: str
     answers: tuple[str, ...] = ("",)
-    columns: tuple[str, ...] = ()
     takes_media: bool = True
     prepares_steps: bool = False
     rows: int = 1
@@ -45,21 +43,21 @@ class Stage:
     flags: tuple[str, ...] = ()
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
-        """The stage with the arguments of a training that `cost` and `measure` need."""
+        """The stage with the arguments that `cost` and `measure` need."""
         return self
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
-        """The stage for a training dataset of `num_rows` rows, which `together` and `settings` need."""
+        """The stage with the arguments that `together` and `settings` need. num_rows: of the training dataset."""
         return self
 
     def together(self, index: int) -> Sequence[int]:
-        """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
+        """The rows that must be preprocessed in one batch to make row `index`, which is the last of them."""
         return (index,)
 
     def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
-        """What LLaMA-Factory's dataset processor makes of a row: columns of one entry, or of none if it drops it.
+        """The columns that LLaMA-Factory's dataset processor makes of the last of the converted rows of `together`.
 
-        rows: converted, those of `together`.
+        Each column has one entry, or none if the row is dropped.
         """
         encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(
             {key: [value] for key, value in rows[-1].items()}
@@ -67,22 +65,22 @@ class Stage:
         return encoded
 
     def ids_of(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
-        """The token ids of each answer of a processed row, with its prompt."""
+        """The token ids of prompt and answer, for each answer of a preprocessed row."""
         return [features[f"{answer}input_ids"] for answer in self.answers]
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
-        """Of a processed row, as it will be collated."""
+        """The cost of a preprocessed row, as it will be collated."""
         raise NotImplementedError
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
-        """Of a collated micro-batch. patch_size, segments: of `measure_batch`."""
+        """The size of a collated micro-batch. patch_size, segments: see `measure_batch`."""
         return measure_batch(batch, patch_size, segments)
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        """What this collator adds to a micro-batch: padding, and a fake image and audio, learnt by collating one short
+        """The padding, fake image and fake audio that this collator adds to a micro-batch, learnt by collating a short
         sample without media."""
         template, dummies = getattr(collator, "template", None), dict[str, int]()
-        if template is not None:  # a custom collator, which injects nothing, is not asked to collate
+        if template is not None:  # a custom collator injects nothing
             values = {"input_ids": collator.tokenizer.pad_token_id, "attention_mask": 1, "labels": IGNORE_INDEX}
             probe: dict[str, Any] = dict.fromkeys(MEDIA) | dict.fromkeys(self.flags, True)
             probe |= {f"{answer}{name}": [values[name]] * PROBE_TOKENS for answer in self.answers for name in values}
@@ -91,18 +89,18 @@ class Stage:
                 batch = collator([copy.deepcopy(probe)])
                 return batch["input_ids"].shape[1] - PROBE_TOKENS, count_media(batch, patch_size).patches
 
-            unpadded, plugin = copy.copy(collator), template.mm_plugin
+            unpadded = copy.copy(collator)
             unpadded.pad_to_multiple_of = None
-            tokens, patches = injected(unpadded)
-            image_tokens, image_patches = (tokens, patches) if plugin.image_token is not None else (0, 0)
-            if plugin.image_token is not None and plugin.audio_token is not None:
-                unpadded.get_rope_func = None  # positions are not asked for, and may need audio
+            tokens, patches = image_tokens, image_patches = injected(unpadded)
+            if template.mm_plugin.audio_token is not None:
+                unpadded.get_rope_func = None  # positions may need audio, and are not used here
                 unpadded.template = copy.copy(template)
-                unpadded.template.mm_plugin = copy.copy(plugin)
+                unpadded.template.mm_plugin = copy.copy(template.mm_plugin)
                 unpadded.template.mm_plugin.audio_token = None
                 image_tokens, image_patches = injected(unpadded)
-            dummies = {"dummy_media_tokens": image_tokens, "dummy_media_patches": image_patches}
-            dummies |= {
+            dummies = {
+                "dummy_media_tokens": image_tokens,
+                "dummy_media_patches": image_patches,
                 "dummy_audio_tokens": tokens - image_tokens,
                 "dummy_audio_patches": patches - image_patches,
             }
@@ -110,11 +108,11 @@ class Stage:
         return Collation(pad_to_multiple_of=multiple, rows=self.rows, batches=self.batches, **dummies)
 
     def parts(self, trainer: Any) -> Sequence[Any]:
-        """What a run changes on a trainer, as `Session.parts`. Its evaluations must stay stock's."""
+        """Changes that a run makes to a trainer, as `Session.parts`. Evaluations must stay stock's."""
         return ()
 
 
-# Stages whose loss is a mean over tokens: supervised fine-tuning and pre-training.
+# Stages whose loss is a mean over tokens
 
 
 class Sft(Stage):
@@ -133,8 +131,8 @@ class Sft(Stage):
 
 
 class Pt(Stage):
-    """`stage: pt`: whole documents. Their labels are made by the collator, which masks every padding token, also those
-    of a tokenizer that pads with its end-of-text token."""
+    """`stage: pt`: whole documents. The collator makes the labels and masks every padding token, also inside a document
+    if the tokenizer pads with its end-of-text token."""
 
     name = "pt"
     takes_media = False
@@ -151,24 +149,23 @@ class Pt(Stage):
             tokens=len(ids),
             units=len(ids) - 1 - ids[1:].count(self.pad_token_id),
             leading_label=ids[0] != self.pad_token_id,
-            has_media=True,  # it brings none, and the collator adds none beside it
+            has_media=True,  # the collator adds no fake image
         )
 
 
 # Stages whose samples are pairs of a chosen and a rejected answer: reward models, and DPO with its variants.
-# The collator makes two rows of a pair, all chosen ones first, padded to one length: padded, a pair costs two rows of
-# the longer answer, and flat both answers. It brings its media twice. The loss is a mean over pairs.
+# The collator makes two rows of a pair, all chosen rows first, padded to one length. A padded pair costs two rows of
+# the longer answer, a flat pair the sum of both answers. Media occur twice. The loss is a mean over pairs.
 
 SIDES = ("chosen", "rejected")
 DIVIDES_BY_LENGTH = ("ipo", "orpo", "simpo")
-"""Losses (`pref_loss`) that take the mean log-probability of an answer, which an empty one does not have."""
+"""Values of `pref_loss` whose loss divides by the length of an answer, which may be 0."""
 
 
 class Pairs(Stage):
-    """needs_labels: the answers that must have a token left: the loss would divide by their number."""
+    """needs_labels: the answers that must have a supervised token, because the loss divides by their number."""
 
     answers = ("chosen_", "rejected_")
-    columns = SIDES
     rows = len(SIDES)
     batches = ("",)
     needs_labels: tuple[str, ...] = ()
@@ -183,7 +180,7 @@ class Pairs(Stage):
         )
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
-        """batch: as the collator returned it, also if it is laid flat for the model."""
+        """batch: the collator's, also if the micro-batch is flat."""
         measured = measure_batch(batch, patch_size)
         rows, length = (1, sum(segments)) if segments else (measured.rows, measured.length)
         return Measured(rows, length, measured.media, measured.rows // self.rows, segments)
@@ -196,8 +193,7 @@ class Rm(Pairs):
 
 
 class Dpo(Pairs):
-    """`stage: dpo`, with every `pref_loss`. Each micro-batch goes through the reference model as well, which keeps no
-    activations: budgets are those of the model that is trained."""
+    """`stage: dpo`, with every `pref_loss`. The reference model keeps no activations, so budgets are the policy's."""
 
     name = "dpo"
 
@@ -215,23 +211,22 @@ class Dpo(Pairs):
         return (PairMetrics(trainer),)
 
 
-# Stage kto: examples that are desirable or not, each with an answer to another prompt to estimate a divergence from.
-# The collator makes two batches of the examples, of their own answers and of those others, which go through the model
-# one after the other: the budget bounds each of them, so an example costs the longer of its two rows. What is kept
-# for a backward, which is where memory goes, is kept of one only.
+# Stage kto: desirable or undesirable examples, each with the answer to another prompt, which serves to estimate a KL
+# divergence. The collator makes two batches, of own answers and of other answers, which go through the model one after
+# the other. The budget bounds each of them, so an example costs the longer of its two rows. Only one of the two
+# forwards keeps activations for a backward.
 
 NOT_HANDED_ON = ("videos", "audios")
 OF_BOTH_KINDS = "one preference type"
 
 
 class Kto(Stage):
-    """`stage: kto`. batches: what the columns of the two answers begin with."""
+    """`stage: kto`."""
 
     name = "kto"
     prepares_steps = True
     answers = batches = ("", "kl_")
     flags = ("kto_tags",)
-    columns = ("kto_tag",)
     num_rows = batch_size = num_shards = 1
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
@@ -243,11 +238,12 @@ class Kto(Stage):
         return stage
 
     def together(self, index: int) -> Sequence[int]:
-        """LLaMA-Factory gives a prompt the answer of the row before it in its batch, the first prompt the last answer.
+        """The row and its partner: LLaMA-Factory pairs a prompt with the answer of the row before it in its batch, and
+        the first prompt with the last answer.
 
-        Loading, mixing and splitting come before that pass and shuffling after it, and a row that the pass drops has
-        lent its answer first: so the number of a row says which row its partner is. `datasets` cuts the rows into a
-        shard for each process, the first ones a row longer, and each shard into batches.
+        The pass runs after loading, mixing and splitting and before shuffling, and also pairs rows that it drops, so
+        the partner follows from the row's number. `datasets` cuts the rows into a shard for each process (the first
+        shards are a row longer), and each shard into batches.
         """
         size, num_longer = divmod(self.num_rows, self.num_shards)
         longer = num_longer * (size + 1)
@@ -262,7 +258,7 @@ class Kto(Stage):
         return (index,) if partner == index else (partner, index)
 
     def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
-        """LLaMA-Factory gives the first prompt of a batch the last answer; here the partner's, which has no prompt."""
+        """The batch is this row and the answer of its partner: the first prompt is paired with the last answer."""
         *partner, row = rows
         examples = {key: [value] for key, value in row.items()}
         if partner:
@@ -283,7 +279,7 @@ class Kto(Stage):
         return Cost(tokens=max(len(ids), len(kl_ids)), units=1, **media.cost_of(features, ids))
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
-        """Flat, the longer rows of all examples follow each other, as the plan counts them."""
+        """A flat micro-batch counts the longer row of each example, as the plan does."""
         measured = measure_batch(batch, patch_size)
         if not segments:
             longer = max(measured.length, batch["kl_input_ids"].shape[1])
@@ -301,7 +297,7 @@ class Kto(Stage):
 
 
 def _is_about_rows(record: logging.LogRecord) -> bool:
-    """Not the warning that a batch holds desirable or undesirable examples only, as a batch of one always does."""
+    """Drops the warning that a batch has examples of one kind only, which is always true of a single example."""
     return OF_BOTH_KINDS not in record.getMessage()
 
 

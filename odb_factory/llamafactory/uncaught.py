@@ -1,8 +1,8 @@
-"""An error whose cause is known and that nobody catches ends its process in one line instead of a traceback.
+"""An uncaught error of known cause ends its process in one line instead of a traceback.
 
-Under torchrun each rank prints that line and exits with `KNOWN_END`, and torchrun, in runs that the hooked launcher has
-started, prints nothing more about it. What else may end a rank is reported as without odb_factory. Standard library
-only: torchrun imports torch, and with it this module.
+Under torchrun each rank prints the line and exits with `KNOWN_END`; torchrun adds nothing if the hooked launcher
+started it. Other errors are reported as without odb_factory. Standard library only: torchrun imports torch, which
+imports this module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from odb_factory.llamafactory.activation import LAUNCHED
 
 TRACEBACK = "ODB_FACTORY_TRACEBACK"
 KNOWN_END = 75
-"""The exit code by which torchrun knows a rank that has ended in its one line."""
+"""The exit code of a rank that has printed its line."""
 TORCHRUN_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 _before: Any = None
-"""The `sys.excepthook` that ours stands in front of."""
+"""The `sys.excepthook` that was installed before."""
 
 
 def shows_tracebacks() -> bool:
@@ -33,9 +33,9 @@ def shows_tracebacks() -> bool:
 
 
 def install() -> None:
-    """From now on an uncaught error whose cause is known ends this process in one line, and any reaches other ranks.
+    """Report uncaught errors of known cause in one line from now on, and send every uncaught error to the other ranks.
 
-    With its traceback before that line if `ODB_FACTORY_TRACEBACK` is set.
+    The traceback comes before the line if `ODB_FACTORY_TRACEBACK` is set.
     """
     global _before
     if _before is None:
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Back to what was, if nobody has put another hook in front of ours since."""
+    """Restore the previous hook, unless another hook has been installed since."""
     global _before
     if sys.excepthook is _excepthook:
         sys.excepthook, _before = _before, None
@@ -59,7 +59,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
         end_all(None if isinstance(shown, CollectiveError) else one_line(shown))
     is_known, prefix = isinstance(shown, ODBError | KeyboardInterrupt), ""
     if is_launched := LAUNCHED in os.environ and is_known:
-        # torch's own hook, which stands in front of this one, would lose what is printed before an exit.
+        # torch's hook, which calls this one, would lose text that is printed before an exit.
         sys.stderr, prefix = sys.__stderr__, f"[rank{os.environ.get('RANK', 0)}]: "
     if shows_tracebacks() or not is_known:
         _before(kind, error, traceback)
@@ -70,20 +70,20 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 def print_last(line: str, prefix: str = "") -> None:
-    # In one write: the lines of two ranks must not run into each other.
+    # One write, so that the lines of two ranks do not mix.
     print(f"{prefix}[odb] {' '.join(line.split())}\n", end="", file=sys.stderr, flush=True)
 
 
 def end_process(failure: str) -> None:
-    """End this process at once, whatever its main thread is doing."""
+    """End this process at once, whatever its main thread does."""
     print_last(failure)
     sys.stdout.flush()
-    shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # no exit handler does it
+    shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # os._exit runs no exit handler
     os._exit(KNOWN_END if LAUNCHED in os.environ else 1)
 
 
 def quiet_torchrun() -> None:
-    """In torchrun's own process: report nothing of ranks that have ended in their one line, or of a signal."""
+    """In torchrun's process: report nothing about ranks that have printed their line, and a signal in one line."""
     if "LOCAL_RANK" in os.environ or shows_tracebacks():
         return
     for name in TORCHRUN_LOGGERS:
@@ -92,8 +92,8 @@ def quiet_torchrun() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if kind.__name__ == "SignalException":
-            is_of_keyboard = getattr(error, "sigval", None) == signal.SIGINT
-            print_last(one_line(KeyboardInterrupt()) if is_of_keyboard else str(error))
+            is_keyboard = getattr(error, "sigval", None) == signal.SIGINT
+            print_last(one_line(KeyboardInterrupt()) if is_keyboard else str(error))
             return
         codes = {getattr(failure, "exitcode", None) for failure in getattr(error, "failures", {}).values()}
         if not KNOWN_END in codes <= {KNOWN_END, -signal.SIGTERM}:
@@ -103,6 +103,6 @@ def quiet_torchrun() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that torchrun ends ranks, nor how a rank ended that has printed its line."""
+    """Drops the records that torchrun ends ranks, and those about a rank that has printed its line."""
     ends_ranks = any(words in str(record.msg) for words in ("closing signal", "death signal"))
     return not ends_ranks and tuple(record.args or ())[:1] != (KNOWN_END,)

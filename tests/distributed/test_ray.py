@@ -1,4 +1,4 @@
-"""Ray: LLaMA-Factory's own workers (`USE_RAY=1`), and those of Ray Train, are ranks as under torchrun."""
+"""Ray: LLaMA-Factory's own workers (`USE_RAY=1`) and workers of Ray Train train like ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ ROOT = Path(__file__).parents[2]
 START_S, END_S = 200, 30
 pytestmark = pytest.mark.timeout(3 * START_S)
 RAY = {"ray_num_workers": 2, "ray_init_kwargs": {"num_cpus": 20, "object_store_memory": 80_000_000}}
-"""LLaMA-Factory asks for 10 CPUs a worker; to Ray they are numbers."""
+"""LLaMA-Factory reserves 10 CPUs for each worker; Ray does not need so many real ones."""
 CLI = (str(BIN / "llamafactory-cli"), "train")
 
 
 class Command(Marked):
-    """A command that uses Ray. It starts one of its own, whatever cluster runs on the machine or has left its address
-    there."""
+    """A command that uses Ray. It starts its own cluster, even if the address of another one is known."""
 
     def __init__(self, words: Sequence[str], log: Path, **env: str):
         super().__init__()
@@ -44,11 +43,11 @@ class Command(Marked):
         return self.log[-6000:]
 
     def own_lines(self) -> list[str]:
-        """Without what Ray passes on from its workers."""
+        """The lines of the log that Ray did not pass on from its workers."""
         return [line for line in self.log.splitlines() if not re.match(r"(\x1b\[\d+m)?\(", line)]
 
     def end(self, limit_s: float = START_S) -> int:
-        """Its exit code. Fails the test if it, or any process that it has started, lives on."""
+        """The exit code. The test fails if the command or a process that it started does not end."""
         self.wait(limit_s)
         left = self.left_behind(10)
         assert not left, f"{left}\n{self.so_far()}"
@@ -111,13 +110,13 @@ def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
             number for number, line in enumerate(lines) if line.startswith("[odb] ") and f"rank {victim}" in line
         ]
         of_ray = any("ray.exceptions." in line for line in lines[ours:])
-        # The other worker may be the first to say so.
+        # The other worker may be the first to report it.
         assert of_ray or "has ended without a word" in lines[ours], "\n".join(lines)
 
 
 @pytest.mark.nightly
 def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
-    """What only the workers can see."""
+    """The refusal depends on the workers."""
     config = config_of(odb={"oom": "skip"}, torch_compile=True)
     with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
         assert run.end() != 0
@@ -126,16 +125,14 @@ def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
 
 
 def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:
-    """examples/ray_train.py on two nodes, of which one dies: losses are those of an unbroken run."""
+    """examples/ray_train.py on two nodes, of which one dies: losses equal those of a run without a failure."""
     config = config_of(
         num_train_epochs=10, eval_strategy="no", save_strategy="steps", save_steps=5, odb={"global_batch_size": 8}
     )
     storage, mark = tmp_path / "storage", uuid.uuid4().hex
     words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), written(config, tmp_path), str(storage)]
     monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv(
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10"
-    )  # of the second worker, which has no node any more
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # the second worker has no node any more
     cluster = ray_cluster.Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000}
     )
@@ -148,7 +145,7 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
             cluster.remove_node(other, allow_graceful=False)
             assert run.end(2 * START_S) == 0, run.log[-6000:]
             assert re.search(r"Result\(.*'loss': ", run.log, re.DOTALL), run.log[-6000:]
-            # It begins three times if a worker fails besides.
+            # Three times if another worker fails.
             assert run.log.count("Started training worker group of size") == 2, run.log[-6000:]
     finally:
         cluster.shutdown()

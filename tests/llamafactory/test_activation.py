@@ -1,4 +1,4 @@
-"""Activation: in every process that imports torch, at no cost, never in the way."""
+"""Activation in every process that imports torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROCESSES: dict[str, tuple[str, dict[str, str], str, str]] = {
     "a failure only warns": (FAILURE, {}, "torch goes on", "broken on purpose"),
     "a seam that this release lacks": (MISSING_SEAM, {}, "True", ""),
 }
-"""Code, environment, the last line printed, what the standard error contains."""
+"""Code, environment, last line of the output, text in the standard error."""
 
 
 @pytest.mark.parametrize("case", PROCESSES)
@@ -64,7 +64,7 @@ def test_hooks_are_placed_once_and_reversible() -> None:
     deactivate()
     try:
         assert parser.get_train_args is wrapped.__wrapped__
-        assert "train" not in vars(CustomSeq2SeqTrainer), "it inherits the method, as stock"
+        assert "train" not in vars(CustomSeq2SeqTrainer), "the class inherits the method, as in stock"
         assert not is_active()
     finally:
         activate()
@@ -77,7 +77,7 @@ RANKS = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); pr
 
 
 def test_sigterm_reaches_torchrun() -> None:
-    """A container or a job ends with its first process, which must end after the ranks, when they have saved."""
+    """A container or job ends with its first process, which must end after the ranks have saved."""
     command = [sys.executable, "-c", RANKS]
     code = f"import os; from odb_factory.llamafactory.hooks import become_torchrun as run; run({command}, os.environ)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

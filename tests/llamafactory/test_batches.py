@@ -1,4 +1,4 @@
-"""Rows observed online: tokenized data, cut placeholders and those written out, media that cannot be read."""
+"""Rows observed online: placeholders that are cut or part of the text, unreadable media, tokenized data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
 
 
 class Setting:
-    """One configuration with real LLaMA-Factory, online; `stock` is loaded when it is asked for."""
+    """A configuration of real LLaMA-Factory with a block; `stock` is loaded when it is used."""
 
     def __init__(self, config: dict[str, Any], **block: Any):
         self.stock_config, self.config = config, ODBConfig.from_block(BLOCK | block)
@@ -43,7 +43,7 @@ class Setting:
         return dict(self.stock.datasets["train_dataset"][index])
 
     def observe(self, index: int, tokenized: list[dict[str, Any]] | None = None) -> Any:
-        """A row of the dataset, or of one that was tokenized before."""
+        """Observe a row of the dataset, or of tokenized rows."""
         rows: Any = self.dataset
         if tokenized is not None:
             rows = TokenizedDataset(datasets.Dataset.from_list(tokenized), rows.media, STAGES["sft"])
@@ -63,13 +63,10 @@ def conversation(question: str, images: tuple[str, ...] = (), system: str = "") 
 
 
 def setting_of(rows: list[dict[str, Any]], model: Path, folder: Path, **block: Any) -> Setting:
-    """Of a data set `mine`."""
+    """The setting of a dataset `mine` with these rows."""
     return Setting(
         training_config(model, write_dataset(folder, {"mine": rows}), folder / "out", dataset="mine"), **block
     )
-
-
-# Rows of the data set
 
 
 def test_cut_placeholders(tiny_vl, data_dir, tmp_path) -> None:
@@ -84,7 +81,7 @@ def test_cut_placeholders(tiny_vl, data_dir, tmp_path) -> None:
 
 
 def test_placeholders_written_out(tiny_vl, tmp_path) -> None:
-    """A text with `<|image_pad|>` in it is a bad row, which `on_error` is for; stock would end at collation."""
+    """A text with `<|image_pad|>` is a bad row, for `on_error`; stock fails when it collates the row."""
     Image.new("RGB", (90, 60), "red").save(tmp_path / "red.png")
     rows = [
         conversation("what is <|image_pad|> for"),
@@ -103,7 +100,7 @@ def test_placeholders_written_out(tiny_vl, tmp_path) -> None:
             continue
         assert (sample.reason, sample.fatal) == ("unreadable", False)
         assert f"row {index} of mine.json" in sample.message and "contains the placeholder" in sample.message
-    # Wherever it is cut: as many as the picture takes may be left, one of them written out.
+    # Also if truncation leaves as many placeholders as the picture needs.
     data_args = setting.dataset.processor.data_args
     for data_args.cutoff_len in range(4, len(setting.stock_row(4)["input_ids"]) + 2):
         assert isinstance(setting.observe(4), Rejection), data_args.cutoff_len
@@ -126,20 +123,20 @@ def test_media_that_cannot_be_read(tiny_vl, tmp_path, on_error: str) -> None:
     assert (not_an_image.reason, not_an_image.fatal) == ("unreadable", on_error == "raise")
     assert "row 1 of mine.json" in not_an_image.message and "not_an_image.png" in not_an_image.message
     assert ("on_error: skip" in not_an_image.message) == (on_error == "raise"), "no advice to set what is set"
-    assert not isinstance(cut_off, Rejection), "it only shows when the image is decoded, in a collate worker"
+    assert not isinstance(cut_off, Rejection), "the error occurs when the image is decoded, in a collate worker"
     assert "no such file: folder.png: " in folder.message
     assert "no such file: gone.png: ValueError" in gone.message
 
 
-def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:
-    """Its rank would run the vision tower twice, the others once, and all would hang."""
+def test_a_row_with_images_and_videos_is_refused_if_ranks_share_parameters(vl: Setting) -> None:
+    """Its rank would run the vision tower twice, the others once, and all ranks would hang."""
     features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
     shared = {"model_type": "llava_next_video", "shards_parameters": True}
     with pytest.raises(ValueError, match="both images and videos.*llava_next_video"):
         RowObserver(vl.dataset.media, STAGES["sft"], **shared)(features)
 
 
-# `tokenized_path`: rows are used as they are, but not those that the model cannot take.
+# Rows of a `tokenized_path`
 
 
 def test_tokenized_rows_that_are_packed_are_refused() -> None:
@@ -149,7 +146,7 @@ def test_tokenized_rows_that_are_packed_are_refused() -> None:
 
 
 def test_tokenized_rows_without_media_columns(vl: Setting) -> None:
-    """As stock does: data that were tokenized elsewhere, or of text alone."""
+    """As in stock: data that were tokenized elsewhere, or text alone."""
     columns = ("input_ids", "attention_mask", "labels")
     rows = [{key: vl.stock_row(index)[key] for key in columns} for index in range(3)]
     collator = vl.stock.collator

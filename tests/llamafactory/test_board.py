@@ -1,6 +1,6 @@
-"""LLaMA Board: a training that its page starts with an `odb` key in the extra arguments.
+"""LLaMA Board: an `odb` key in the extra arguments of its page is a block.
 
-Its real page is built (no server is started), its runner writes the YAML, and that YAML is trained.
+The real page is built without a server, its runner writes the YAML, and the test trains that YAML.
 """
 
 from __future__ import annotations
@@ -51,6 +51,6 @@ def test_the_odb_key_of_extra_arguments_is_a_block(tiny_text, data_dir, tmp_path
     monkeypatch.setenv("LLAMABOARD_WORKDIR", str(tmp_path / "out"))
     run_exp()
     samples = [len(line["ids"]) for line in read_jsonl(tmp_path / "out" / "odb_audit_rank0.jsonl")]
-    assert sum(samples) == 3 * 16, "batch size 2 and accumulation 8, as the page has them"
+    assert sum(samples) == 3 * 16, "batch size 2 and accumulation 8 are the page's defaults"
     progress = read_jsonl(tmp_path / "out" / "trainer_log.jsonl")
-    assert {line["total_steps"] for line in progress} == {3}, "what its progress bar reads"
+    assert {line["total_steps"] for line in progress} == {3}, "for the progress bar"

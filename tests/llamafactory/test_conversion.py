@@ -1,4 +1,4 @@
-"""Rows converted one at a time are those of LLaMA-Factory's pass over all rows, bit for bit; and nothing runs ahead."""
+"""Rows converted one at a time equal the rows of LLaMA-Factory's pass over all rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _sharegpt(k: int) -> dict[str, Any]:
     if k % 4 == 1:
         turns = [("system", f"rule {k}"), *turns]
     if k == 6:
-        turns = turns[:-1]  # the turns do not end in an answer: stock warns and drops it
+        turns = turns[:-1]  # the last turn is no answer: stock drops the row
     tool = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}, "required": []}}
     if k % 4 == 3:
         turns[1:1] = [("function_call", json.dumps({"name": "add", "arguments": {"a": k}})), ("observation", str(k))]
@@ -63,14 +63,14 @@ def _pictures(k: int, folder: Path) -> dict[str, Any]:
     for number, name in enumerate(names):
         noise((40 + 30 * k, 50 + 20 * number)).convert("RGB").save(folder / name)
     if k == 4:
-        names = [str(folder / name) for name in names]  # named whole, outside of media_dir
+        names = [str(folder / name) for name in names]  # absolute paths, outside of media_dir
     turns = [{"role": "user", "content": "<image>" * len(names) + "what?"}, {"role": "assistant", "content": f"no {k}"}]
     return {"messages": turns, "images": names}
 
 
 @pytest.fixture(scope="module")
 def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a dataset of each of `NAMES` and `fewer`, a sample of one of them."""
+    """A folder with a dataset for each of `NAMES`; `fewer` and `more` sample one of them. `moved` has its pictures."""
     folder = tmp_path_factory.mktemp("formats")
     rows = {
         "alpaca": [_alpaca(k) for k in range(14)],
@@ -92,11 +92,14 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info = {name: {"file_name": f"{name}.json"} | description for name, description in descriptions.items()}
     info |= {name: info["alpaca"] | {"num_samples": count} for name, count in (("fewer", 9), ("more", 20))}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    (folder / "moved").mkdir()
+    for picture in folder.glob("*.png"):
+        shutil.copy(picture, folder / "moved")
     return folder
 
 
 def rows_of(dataset: Any) -> list[dict[str, Any]]:
-    """All rows that are not dropped; Arrow stores a missing list of media as None or as empty, and they are alike."""
+    """All rows that are not dropped, without empty values: Arrow stores a missing list of media as None or as empty."""
     rows = []
     for index in range(len(dataset)):
         with contextlib.suppress(RowDropped):
@@ -116,33 +119,22 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
         {"dataset": ",".join(NAMES), "val_size": 11},
         {"dataset": "alpaca,pictures", "eval_dataset": "sharegpt,pictures", "max_samples": 7},
         {"dataset": "alpaca", "eval_dataset": "fewer,openai", "eval_on_each_dataset": True},
+        {"dataset": "pictures", "media_dir": "moved"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
 def test_train_and_eval_rows_equal_stock(tiny_vl, formats, tmp_path, changes: dict[str, Any]) -> None:
     config = training_config(tiny_vl, formats, tmp_path / "out", mask_history=True) | changes
+    config["media_dir"] = str(formats / config["media_dir"])
     stock, online = load_data(config), load_data(config | {"odb": BLOCK})
     assert isinstance(online["train_dataset"], OnlineDataset)
     assert rows_of(online["train_dataset"]) == rows_of(stock["train_dataset"])
     evaluated = [loaded.get("eval_dataset", {}) for loaded in (online, stock)]
-    ours, theirs = (found if isinstance(found, dict) else {"": found} for found in evaluated)
+    ours, theirs = (rows if isinstance(rows, dict) else {"": rows} for rows in evaluated)
     assert list(ours) == list(theirs)
     for name, rows in theirs.items():
         assert isinstance(ours[name], datasets.Dataset), "preprocessed by stock"
         assert rows_of(ours[name]) == rows_of(rows)
-
-
-def test_media_dir_is_where_media_are_looked_for(tiny_vl, formats, tmp_path) -> None:
-    """A name that is not found there is taken as it is, so that a whole one works."""
-    moved = tmp_path / "media"
-    moved.mkdir()
-    for picture in formats.glob("*.png"):
-        shutil.copy(picture, moved)
-    config = training_config(tiny_vl, formats, tmp_path / "out", dataset="pictures", media_dir=str(moved))
-    stock, online = load_data(config), load_data(config | {"odb": BLOCK})
-    rows = rows_of(online["train_dataset"])
-    assert rows == rows_of(stock["train_dataset"])
-    assert rows[1]["images"] == [str(moved / "1_0.png")] and rows[4]["images"] == [str(formats / "4_0.png")]
 
 
 def test_tokenized_path_stores_what_stock_stores(tiny_text, formats, tmp_path) -> None:
@@ -157,7 +149,7 @@ def test_tokenized_path_stores_what_stock_stores(tiny_text, formats, tmp_path) -
 
 @pytest.mark.parametrize("single", [False, True], ids=["lists", "one-each"])
 def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path, single: bool) -> None:
-    """Stock's two passes encode a JPEG anew, which changes its pixels; so must we, but not before they are needed."""
+    """Stock's two passes encode a JPEG again, which changes its pixels. odb does so when it opens the image."""
     names = ["noise.jpg", "turned.jpg", "grey.png", "colours.gif", "lossy.webp"]
     grey = noise((120, 70))
     colours = Image.merge("RGB", [grey, grey.rotate(180), noise((120, 70), seed=1)])
@@ -201,14 +193,14 @@ def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path
     ],
     ids=["mode", "nested", "frames", "audio"],
 )
-def test_media_that_the_pass_would_encode_anew_are_left_to_it(column: str, feature: Any) -> None:
+def test_media_that_stock_would_encode_again_are_converted_by_its_pass(column: str, feature: Any) -> None:
     rows = datasets.Dataset.from_dict({"media": []}, features=datasets.Features({"media": feature}))
     used, unused = (DatasetAttr("file", dataset_name="rows.json", **columns) for columns in ({column: "media"}, {}))
     assert not dataset_module.is_convertible(rows, used)
     assert dataset_module.is_convertible(rows, unused), "a column that is not used does not matter"
 
 
-def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
+def test_sources_that_stock_converts_give_stocks_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
     config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
     stock = load_data(config)
     monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
@@ -235,30 +227,29 @@ SHAREGPT: dict[str, Any] = {"formatting": "sharegpt"}
 ASKED = {"from": "human", "value": "why"}
 ANSWERED = {"from": "gpt", "value": "so"}
 DROPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "number": ("sft", {"columns": ALPACA}, ROW | {"output": 2}, r"columns\.response.*int"),
-    "date": ("sft", {"columns": ALPACA}, ROW | {"output": "2026-11-27 10:00:00"}, "datetime"),
-    "label": ("kto", {"columns": ALPACA | {"kto_tag": "label"}}, ROW | {"label": 1}, r"columns\.kto_tag.*1 \(int\)"),
-    "no label": ("kto", {"columns": ALPACA}, ROW, r"columns\.kto_tag"),
-    "pair": ("rm", {"ranking": True, "columns": PAIR}, ROW | {"a": "so", "b": 0}, r"columns\.rejected.*0 \(int\)"),
-    "role": ("sft", SHAREGPT, {"conversations": [ASKED, ANSWERED | {"from": "bot"}]}, r"'bot'.*tags\.assistant_tag"),
-    "tags": ("sft", SHAREGPT | {"tags": SHAREGPT_TAGS}, {"conversations": [ASKED]}, r"tags\.role_tag"),
-    "no answer": ("sft", SHAREGPT, {"conversations": [ASKED]}, "column 'conversations'"),
-    "text": ("sft", SHAREGPT | {"columns": {"messages": "text"}}, {"text": "why? so"}, r"columns\.messages.*str"),
-    "no such column": ("sft", {"columns": ALPACA | {"response": "answer"}}, ROW, r"columns\.response .* 'answer'"),
+    "number": ("sft", {"columns": ALPACA}, ROW | {"output": 2}, "response 'output'"),
+    "label": ("kto", {"columns": ALPACA | {"kto_tag": "label"}}, ROW | {"label": 1}, "kto_tag 'label'"),
+    "no label": ("kto", {"columns": ALPACA}, ROW, "kto_tag None"),
+    "pair": ("rm", {"ranking": True, "columns": PAIR}, ROW | {"a": "so", "b": 0}, "rejected 'b'"),
+    "role": ("sft", SHAREGPT, {"conversations": [ASKED, ANSWERED | {"from": "bot"}]}, "assistant_tag 'gpt'"),
+    "tags": ("sft", SHAREGPT | {"tags": SHAREGPT_TAGS}, {"conversations": [ASKED]}, "role_tag 'role'"),
+    "no answer": ("sft", SHAREGPT, {"conversations": [ASKED]}, "messages 'conversations'"),
+    "text": ("sft", SHAREGPT | {"columns": {"messages": "text"}}, {"text": "why? so"}, "messages 'text'"),
+    "no such column": ("sft", {"columns": ALPACA | {"response": "answer"}}, ROW, "not 'answer'.*response 'answer'"),
 }
-"""Stage, description and row of a dataset, and what the message names."""
+"""Stage, description and row of a dataset, and a pattern of the message."""
 
 
 def write_described(folder: Path, rows: list[dict[str, Any]], description: dict[str, Any]) -> None:
-    """A data set `rows` in the folder."""
+    """Write a dataset `rows` to the folder."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     info = {"rows": {"file_name": "rows.jsonl"} | description}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
 
 
 @pytest.mark.parametrize("case", DROPPED)
-def test_a_dataset_of_which_no_row_can_be_used_is_refused_by_its_key(tiny_text, tmp_path, case: str) -> None:
-    """Before a model is loaded, whatever `on_error` says."""
+def test_a_dataset_without_a_usable_row_is_refused(tiny_text, tmp_path, case: str) -> None:
+    """Before a model is loaded, with any `on_error`."""
     stage, description, row, names = DROPPED[case]
     write_described(tmp_path, [row] * 3, description)
     stages = {"stage": stage} if stage == "kto" else {}
@@ -269,8 +260,8 @@ def test_a_dataset_of_which_no_row_can_be_used_is_refused_by_its_key(tiny_text, 
 
 
 @pytest.mark.parametrize("case", ["role", "no answer"])
-def test_a_dropped_row_is_explained_by_its_own_column(tiny_text, tmp_path, case: str) -> None:
-    """Rows before and after it are good, so the description of the data set is right."""
+def test_a_dropped_row_is_reported_with_its_description(tiny_text, tmp_path, case: str) -> None:
+    """Other rows are good, so the dataset itself is not refused."""
     _, description, row, names = DROPPED[case]
     good = {"conversations": [ASKED, ANSWERED]}
     write_described(tmp_path, [good, row, good], description)

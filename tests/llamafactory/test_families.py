@@ -1,4 +1,4 @@
-"""Every multimodal plugin that can be built offline, with a tiny processor: rows, batches and costs equal stock's.
+"""Rows, batches and costs equal stock's with every multimodal plugin that can be built offline, with tiny processors.
 
 docs/families.md has a table of them.
 """
@@ -39,7 +39,7 @@ from odb_factory.planner import VIDEO, Budget, Cost, Media
 
 NEWEST = "0.9.5"
 GRID = ("gemma3n", "gemma4n")
-"""The slow ones, of the full grid."""
+"""Slow families, which only the nightly run tests."""
 SIZES = ((121, 83), (64, 200), (240, 130), (97, 97))
 CASES: dict[str, list[tuple[int, int, int]]] = {
     "text": [(0, 0, 0), (0, 0, 0)],
@@ -53,7 +53,7 @@ CASES: dict[str, list[tuple[int, int, int]]] = {
     "audio and text": [(0, 0, 1), (0, 0, 0), (0, 0, 2)],
     "image with audio": [(1, 0, 1), (1, 0, 0), (0, 0, 1)],
 }
-"""Of each row of a batch: images, videos, audio clips."""
+"""Numbers of images, videos and audio clips for each row of a batch."""
 
 
 class Setting:
@@ -93,7 +93,7 @@ def of_template(name: str) -> Setting:
 
 
 def why_not_here(family: Family) -> str | None:
-    """Why a family does not exist with these releases; None: it does."""
+    """Why a family does not exist in these releases; None if it does."""
     if family.plugin not in PLUGINS or family.template not in TEMPLATES:
         return f"LLaMA-Factory {version('llamafactory')} has no {family.template}"
     try:
@@ -104,7 +104,7 @@ def why_not_here(family: Family) -> str | None:
 
 
 def make_rows(case: str, folder: Path, whole: bool = True) -> list[dict[str, Any]]:
-    """As LLaMA-Factory's converters make them. whole: else the files of images end behind their header."""
+    """Converted rows of LLaMA-Factory. whole: if false, image files have only their header."""
     generator = np.random.default_rng(7)
 
     def image(name: str, size: tuple[int, int]) -> str:
@@ -134,31 +134,31 @@ def make_rows(case: str, folder: Path, whole: bool = True) -> list[dict[str, Any
 
 
 def compare(setting: Setting, case: str, folder: Path) -> str:
-    """What differs from stock in a batch of these rows, "" if nothing does; "stock: ..." where stock itself fails."""
+    """The differences from stock in a batch of these rows ("": none), or "stock: ..." if stock itself fails."""
     rows = make_rows(case, folder)
     try:
         stock = [setting.stock(row) for row in rows]
         batch = setting.collator(copy.deepcopy(stock))
     except Exception as error:
         return f"stock: {type(error).__name__}: {error}"
-    found = setting.observed(rows)
-    features, costs = [features for features, _ in found], [cost for _, cost in found]
+    observed = setting.observed(rows)
+    features, costs = [features for features, _ in observed], [cost for _, cost in observed]
     wrong = []
-    if any(own[key] != theirs[key] for own, theirs in zip(features, stock) for key in ("input_ids", "labels")):
+    if any(ours[key] != theirs[key] for ours, theirs in zip(features, stock) for key in ("input_ids", "labels")):
         wrong.append("token ids or labels")
-    own = OpenMedia(setting.collator)([unpack(pack(one)) for one in features])
-    if not equal(dict(own), dict(batch)):
+    ours = OpenMedia(setting.collator)([unpack(pack(row)) for row in features])
+    if not equal(dict(ours), dict(batch)):
         wrong.append("batch")
     if case in ("image", "images", "images and text") and not equal(
-        [(one["input_ids"], cost) for one, cost in setting.observed(make_rows(case, folder, whole=False))],
-        [(one["input_ids"], cost) for one, cost in found],
+        [(row["input_ids"], cost) for row, cost in setting.observed(make_rows(case, folder, whole=False))],
+        [(row["input_ids"], cost) for row, cost in observed],
     ):
         wrong.append("observed without pixels")
     collation = STAGES["sft"].collation(setting.collator, setting.media.patch_size)
     measured = measure_batch(batch, setting.media.patch_size)
     shape = measured.rows, measured.length, measured.patches
     planned = Budget(1 << 40, collation=collation).shape(costs)
-    if type(setting.plugin).__name__ == PADS_TILES:  # its patches are not planned, nor bounded
+    if type(setting.plugin).__name__ == PADS_TILES:  # its patches are not planned
         planned = *planned[:2], max(planned[2], shape[2])
     if planned != shape:
         wrong.append(f"planned {planned}, collated {shape}")
@@ -201,7 +201,7 @@ def test_rows_batches_and_costs_equal_stock(family: Family, tmp_path: Path) -> N
     assert not {case: wrong for case, wrong in cases.items() if wrong and not wrong.startswith("stock: ")}
     assert not any(cases[case] for case in ("text", "image", "images", "audio") if case in cases)
     images = setting.media._images
-    assert images or not setting.plugin.image_token, "images are not observed by the processor"
+    assert images or not setting.plugin.image_token, "images are observed by size"
 
 
 def test_every_plugin_is_tested_or_cannot_be_built_offline() -> None:
@@ -214,7 +214,7 @@ def test_every_plugin_is_tested_or_cannot_be_built_offline() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "apart"), [(None, False), ("qwen2_vl", False), ("glm4v", True)])
-def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(
+def test_videos_are_apart_from_images_if_the_model_runs_its_tower_for_each(
     tmp_path: Path, model_type: str | None, apart: bool
 ) -> None:
     setting = of_template("qwen2_vl")
@@ -224,8 +224,8 @@ def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(
     assert [observer(dataset[index])[1].modality for index in range(2)] == [0, VIDEO if apart else 0]
 
 
-def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkeypatch) -> None:
-    """A processor that leaves out white borders, as none of LLaMA-Factory's does today."""
+def test_a_processor_whose_answer_depends_on_pixels_runs_for_each_image(caplog, monkeypatch) -> None:
+    """A processor that omits white images; no processor of LLaMA-Factory does."""
     setting = of_template("llava_next")
     real = setting.plugin._get_mm_inputs
 
@@ -242,8 +242,8 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
 
 
 @pytest.mark.parametrize("template", ["mllama", "llava_next"])
-def test_a_cap_that_would_not_be_kept_is_refused(template: str) -> None:
-    """mllama's tower computes what pads images and tiles over the rows."""
+def test_a_cap_that_cannot_be_kept_is_refused(template: str) -> None:
+    """The tower of mllama also computes padding images and tiles."""
     media = of_template(template).media
     _check_tiles(ODBConfig(token_budget=1024), media)
     with pytest.raises(ConfigError, match="^odb.max_patches: ") if template == "mllama" else nullcontext():

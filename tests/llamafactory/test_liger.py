@@ -1,6 +1,6 @@
-"""Liger's kernels with odb train as with stock LLaMA-Factory (I9). Only the fused loss is odb's own.
+"""A training with Liger's kernels equals stock's (I9). odb replaces only the fused loss.
 
-Without a GPU Triton interprets the kernels, which takes minutes; liger-kernel has to be installed.
+Without a GPU Triton interprets the kernels, which takes minutes; liger-kernel must be installed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger
 ENV = {} if torch.cuda.is_available() else shimmed("triton_on_cpu") | {"TRITON_INTERPRET": "1"}
 STEPS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
 OF_LLAMAFACTORY, OF_THE_TRAINER = {"enable_liger_kernel": True}, {"use_liger_kernel": True}
-"""One replaces the classes of a model family before it is loaded, the other the methods of a model that is."""
+"""The first replaces classes of a model family before loading, the second methods of a loaded model."""
 
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`texts` and `pictures`: as few tokens as can be, for the interpreter takes 0.1 s for each."""
+    """`texts` and `pictures` with few tokens: the interpreter takes 0.1 s for each."""
     folder = tmp_path_factory.mktemp("rows")
     noise((56, 56)).convert("RGB").save(folder / "noise.png")
 
@@ -49,7 +49,7 @@ def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_training_is_stocks(
     kind: str, layout: str, liger: dict[str, Any], tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path
 ) -> None:
-    """The images' samples have different weights within a micro-batch, as they have in stock's mean of means."""
+    """The samples with images have different weights within a micro-batch, as in stock's mean of means."""
     model = TinyModels(tiny_text, tiny_vl, tmp_path)({"qwen2": "tied", "qwen3_vl": "tied_vl"}.get(kind, kind))
     odb = {"token_budget": 1024, "audit": True, "layout": layout}
     trainings, kernels = [], []
@@ -72,5 +72,5 @@ def test_the_training_is_stocks(
         kernels.append(set(ran.read_text().split()) if ENV else set())
     report(f"{kind} {layout}", check_same_training(*trainings))
     if ENV:
-        assert kernels[1] - kernels[0] >= {"liger_cross_entropy_kernel"}, "that of the fused loss"
+        assert kernels[1] - kernels[0] >= {"liger_cross_entropy_kernel"}, "the kernel of the fused loss"
         assert kernels[0] & kernels[1] >= {"_rms_norm_forward_kernel", "_rms_norm_backward_kernel"}

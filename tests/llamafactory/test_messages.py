@@ -1,4 +1,4 @@
-"""A user's mistake ends in one line without a traceback: before the launch, under torchrun, on every rank once."""
+"""A user's mistake ends in one line without a traceback: before the launch, or on each rank under torchrun."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """`command("train", text, ...)`: as if `llamafactory-cli train my.yaml ...` ran; the hook of errors is undone."""
+    """`command("train", text)` makes `llamafactory-cli train my.yaml` the command line; the excepthook is restored."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(uncaught, "_before", None)  # a training in this process may have installed it
+    monkeypatch.setattr(uncaught, "_before", None)  # a training in this process may have installed the hook
 
     def command(name: str, text: str, *overrides: str) -> Path:
         path = tmp_path / "my.yaml"
@@ -71,12 +71,12 @@ LONG = "9" * 5000
         (ODB + "do_train: true\npacking: true\nuse_mca: true\n", (), "use_mca: True .* packing: True "),
         ("obd:\n  token_budget: 1\n", (), "obd: "),
         ("seed: 1\n", ("obd.token_budget=1",), "obd: "),
-        # As flat keys, and as forks of LLaMA-Factory have them
+        # Flat keys, and keys of forks of LLaMA-Factory
         ("odb.token_budget: 1\n", (), "odb.token_budget: "),
         ("enable_odb: true\nodb_token_budget: 1\n", (), "enable_odb: "),
         ("token_budget: 1\n", (), "token_budget: "),
         ("odb_token_budget: 1\n", (), "odb_token_budget: "),
-        # What no YAML reader makes a number, a text or a list of
+        # Values that no YAML reader can load
         ("odb:\n  token_budget: !!set {1024}\n", (), "odb.token_budget|.*cannot be read"),
         (f"odb:\n  token_budget: {LONG}\n", (), ".*my.yaml: .*digits"),
         (ODB + "  ~: 2\n", (), ".*my.yaml: .*Key"),
@@ -85,10 +85,10 @@ LONG = "9" * 5000
         (f"odb:\n  token_budget: '{LONG}'\n", (), "odb.token_budget: "),
     ],
 )
-def test_what_the_yaml_shows_is_said_before_the_launch(
+def test_mistakes_in_the_yaml_are_reported_before_the_launch(
     command: Callable[..., Path], text: str, overrides: tuple[str, ...], start: str
 ) -> None:
-    """start: a pattern of the message's first words."""
+    """start: a pattern of the start of the message."""
     with pytest.raises(ConfigError) as caught:
         block.checked(read_yaml(str(command("train", text)), overrides=overrides))
     message = str(caught.value)
@@ -110,7 +110,7 @@ def test_what_the_yaml_shows_is_said_before_the_launch(
     ],
 )
 def test_launchers_refuse_a_block(command, monkeypatch, module, name, text, overrides, start) -> None:
-    """Also under torchrun, which is not even started."""
+    """With FORCE_TORCHRUN torchrun is not started."""
     for variable in ("USE_V1",) if "v1" in module else ("FORCE_TORCHRUN",):
         monkeypatch.setenv(variable, "1")
     command(name, text, *overrides)
@@ -118,13 +118,7 @@ def test_launchers_refuse_a_block(command, monkeypatch, module, name, text, over
         importlib.import_module(module).launch()
 
 
-def test_other_backends_are_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USE_MCA", "1")
-    with pytest.raises(ConfigError, match="^USE_MCA: '1' "):
-        block.checked(read_yaml(str(command("train", ODB)), overrides=()))
-
-
-def test_what_keeps_ray_from_training_is_said_by_its_driver(config, monkeypatch) -> None:
+def test_the_driver_of_ray_refuses_a_block_that_cannot_work(config, monkeypatch) -> None:
     monkeypatch.setenv("USE_RAY", "1")
     monkeypatch.setenv("USE_MEGATRON_BRIDGE", "1")
     with pytest.raises(ConfigError, match="USE_MEGATRON_BRIDGE: '1' selects"):
@@ -143,7 +137,7 @@ def test_without_a_block_the_launcher_is_stocks(command: Callable[..., Path], mo
     assert sys.excepthook is before
 
 
-# What LLaMA-Factory is given
+# The arguments that LLaMA-Factory gets
 
 
 def test_a_block_is_kept_for_one_training_only(config: dict[str, Any]) -> None:
@@ -169,29 +163,18 @@ def test_an_override_takes_the_block_out(config, command: Callable[..., Path], m
     assert hooks._active is None
 
 
-def test_neat_packing_is_the_wish_for_flat_micro_batches(config, caplog) -> None:
-    """LLaMA-Factory itself must not see it: it would pack the rows before training."""
-    args = config | {"neat_packing": True, "packing": True}
-    _, data_args, *_ = get_train_args(args)
-    assert not data_args.neat_packing and not data_args.packing
-    assert hooks._active is not None and hooks._active.layout == "flat"
-    assert sum("neat_packing" in message and "layout: flat" in message for message in caplog.messages) == 1
-    assert args["neat_packing"] is True and args["odb"] == BLOCK, "the user's own arguments are left alone"
-
-
-def test_documents_stay_whole_and_that_is_said(config, caplog) -> None:
+def test_documents_stay_whole(config, caplog) -> None:
     args = config | {"stage": "pt"}
     assert get_train_args(args)[1].packing is False and "packing" not in args
     assert sum("documents stay whole" in message for message in caplog.messages) == 1
     del args["odb"]
-    assert get_train_args(args)[1].packing is True, "without the block it is stock's"
+    assert get_train_args(args)[1].packing is True, "stock's default without a block"
 
 
 # How a process ends
 
 
-def test_a_mistake_that_llamafactory_finds_is_shown_as_ever(config: dict[str, Any]) -> None:
-    """With its traceback and not as one of ours."""
+def test_an_error_of_llamafactory_keeps_its_traceback(config: dict[str, Any]) -> None:
     ended = run_llamafactory(config, "dataset=nope")
     assert ended.returncode == 1 and "Traceback" in ended.stdout
     assert "nope" in ended.stdout.splitlines()[-1]
@@ -200,14 +183,14 @@ def test_a_mistake_that_llamafactory_finds_is_shown_as_ever(config: dict[str, An
 
 @pytest.mark.versions
 def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any]) -> None:
-    """What is known in the ranks only: here by the training arguments that they have made."""
+    """A mistake that only the ranks find, in their parsed arguments."""
     two_ranks = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
     ended = run_llamafactory(config | {"ddp_backend": "gloo"}, "auto_find_batch_size=true", env=two_ranks)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stdout and "torch.distributed.elastic" not in ended.stdout
     lines = ended.stdout.splitlines()
     ours = [line for line in lines if "auto_find_batch_size: True does not go with odb" in line]
-    assert len(set(ours)) == len(ours) and 1 <= len(ours) <= 2  # torchrun may end the second one before it speaks
+    assert len(set(ours)) == len(ours) and 1 <= len(ours) <= 2  # torchrun may end the second rank before it prints
     assert all(line.startswith("[rank") and ": [odb] " in line for line in ours)
     assert lines[-1] in ours
 
@@ -222,12 +205,12 @@ def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
             sys.excepthook(*sys.exc_info())
         return capsys.readouterr().err
 
-    assert "Traceback" in end_by(ODBError("two\nlines")), "not before a block has been seen"
+    assert "Traceback" in end_by(ODBError("two\nlines")), "no run has had a block"
     uncaught.install()
     uncaught.install()
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
     shown = end_by(ValueError("of another library"))
-    assert shown.startswith("Traceback") and "[odb]" not in shown, "it would look like one of ours"
+    assert shown.startswith("Traceback") and "[odb]" not in shown, "not an error of odb"
     monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
     assert "Traceback" in end_by(ODBError("two\nlines"))
     uncaught.uninstall()
@@ -235,7 +218,7 @@ def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
 
 
 def test_a_process_that_another_rank_ends_leaves_no_folder(tmp_path: Path) -> None:
-    """In which multiprocessing keeps its sockets."""
+    """The folder in which multiprocessing keeps its sockets."""
     code = (
         "import multiprocessing.util; from odb_factory.llamafactory.uncaught import end_process\n"
         "multiprocessing.util.get_temp_dir(); end_process('rank 1 has ended')"

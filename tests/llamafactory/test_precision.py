@@ -1,8 +1,8 @@
-"""I9 in bfloat16: odb is no further from stock than stock is from itself where only rounding differs.
+"""I9 in bfloat16: odb differs from stock no more than stock differs from itself by rounding.
 
-How much bfloat16 rounds depends on the cut, so a fixed tolerance would say nothing. Each cell trains stock as the YAML
-says, and again in ways that are the same training but for rounding: the same optimizer steps in other micro-batches, or
-in float32 where another cut is another loss. The largest difference between these, times FACTOR, bounds that of odb.
+The rounding of bfloat16 depends on the micro-batches, so no fixed tolerance fits. Each cell trains stock as in the
+YAML, and again with the same optimizer steps in other micro-batches, or in float32 if other micro-batches change the
+loss. The largest difference between these trainings, times FACTOR, bounds the difference of odb.
 
 The grid: `pytest -s -m nightly tests/llamafactory/test_precision.py`; -s prints both differences.
 """
@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 FACTOR = 3
 ROWS = 12
-"""Of an optimizer step."""
+"""Rows of an optimizer step."""
 FLOAT32 = {"bf16": False, "pure_bf16": False}
-"""For a loss that depends on the cut: a mean of means (vision-language), or with estimates of micro-batches (kto)."""
+"""For a loss that depends on the micro-batches: a mean of means (vision-language), or with estimates (kto)."""
 BLOCK = {"token_budget": 320, "audit": True}
 BF16, PURE = {"bf16": True}, {"pure_bf16": True}
 LORA = {"finetuning_type": "lora"}
@@ -48,14 +48,14 @@ def steps_of(batch: int, num_ranks: int = 1) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Cell:
-    """float32: the yardstick, in place of other cuts."""
+    """float32: compare with float32 in place of other micro-batches."""
 
     stage: str
     changes: dict[str, Any]
     float32: bool = False
 
     def trainings(self, num_ranks: int = 1) -> dict[str, dict[str, Any]]:
-        """By their names: with odb, stock, and those that differ from stock by rounding alone."""
+        """The trainings by name: with odb, stock, and those that differ from stock only by rounding."""
         stock = steps_of(2, num_ranks) | self.changes
         block = stock.pop("odb", BLOCK)
         cuts = [steps_of(batch, num_ranks) for batch in (1, 3, 6)]
@@ -83,34 +83,31 @@ ON_TWO_RANKS = {"sft": CELLS["sft"], "images": IMAGES_IN_BF16, "dpo": CELLS["dpo
 
 
 ROUNDING = 2**-9
-"""Half the relative distance of bfloat16 numbers: the norm of a gradient may differ by it whatever stock's does."""
-
-
-OF_PREFERENCES = 1e-4
-"""What sums of log-probabilities differ by in dpo's cuts. kto has no cut to compare with, for its loss depends on it,
-and one training in float32 may be nearer to stock's by chance."""
+"""Half the relative distance of bfloat16 numbers: an allowed difference of gradient norms."""
+KTO_LOSS = 1e-4
+"""Difference of losses by rounding in dpo's trainings; kto's only other training may be close to stock by chance."""
 
 
 def check(name: str, trained: dict[str, Training]) -> None:
     ours, stock = trained["odb"], trained["stock"]
-    found, exact = deviation(ours, stock), deviation(trained["float32"], stock)
+    ours_to_stock, exact = deviation(ours, stock), deviation(trained["float32"], stock)
     rounding = [deviation(training, stock) for kind, training in trained.items() if kind.startswith("cut")] or [exact]
-    # Stock rounds the gradients of all labels alike, in every cut, for they are nearly -1 / tokens; odb does not.
-    loss, weights = max(one.loss for one in rounding), max(one.weights for one in rounding)
-    grad_norm = max(one.grad_norm for one in [*rounding, exact])
-    report(name, found)
+    loss, weights = max(stock.loss for stock in rounding), max(stock.weights for stock in rounding)
+    # Stock rounds the gradients of all labels in the same way: they are close to -1 / tokens. odb does not.
+    grad_norm = max(stock.grad_norm for stock in [*rounding, exact])
+    report(name, ours_to_stock)
     print(f"stock itself: loss {loss:.1e}, grad_norm {grad_norm:.1e}, weights {weights:.1e}")
     assert ours.rows == stock.rows
     assert ours.learning_rates == stock.learning_rates
     assert max(ours.num_micro_batches) > 1
-    assert found.loss <= FACTOR * max(loss, OF_PREFERENCES * ("kto" in name))
-    assert found.grad_norm <= max(FACTOR * grad_norm, ROUNDING)
-    assert found.weights <= FACTOR * weights
+    assert ours_to_stock.loss <= FACTOR * max(loss, KTO_LOSS * ("kto" in name))
+    assert ours_to_stock.grad_norm <= max(FACTOR * grad_norm, ROUNDING)
+    assert ours_to_stock.weights <= FACTOR * weights
 
 
 @pytest.fixture(scope="module")
 def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Models saved in bfloat16, as real ones are: LLaMA-Factory loads weights in the dtype they were saved in."""
+    """Models saved in bfloat16, like real models: LLaMA-Factory loads weights in their saved dtype."""
     folder = tmp_path_factory.mktemp("bf16")
     models = {"text": folder / "bf16_text", "images": folder / "bf16_images"}
     of_stage = configurations(models.__getitem__, write_rows(folder / "rows"))
@@ -137,7 +134,7 @@ def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(autouse=True)
 def cpu_takes_pure_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLaMA-Factory looks for a GPU that does."""
+    """LLaMA-Factory requires a GPU that takes bfloat16."""
     monkeypatch.setattr("llamafactory.hparams.parser.is_torch_bf16_gpu_available", lambda: True)
 
 
@@ -171,6 +168,6 @@ def test_two_ranks(engine: str, config_of: Config, tmp_path: Path) -> None:
     }
     launch([*configs.values()], tmp_path, limit_s=LIMIT_S, env=shimmed("bf16_on_cpu"))
     for name in ON_TWO_RANKS:
-        folders = {kind: tmp_path / f"{name}_{kind}" for of, kind in configs if of == name}
+        folders = {kind: tmp_path / f"{name}_{kind}" for cell, kind in configs if cell == name}
         trained = {kind: read(path, 2) for kind, path in folders.items()}
         check(f"{name}, 2 ranks, {engine}", trained)

@@ -1,6 +1,6 @@
-"""What odb_factory relies on in LLaMA-Factory, datasets and Pillow without their promise, with every release.
+"""Behaviour of LLaMA-Factory on which odb_factory relies, tested with every release.
 
-Rows made one at a time are also compared with stock's pass in every run: another meaning stops it before training.
+Every run also compares rows made one at a time with stock's pass, and ends before training if they differ.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def config(tiny_vl: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def load(config: dict[str, Any]) -> Any:
-    """The training dataset as a run has it, before the model is loaded."""
+    """The training dataset of a run with a block."""
     return load_data(config)["train_dataset"]
 
 
-def test_other_sizes_of_images_turn_to_the_real_processor(config, monkeypatch) -> None:
-    """`_regularize_images` answers otherwise than the processor resizes: patches are then counted by pixels."""
+def test_a_formula_that_differs_is_not_used(config, monkeypatch) -> None:
+    """`_regularize_images` gives other sizes than the processor: patches are then counted from its output."""
     patches = media.MediaObserver.count_media
     online = load(config)
     assert online.media._by_formula
@@ -77,13 +77,13 @@ CHANGED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "labels": ("_get_preprocessed_dataset", lambda row: {"labels": row["input_ids"]}),
     "weights": ("_get_preprocessed_dataset", lambda row: {"weights": 1.0}),
 }
-"""By column: a pass of stock that does more than what is called by row."""
+"""By column: a pass of stock that does more than the functions that odb calls for each row."""
 
 
 @pytest.mark.parametrize("column", CHANGED)
-def test_a_pass_that_does_more_is_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str) -> None:
+def test_a_pass_that_does_more_is_refused(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, column: str) -> None:
     name, change = CHANGED[column]
     stock = getattr(dataset, name)
     monkeypatch.setattr(dataset, name, lambda *args, **kwargs: stock(*args, **kwargs).map(change))
-    with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} by row"):
+    with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} "):
         load(config)

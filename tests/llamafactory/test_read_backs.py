@@ -1,4 +1,4 @@
-"""What would wait for a GPU in a training of LLaMA-Factory (I14), counted on a CPU."""
+"""Waits for the GPU in a training of LLaMA-Factory (I14), counted on a CPU."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3_5": ("vl_delta", 4, {}),
     "qwen2_5_vl": ("qwen2_5_vl", 4, {}),
 }
-"""Model, read-backs a micro-batch at most, and what else the YAML says.
-Without checkpoints: those of LLaMA-Factory do not know transformers 5.24."""
+"""Model, most read-backs of a micro-batch, and changes to the YAML.
+Without gradient checkpointing, which in LLaMA-Factory fails with transformers 5.24."""
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("name", CASES)
 def test_a_micro_batch_waits_at_most_four_times(name: str, tiny_vl, tiny_text, data_dir, tmp_path, monkeypatch) -> None:
-    """With the same losses as where integers are not known."""
+    """The losses equal those without known integers."""
     kind, most, changes = CASES[name]
     model, losses = TinyModels(tiny_text, tiny_vl, tmp_path)(kind), []
     read_backs, micro_batches = ReadBacks(is_on=False), 0
     step, forward_backward = ODBTrainerMixin.training_step, ODBTrainerMixin.odb_forward_backward
 
     def counted_step(self: Any, *args: Any) -> Any:
-        read_backs.is_on = self.state.global_step == 1  # of three, with what the Trainer does after it
+        read_backs.is_on = self.state.global_step == 1  # the second of three, and the Trainer's work after it
         return step(self, *args)
 
     def counted(self: Any, *args: Any) -> Any:
@@ -55,7 +55,7 @@ def test_a_micro_batch_waits_at_most_four_times(name: str, tiny_vl, tiny_text, d
         else:
             with Convolutions() as convolutions:
                 run_exp(config)
-            # A Gated DeltaNet has some of its own.
+            # A Gated DeltaNet has convolutions of its own.
             assert kind == "vl_delta" or not convolutions.count, "patches are embedded by a matrix product"
         losses.append([entry["loss"] for entry in read_log(out) if "loss" in entry])
     assert losses[0] == losses[1] and len(losses[0]) == 3

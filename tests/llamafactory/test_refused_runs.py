@@ -1,4 +1,4 @@
-"""A training that is refused changes no file of its output folder, and where no model is needed, none is loaded."""
+"""A refused training changes no file of its output folder, and is refused before a model is loaded if possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"odb": {"token_budget": "auto"}, "stage": "kto"}, "odb.token_budget: 'auto'"),
     ({"odb": {"token_bugdet": 256}}, "odb.token_bugdet: 256"),
     ({"packing": True}, "packing: True"),
-    ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, "neat_packing: True"),
+    ({"neat_packing": True}, "neat_packing: True"),
+    ({"streaming": True, "stage": "kto", "max_steps": 1}, "streaming: True"),
+    ({"streaming": True, "tokenized_path": "tokens", "max_steps": 1}, "streaming: True"),
     ({"shift_attn": True, "odb": FLAT}, "shift_attn: True"),
     ({"use_mca": True}, "use_mca: True"),
     ({"use_unsloth": True}, "use_unsloth: True"),
@@ -46,16 +48,16 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"bf16": "no"}, "bf16: 'no'"),
     ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
 ]
-"""Changes to a YAML, and what the message begins with (a pattern)."""
+"""Changes to a YAML, and a pattern of the start of the message."""
 WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"odb": {"token_budget": 16, "overlong": "error"}}, ".*overlong"),
     ({"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True}, "odb.lr_scale: 'sqrt'"),
     (
-        # Those of the fake image of a micro-batch without images
+        # The patches of the fake image in a micro-batch without images
         {"template": "qwen3_vl", "dataset": "pictures", "odb": {"token_budget": 256, "max_patches": 1}},
         r"odb.max_patches: 1 is less than the \d+ patches",
     ),
-    # Stock takes such optimizer steps with a loss of 0, and no weight changes.
+    # In stock the loss of these optimizer steps is 0.
     ({"cutoff_len": 1}, ".*48 unsupervised"),
     ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ".*checkpoint-3"),
 ]
@@ -63,7 +65,7 @@ WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture
 def output_dir(tmp_path: Path) -> Path:
-    """As a training leaves it."""
+    """The output folder of an earlier training."""
     folder = tmp_path / "out"
     (folder / "checkpoint-3").mkdir(parents=True)
     names = ("odb_audit_rank0.jsonl", "odb_summary.json", "trainer_state.json")

@@ -1,8 +1,8 @@
-"""I8, I9 and I10: the same YAML with an `odb:` block is the same training as stock's, in every stage, without padding.
+"""I8, I9 and I10: the same YAML with an `odb:` block is stock's training, in every stage, without padding.
 
-`CELLS` names the trainings, `SETS` where each is run: on one rank in this process, on several in the processes of one
-launch. The wide grid: `pytest -s -m nightly tests/llamafactory/test_same_training.py`; -s shows how far each training
-is from stock's. docs/engines.md has the table.
+`CELLS` names the trainings, `SETS` where they run: one rank in this process, several ranks in the processes of one
+launch. The grid: `pytest -s -m nightly tests/llamafactory/test_same_training.py`; -s prints the differences from stock.
+docs/engines.md has the table.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ QLORA = LORA | {"quantization_bit": 4}
 ONCE = {"num_train_epochs": 1}
 UNEVEN = IMAGES | {"dataset": "uneven", "eval_dataset": "albums", "val_size": 0, "disable_shuffling": True} | ONCE
 UNEVEN |= {"eval_steps": 2}
-"""All images on the first of two ranks, as long as samples do not travel; evaluated before the last optimizer step."""
+"""The first of two ranks has all images, unless samples move; evaluated before the last optimizer step."""
 SHARED = {"token_budget": 500, "max_patches": 120, "balance": False, "balance_encoder": True}
 FROZEN = {"freeze_vision_tower": True}
 COMPILED = {"torch_compile": True}
 NO_EVAL = {"eval_strategy": "no"}
 SAVED = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True, "num_train_epochs": 3}
 ASFT = {"use_asft_loss": True} | NO_EVAL
-"""Stock cannot evaluate with it."""
+"""Stock cannot evaluate with this loss."""
 SMOOTHED = {"label_smoothing_factor": 0.1}
 ON_EACH = {"average_tokens_across_devices": False}
 LOSSES: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "smoothed": SMOOTHED,
     "smoothed, all labels": SMOOTHED | {"train_on_prompt": True},
 }
-"""That LLaMA-Factory or the trainer computes, and divides each in its own way."""
+"""Losses of LLaMA-Factory or the Trainer; each has another divisor."""
 VARIANTS = {
     "orpo": {"pref_loss": "orpo"},
     "simpo": {"pref_loss": "simpo"},
@@ -72,13 +72,13 @@ VARIANTS = {
     "ftx": {"pref_ftx": 0.5, "pref_beta": 0.02},
     "ld": {"ld_alpha": 0.5, "pref_beta": 0.02},
 }
-"""Stock sums some hundred log-probabilities in float32, along padded rows, to 3e-5; with its beta of 0.1 gradients of
-pairs that are learnt differ by 3e-6 for that, in float64 models too."""
+"""Stock sums log-probabilities of padded rows in float32, with errors of 3e-5; a pref_beta of 0.1 makes them 3e-6 in
+the gradients of learnt pairs, also in float64 models."""
 WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7, "learning_rate": 2e-4}
 IS_NEW = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
 BY_LENGTH: dict[str, Any] = {"train_sampling_strategy": "group_by_length"} if IS_NEW else {"group_by_length": True}
 AT_ONCE = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
-"""Stock's, whose gradient is that of one batch."""
+"""Stock's micro-batch is the optimizer step."""
 
 CELLS: dict[str, Cell] = {
     "sft": Cell(block=TIGHT),
@@ -130,7 +130,7 @@ CELLS: dict[str, Cell] = {
     **{name: Cell("dpo", changes) for name, changes in VARIANTS.items()},
     **{name: Cell("sft", changes, block=TIGHT) for name, changes in LOSSES.items()},
     **{
-        # With label smoothing the first label of a sample counts for this model, and a flat row has none.
+        # With label smoothing this model counts the first label of a sample, which a flat row does not have.
         f"{name}, images": Cell("sft", ALBUMS | changes, "tied_vl", OF_IMAGES | (AUTO if "smoothed" in name else {}))
         for name, changes in LOSSES.items()
     },
@@ -172,16 +172,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         f"{accumulation} x {batch} rows": {
             "per_device_train_batch_size": batch,
             "gradient_accumulation_steps": accumulation,
-            "val_size": 26 - 16,  # whole micro-batches, which stock else fills up by repeating rows
+            "val_size": 26 - 16,  # whole micro-batches: stock would repeat rows
         }
         for accumulation in (1, 2, 4)
         for batch in (1, 2, 4)
-        if accumulation * batch > 1  # of one row there is nothing to put together
+        if accumulation * batch > 1
     },
 }
 CELLS |= {f"sft, {name}": Cell("sft", changes, block=TIGHT) for name, changes in SETTINGS.items()}
 EVALUATED = {"val_size": 18, "per_device_eval_batch_size": 4, "eval_steps": 1}
-"""On two ranks two rounds, and a last one of two rows, which stock fills up by repeating some."""
+"""On two ranks: two batches, and a last batch of two rows, for which stock repeats rows."""
 CELLS |= {
     f"evaluation, {name}": Cell(
         stage, ONCE | EVALUATED | dict(changes), model, TIGHT | {"eval_token_budget": 400} | block
@@ -232,12 +232,12 @@ EVIDENCE = {
     "fsdp": "FullyShardedDataParallel",
     "fsdp2": "FSDPModule",
 }
-"""What the model or its optimizer is where the engine is in use; accelerate falls back to DDP without a word."""
+"""Class of the model or optimizer that shows the engine in use: accelerate falls back to DDP without a message."""
 
 
 @dataclass(frozen=True)
 class Set:
-    """Cells that the processes of one launch train: starting them costs most. env: beside that of this process."""
+    """Cells that are trained in the processes of one launch. env: added to the environment of this process."""
 
     num_ranks: int
     cells: tuple[str, ...]
@@ -246,9 +246,9 @@ class Set:
 
 
 def of_engine(engine: str, names: tuple[str, ...]) -> Set:
-    # Stock splits what it has saved whole, and FSDP saves no whole reward model on CPU.
+    # Stock splits a reward model that was saved whole, but FSDP saves no whole model on CPU.
     names = tuple(name for name in names if not (engine.startswith("fsdp") and CELLS[name].stage == "rm"))
-    # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
+    # Rows of Qwen3.5 need different numbers of groups; with ZeRO-3 all rows have the same number.
     return Set(2, names, engine, shimmed("small_groups") if engine in ("zero3", "fsdp2") else {})
 
 
@@ -271,16 +271,16 @@ GRID = (
 )
 FINETUNING = FinetuningArguments.__dataclass_fields__
 VERSIONS = {("1_rank", "kto"), ("1_rank", "sft, images, saved"), ("2_ranks", "sft")}
-"""Cells that are run with every supported release, too."""
+"""Cells that also run with every supported release."""
 
 BY_BUDGET = {"sft, accuracy": True, "dpo, images, lora": True, "kto": False, "smoothed, images": False}
-"""Whether an evaluation goes by the budget: not if a figure depends on which rows share a batch, or on the trainer."""
+"""Whether an evaluation uses the budget: not if a figure depends on the rows of a batch, or the trainer forbids it."""
 
 Trained = Callable[[str, str], tuple[Training, Training]]
 
 
 def load_wav(path: str) -> tuple[torch.Tensor, int]:
-    """In the place of torchaudio's, which needs torchcodec and FFmpeg."""
+    """Replaces torchaudio's function, which needs torchcodec and FFmpeg."""
     with wave.open(path, "rb") as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
         return torch.from_numpy(samples.astype("f4") / 2**15)[None], file.getframerate()
@@ -288,14 +288,14 @@ def load_wav(path: str) -> tuple[torch.Tensor, int]:
 
 @pytest.fixture(scope="module")
 def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """`trained("2_ranks", "dpo")`: the training with odb and stock's; those of several ranks are all run at once."""
+    """`trained("2_ranks", "dpo")`: the trainings with odb and with stock; a set of several ranks runs all its cells."""
 
     @once
     def of_set(name: str) -> dict[str, tuple[Training, Training]]:
         group, folder = (SETS | GRID)[name], tmp_path_factory.mktemp("set")
         engine = ENGINES[group.engine]
         common: dict[str, Any] = engine.changes | ONCE | (NO_EVAL if group.engine != "ddp" else {})
-        if group.num_ranks == 4:  # whole micro-batches of 20 rows, or 12 with images: stock would repeat rows
+        if group.num_ranks == 4:  # whole micro-batches: stock would repeat rows
             common["per_device_train_batch_size"] = 1
         if engine.deepspeed_stage:
             common["deepspeed"] = deepspeed_config(engine.deepspeed_stage, folder)
@@ -319,7 +319,7 @@ def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory) -> Trai
 
 
 def is_here(cell: str) -> bool:
-    """Whether its loss, its model and what it needs are installed."""
+    """Whether the loss and the packages of a cell are installed."""
     if CELLS[cell].changes.get("quantization_bit") and find_spec("bitsandbytes") is None:
         return False
     return all(key in FINETUNING for key in CELLS[cell].changes if key.startswith("use_") and key.endswith("_loss"))
@@ -348,12 +348,12 @@ def test_the_same_training(trained, name: str, cell: str, monkeypatch, caplog) -
     group = (SETS | GRID)[name]
     ours, stock = trained(name, cell)
     shards = group.engine in ("zero3", "fsdp", "fsdp2")
-    found = check_cell(f"{name}: {cell}", CELLS[cell], ours, stock, group.num_ranks, shards)
+    differences = check_cell(f"{name}: {cell}", CELLS[cell], ours, stock, group.num_ranks, shards)
     assert EVIDENCE.get(group.engine, "AdamW") in ours.engine & stock.engine
     assert not group.engine.startswith("fsdp") or not stock.weights, "shards"
-    assert found.grad_norm < (NORM_TOLERANCE if group.engine.startswith("zero") else RELATIVE)
+    assert differences.grad_norm < (NORM_TOLERANCE if group.engine.startswith("zero") else RELATIVE)
     if cell.startswith("encoder"):
-        passes = 2 if "dpo" in cell else 1  # of the tower, one for the reference
+        passes = 2 if "dpo" in cell else 1  # of the tower: policy and reference
         assert any(line["encoder_patches"] != passes * line["patches"] for line in ours.audit), "images move"
     logits = [line for line in caplog.messages if line.startswith("loss: with logits")]
     assert not logits or cell not in ("sft, Qwen2-Audio", "sft, Mamba")
@@ -364,7 +364,7 @@ def test_the_same_training(trained, name: str, cell: str, monkeypatch, caplog) -
 @pytest.mark.nightly
 @pytest.mark.parametrize("cell", ["sft", "sft, images", "pt", "dpo", "kto", "sft, lora", "kto, lora"])
 def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: Path) -> None:
-    """In the middle of an epoch; LLaMA-Factory resumes no full training of a reward model."""
+    """In the middle of an epoch. LLaMA-Factory cannot resume a full training of a reward model."""
     training, out = CELLS[cell], tmp_path / "out"
     changes = dict(training.changes) | {"save_strategy": "steps", "save_steps": 3}
     changes["odb"] = ODB | dict(training.block) | {"layout": "flat"}
@@ -380,8 +380,8 @@ def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.weights.items())
 
 
-def test_rows_that_llamafactory_drops_are_told(tiny_text, tmp_path, caplog) -> None:
-    """Stock shuffles what its preprocessing pass leaves, which nobody knows without such a pass."""
+def test_rows_that_llamafactory_drops_are_reported(tiny_text, tmp_path, caplog) -> None:
+    """Stock shuffles the rows that its preprocessing pass keeps, which are unknown without the pass."""
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(16)]})
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_shuffling": True}
     run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TIGHT, **steps))

@@ -1,4 +1,4 @@
-"""How rows of the stages pt, dpo and kto count and pair; their trainings: `test_same_training.py`."""
+"""Costs of rows of the stages pt, dpo and kto, and the pairs of kto. Trainings: `test_same_training.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_MEDIA: Any = SimpleNamespace(cost_of=lambda *args: {})
 
 
 def test_a_pad_token_inside_a_document_carries_no_loss() -> None:
-    """Where a tokenizer pads with its end-of-text token the collator masks every one of them."""
+    """The collator masks every end-of-text token if the tokenizer pads with it."""
     tokenizer: Any = SimpleNamespace(pad_token_id=2)
     cost = STAGES["pt"].of_training(None, tokenizer).cost({"input_ids": [2, 5, 2, 7, 2]}, NO_MEDIA)
     assert (cost.tokens, cost.units, cost.leading_label) == (5, 2, False)
@@ -35,7 +35,7 @@ def test_a_pad_token_inside_a_document_carries_no_loss() -> None:
     ("pref_loss", "pref_ftx", "units"),
     [("sigmoid", 0.0, [1, 1]), ("sigmoid", 0.5, [0, 1]), ("ipo", 0.0, [0, 0]), ("simpo", 0.0, [0, 0])],
 )
-def test_an_empty_answer_is_left_out_where_the_loss_divides_by_its_length(pref_loss, pref_ftx, units) -> None:
+def test_an_empty_answer_is_left_out_if_the_loss_divides_by_its_length(pref_loss, pref_ftx, units) -> None:
     arguments: Any = SimpleNamespace(pref_loss=pref_loss, pref_ftx=pref_ftx)
     stage = STAGES["dpo"].of_training(arguments, None)
     empty, answer = ([1, 1], [-100, -100]), ([1, 1, 4], [-100, -100, 4])
@@ -57,7 +57,7 @@ def test_rows_of_kto_with_videos_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def kto(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`kto(output_dir, ...)`: a configuration. Data sets: `judged`; `dropped`, of which LLaMA-Factory drops row 4."""
+    """`kto(output_dir, ...)`: a configuration. Datasets: `judged`, and `dropped`, whose row 4 LLaMA-Factory drops."""
     folder = tmp_path_factory.mktemp("stages")
     rows_dir = write_rows(folder / "rows")
     rows = json.loads((rows_dir / "judged.json").read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, A
 
 
 def test_another_loss_of_kto_is_refused(kto, tmp_path: Path, monkeypatch) -> None:
-    """A release whose loss is no function of the log-ratio less the estimate."""
+    """A loss that is no function of the log-ratio minus the estimate."""
     loss = CustomKTOTrainer.kto_loss
 
     @functools.wraps(loss)

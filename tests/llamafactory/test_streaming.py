@@ -1,4 +1,4 @@
-"""`streaming: true`: local files are read by index; what can only be iterated trains as stock's stream does."""
+"""`streaming: true` trains as stock's stream does, from a local file or from a hub."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from odb_factory.llamafactory.stages import STAGES
 
 BLOCK = {"token_budget": 256, "audit": True}
 SHARDS = (8, 2, 8, 3, 8, 3)
-"""Rows of each file of the stream; no three of them are half of all."""
+"""Rows of each file of the stream; no three files have half of the rows."""
 STREAM = {"dataset": "shards", "streaming": True, "buffer_size": 8, "max_steps": 7, "dataloader_num_workers": 2}
-"""Four optimizer steps of 8 samples an epoch. The gradient of a smaller one stock would carry into the next epoch."""
+"""Four optimizer steps of 8 samples an epoch. Stock would carry the gradient of a smaller step into the next epoch."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`texts`, a local file, and `shards`, a folder that LLaMA-Factory asks `datasets` to load, as it does of a hub."""
+    """`texts`, a local file, and `shards`, a folder that `datasets` streams as it streams from a hub."""
     folder = write_uneven_rows(tmp_path_factory.mktemp("rows"), {"texts": 24})
     (folder / "shards").mkdir()
     number = 0
@@ -55,31 +55,34 @@ def config(tiny_text: Path, data: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stock(tiny_text: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Of one rank and one worker: stock's order depends on the number of workers, each of which reads other shards."""
+    """One rank and one worker: stock's order depends on the number of workers, each of which reads other shards."""
     changes = STREAM | {"dataloader_num_workers": 1, "gradient_accumulation_steps": 8}
     return train(training_config(tiny_text, data, tmp_path_factory.mktemp("stock") / "out", **changes))
 
 
-def test_local_files_are_read_by_index(config, caplog) -> None:
-    """Then nothing is needed or forbidden that only a stream needs or forbids."""
-    lifted = {"streaming": True, "max_samples": 20, "val_size": 0.1, "buffer_size": 128}
-    _, data_args, training_args, *_ = get_train_args(config | lifted)
-    assert (data_args.streaming, data_args.max_samples, training_args.max_steps) == (False, 20, -1)
-    assert sum("streaming: true is taken as false" in message for message in caplog.messages) == 1
-    _, data_args, *_ = get_train_args(config | {"streaming": True, "do_train": False, "max_steps": 1})
-    assert data_args.streaming, "a run that does not train is stock's"
+def test_stocks_buffer_size_is_not_taken_for_odbs(config, caplog) -> None:
+    get_train_args(config | STREAM)
+    with pytest.raises(ConfigError, match="^buffer_size: 8 "):
+        get_train_args(config | {"buffer_size": 8})
+    get_train_args(config | STREAM | {"do_train": False})
     assert any("has no effect: do_train is false" in message for message in caplog.messages)
 
 
-def test_stocks_buffer_size_is_not_taken_for_ours(config) -> None:
-    _, data_args, *_ = get_train_args(config | STREAM)
-    assert data_args.buffer_size == 8 and data_args.streaming
-    with pytest.raises(ConfigError, match="^buffer_size: 8 "):
-        get_train_args(config | {"buffer_size": 8})
+def test_a_local_file_is_stocks_stream(config, tmp_path) -> None:
+    """I9. LLaMA-Factory cuts the file into `dataloader_num_workers` shards."""
+    config |= STREAM | {
+        "dataset": "texts",
+        "dataloader_num_workers": 1,
+        "gradient_accumulation_steps": 8,
+        "max_steps": 5,
+    }
+    ours = train(config)
+    del config["odb"]
+    report("local file", check_same_training(ours, train(config | {"output_dir": str(tmp_path / "stock")})))
 
 
-def test_a_stream_trains_as_in_stock_and_goes_on_as_it_would_have(config, stock, tmp_path) -> None:
-    """I9, in an epoch that is shuffled anew too; with several observe workers, and another number after a resume."""
+def test_a_stream_trains_and_resumes_as_in_stock(config, stock, tmp_path) -> None:
+    """I9, also in a second epoch with another order, with several workers, and resumed with another number of them."""
     steps = {"gradient_accumulation_steps": 8, "save_strategy": "steps", "save_steps": 5}
     ours = train(config | STREAM | steps)
     assert [len(step) for step in stock.rows] == [8] * 7
@@ -94,14 +97,14 @@ def test_a_stream_trains_as_in_stock_and_goes_on_as_it_would_have(config, stock,
 
 
 def test_two_ranks_share_a_stream(config, stock) -> None:
-    """I9: every rank reads it, and step t is the same rows of it as on one rank."""
+    """I9: every rank reads the stream, and step t has the same rows as on one rank."""
     ours = train(config | STREAM | {"gradient_accumulation_steps": 4}, num_ranks=2)
     assert ours.rows == stock.rows
     report("stream, 2 ranks", check_same_training(ours, stock))
 
 
 def test_rows_held_out_of_a_stream_are_never_trained_on(config, caplog) -> None:
-    """Stock shuffles anew in each epoch, and holds out other rows then."""
+    """Stock shuffles again in each epoch, and then holds out other rows."""
     ours = train(config | STREAM | {"val_size": 6, "gradient_accumulation_steps": 10, "max_steps": 9})
     epochs = [Counter(itertools.chain.from_iterable(ours.rows[begin : begin + 3])) for begin in (0, 3, 6)]
     assert epochs[0] == epochs[1] == epochs[2] and epochs[0].total() == sum(SHARDS) - 6
@@ -110,8 +113,8 @@ def test_rows_held_out_of_a_stream_are_never_trained_on(config, caplog) -> None:
 
 
 def test_what_a_stream_cannot_do_is_named_in_one_line(config, tmp_path) -> None:
-    """A local file beside it that LLaMA-Factory cuts into no shard."""
-    with pytest.raises(DataError, match="texts.json yields no row; .*dataloader_num_workers to 1") as caught:
+    """LLaMA-Factory cuts a local file into as many shards as workers: none."""
+    with pytest.raises(DataError, match="texts.json yields no row; .*dataloader_num_workers") as caught:
         run_exp(config | STREAM | {"dataset": "shards,texts", "dataloader_num_workers": 0})
     assert "\n" not in str(caught.value)
 
@@ -127,7 +130,7 @@ def test_what_a_stream_cannot_do_is_named_in_one_line(config, tmp_path) -> None:
     ids=["stock reads on one rank", "stock splits", "fill", "held out"],
 )
 def test_shards_are_split_where_stock_does_or_nothing_is_kept(config, data, keeps, changes, splits) -> None:
-    """Each rank reads other files then, all ranks together every row; else each the whole stream."""
+    """If they are split, each rank reads other files, and all ranks together read every row."""
     _, data_args, training_args, *_ = get_train_args(config | STREAM | changes)
     block = ODBConfig(token_budget=256, global_batch_size="keep" if keeps else "fill")
     parts = []
@@ -144,19 +147,11 @@ def test_shards_are_split_where_stock_does_or_nothing_is_kept(config, data, keep
     assert splits or parts[0] == parts[1]
 
 
-def test_a_stage_whose_rows_need_each_other_takes_no_stream(config) -> None:
-    _, data_args, training_args, *_ = get_train_args(config | STREAM)
-    head = SimpleNamespace(stage=STAGES["kto"].of_rows(data_args, 3))
-    with pytest.raises(ConfigError, match="^streaming: True .* stage kto") as caught:
-        online_stream(datasets.IterableDataset, head, ODBConfig(token_budget=256), data_args, training_args)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.nightly
 def test_two_ranks_of_stock_split_a_stream_alike(config, tmp_path) -> None:
-    """I9 where each rank reads its own shards; before the rank with fewer rows runs short, which stock does not take.
+    """I9 if each rank reads its own shards, until a rank has no rows left, where stock fails.
 
-    The other way, one rank that reads for all, fails in stock: it joins batches of different lengths.
+    Stock's other way, a rank that reads for all ranks, fails because it joins batches of different lengths.
     """
     config |= STREAM | {"gradient_accumulation_steps": 4, "max_steps": 3, "dataloader_num_workers": 1}
     config["accelerator_config"] = {"dispatch_batches": False}

@@ -1,4 +1,4 @@
-"""Whole trainings through the real LLaMA-Factory: coverage, exact loss, honest progress."""
+"""Whole trainings of real LLaMA-Factory: coverage, exact loss, progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support import RUN_TIMEOUT_S, read_jsonl, read_log, run_llamafactory, shimm
 from transformers import DataCollatorForSeq2Seq
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
-# transformers 5 takes a share of the steps as `warmup_steps`, its newest releases only so.
+# Newest transformers take a share of the steps as `warmup_steps` only.
 WARMUP_SHARE = "warmup_ratio" if "warmup_ratio" in TrainingArguments.__dataclass_fields__ else "warmup_steps"
 
 
@@ -32,7 +32,7 @@ def ids_by_epoch(audit: list[dict[str, Any]]) -> dict[int, Counter]:
 
 @pytest.mark.versions
 def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, tmp_path) -> None:
-    """I1, I2, I4, I9 by the audit of plain `llamafactory-cli train`, with a dotted override of the block."""
+    """I1, I2, I4, I9 in the audit of `llamafactory-cli train`, with a dotted override of the block."""
     changes = {"dataset": "texts,pictures", "num_train_epochs": 2, "odb": BLOCK | {"max_patches": 900}}
     changes |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     config = training_config(tiny_vl, data_dir, tmp_path / "out", **changes)
@@ -48,8 +48,8 @@ def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, t
     assert "Running tokenizer on dataset" not in ended.stdout, "there must be no offline tokenization pass"
 
 
-def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None:
-    """The same YAML and seed give the same losses to the last digit, with the plugin and without."""
+def test_without_a_block_stock_is_unchanged(tiny_vl, data_dir, tmp_path) -> None:
+    """The same YAML and seed give the same losses to the last digit, with and without the plugin."""
     losses = []
     for name, env in (("with", {}), ("without", {"ODB_FACTORY_DISABLE": "1"})):
         config = training_config(tiny_vl, data_dir, tmp_path / name, dataset="texts,pictures", max_steps=6)
@@ -60,8 +60,8 @@ def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None
     assert len(losses[0]) == 7
 
 
-def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say(tiny_text, data_dir, tmp_path) -> None:
-    """With `fill`, where nobody knows the number of steps ahead: all go by the share of samples."""
+def test_filled_steps_are_scheduled_saved_and_evaluated_by_samples(tiny_text, data_dir, tmp_path) -> None:
+    """With `fill` the number of steps is unknown, so progress is the share of samples."""
     out = tmp_path / "out"
     changes = {"num_train_epochs": 2.5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
     changes |= {"val_size": 8, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
@@ -81,7 +81,7 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
         done = sum(len(line["ids"]) for line in audit if line["optimizer_step"] <= optimizer_step)
         return min(done / (2.5 * rows), 1)
 
-    # Within one step of the warm-up: the curve is drawn over an estimated number of steps, the warm-up rounded to one.
+    # To within one step: the number of steps is estimated, and the warm-up is rounded to a step.
     for entry in (entry for entry in log if "loss" in entry):
         if entry["step"] < steps:
             assert entry["epoch"] == pytest.approx(2.5 * share_after(entry["step"]))
@@ -105,7 +105,7 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
 
 
 def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
-    """Other callbacks keep their say; a run that is stopped ends cleanly with a summary of what it did."""
+    """Other callbacks work, and a stopped run writes its summary."""
     changes = {"num_train_epochs": 50, "learning_rate": 0.0, "val_size": 8, "eval_strategy": "epoch"}
     changes |= {"save_strategy": "epoch", "load_best_model_at_end": True, "early_stopping_steps": 2}
     run_exp(training_config(tiny_text, data_dir, tmp_path / "out", odb=BLOCK, **changes))
@@ -115,7 +115,7 @@ def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
 
 
 class TextCollator(DataCollatorForSeq2Seq):
-    """Knows no template, and no media."""
+    """Has no template and takes no media."""
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: Any = None) -> Any:
         names = ("input_ids", "attention_mask", "labels")
@@ -123,7 +123,7 @@ class TextCollator(DataCollatorForSeq2Seq):
 
 
 def test_a_trainer_that_a_script_makes(tiny_text: Path, data_dir: Path, tmp_path: Path) -> None:
-    """As LLaMA-Factory's workflow makes it, but with a collator that knows no template."""
+    """The trainer of LLaMA-Factory's workflow with a custom collator."""
     changes = {"max_steps": 3, "per_device_train_batch_size": 4, "disable_shuffling": True}
     config, losses = training_config(tiny_text, data_dir, tmp_path / "out", **changes), []
     for block in ({}, {"odb": {"token_budget": 512}}):
@@ -144,8 +144,8 @@ def test_a_trainer_that_a_script_makes(tiny_text: Path, data_dir: Path, tmp_path
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_tokens_a_second_need_no_pass_over_the_data(stage: str, tiny_text: Path, tmp_path: Path) -> None:
-    """Which would end in an error on a row that LLaMA-Factory drops: it has two questions, or no answer."""
+def test_tokens_per_second_need_no_pass_over_the_data(stage: str, tiny_text: Path, tmp_path: Path) -> None:
+    """Such a pass would fail on the row that LLaMA-Factory drops: it has two questions, or no answer."""
     rows_dir, out = write_rows(tmp_path / "rows"), tmp_path / "out"
     path = rows_dir / ("pairs.json" if stage == "dpo" else "talks.json")
     rows = json.loads(path.read_text(encoding="utf-8"))
@@ -160,7 +160,7 @@ def test_tokens_a_second_need_no_pass_over_the_data(stage: str, tiny_text: Path,
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * RUN_TIMEOUT_S + 60)
 def test_spawn_and_forkserver_train_as_fork_does(tiny_vl, data_dir, tmp_path) -> None:
-    """I6. The collator holds a model that no pickle can take, and is sent to the workers of the evaluation, too."""
+    """I6. The collator holds a model that cannot be pickled, and is also sent to the workers of the evaluation."""
     logs: dict[str, Any] = {}
     for method in ("fork", "spawn", "forkserver"):
         changes = {"dataset": "texts,pictures", "eval_dataset": "texts", "eval_strategy": "epoch"}
