@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and what stands between them."""
+"""Ranks that are threads of one process, and their communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Table:
             self.changed.notify_all()
 
     def answers(self, place: Any, count: int) -> list[bytes]:
-        """What so many ranks tell at this place, in rank order."""
+        """The messages of `count` ranks at this place, in rank order."""
         with self.changed:
             messages = self.messages.setdefault(place, {})
             if not self.changed.wait_for(lambda: len(messages) == count or self.is_over, 30):
@@ -46,7 +46,7 @@ class Table:
 
 
 class TableChannel:
-    """As `Channel`. counts: how often these ranks have met."""
+    """The interface of `Channel`. counts: number of meetings at each place."""
 
     def __init__(self, table: Table, rank: int, name: str):
         self.table, self.rank, self.name = table, rank, name
@@ -62,9 +62,9 @@ class TableChannel:
         return self.table.answers(place, self.table.world_size)
 
     def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str) -> dict[int, bytes]:
-        """Only ranks that give or get something come here."""
+        """Called by ranks that send or receive bytes."""
         for rank, text in outgoing.items():
-            assert text, "no rank is met for nothing"
+            assert text, "no rank sends nothing"
             self.table.tell(self._next("exchange", self.rank, rank), self.rank, text)
         received = {rank: self.table.answers(self._next("exchange", rank, self.rank), 1)[0] for rank in incoming}
         assert {rank: len(text) for rank, text in received.items()} == dict(incoming)
@@ -88,7 +88,7 @@ class Seat(Ranks):
 
 
 def run_ranks(world_size: int, drive: Callable[[Seat], Any]) -> list[Any]:
-    """What `drive` returns on each rank, or the exception that it raised."""
+    """The result of `drive` on each rank, or the exception that it raised."""
     table = Table(world_size)
     ended: list[Any] = [TimeoutError("no end within 60 s")] * world_size
 

@@ -1,13 +1,12 @@
 """The worker processes of a rank: one pool that observes rows, plans and collates.
 
-1. A call is submitted by the name of a method of `work`; calls are begun in the order in which they are submitted.
+1. A call is submitted by the name of a method of `work`; calls begin in the order in which they are submitted.
 2. `work` is inherited by fork, or pickled once for each worker under spawn and forkserver. Without workers a call is
    computed in place, when its result is asked for.
-3. Random numbers are seeded by what is computed (seed, epoch, sample), so they depend neither on workers nor on a
-   resume.
-4. A worker ends with the process that started it, whatever ends that; the training process decides about Ctrl-C and
+3. The seed of random numbers follows from seed, epoch and sample, so they depend neither on workers nor on a resume.
+4. A worker ends with the process that started it, whatever ends that process; the training process handles Ctrl-C and
    SIGTERM.
-5. A worker that fails, that dies, or that is not done in time, is one line with its row and the cause.
+5. A worker that fails, dies, or is late causes an error of one line with its row and the cause.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from odb_factory.random_numbers import kept_random_numbers, random_seed, seed_ra
 R = TypeVar("R")
 
 CHECK_S = 1.0
-"""How often a worker looks for its parent."""
+"""Seconds between two looks of a worker for its parent."""
 POLL_S = 0.2
-"""How often a thread that waits for a result looks at other things."""
+"""Seconds between two checks of a thread that waits for a result."""
 JOIN_S = 5.0
-"""A killed process is waited for this long."""
+"""Longest wait for the end of a killed process."""
 DECIDED_BY_PARENT = (signal.SIGINT, signal.SIGTERM)
 NO_WORKER = torch.zeros(0, 2, dtype=torch.int64)
 CLOSED = "odb: this loader has been closed; make another one."
@@ -65,8 +64,8 @@ CLOSED = "odb: this loader has been closed; make another one."
 
 @dataclass(slots=True)
 class _Worker:
-    """This process as a worker. line: its own of the table of `_begin`. connection: see `serialize.dump`. problem: why
-    it can compute nothing."""
+    """This process as a worker. line: its line of the table of `_begin`. connection: see `serialize.dump`. problem: why
+    the worker can compute nothing."""
 
     number: int
     line: np.ndarray
@@ -79,14 +78,14 @@ _worker: _Worker | None = None
 
 
 def at(row: int) -> None:
-    """This worker process is at this row of the dataset (-1: at none), for messages of the process that waits."""
+    """Note the row of the dataset (-1: none) at which this worker is, for messages of the process that waits."""
     if _worker is not None:
         _worker.line[1] = row
 
 
 class _Shipped:
-    """Makes its content in a worker process: inherited by fork, else pickled when the process is started, and
-    unpickled once the worker watches its parent: that may take long, or fail."""
+    """A call in a worker process returns the content: inherited by fork, else pickled when the process starts, and
+    unpickled once the worker watches its parent, because this may take long, or fail."""
 
     def __init__(self, content: Any, name: str):
         self.content, self.name = content, name
@@ -114,8 +113,8 @@ def _begin(
 ) -> None:
     """The initializer of a worker process.
 
-    shared_table: int64[num_workers, 2], the process id of each worker (0: it has not begun) and the row that it is at
-    (-1: none). lock: over the choice of a line of it. outlives: SIGTERM does not end the worker.
+    shared_table: int64[num_workers, 2], the process id of each worker (0: it has not begun) and its current row (-1:
+    none). lock: for the choice of a line of the table. outlives: SIGTERM does not end the worker.
     """
     global _worker
     table = shared_table.numpy()
@@ -123,7 +122,7 @@ def _begin(
         number = int(np.flatnonzero(table[:, 0] == 0)[0])
         table[number, 0] = os.getpid()
     _worker = _Worker(number, table[number], connections[number])
-    # A collection would look at every object of the process that this one was forked from, and so copy its memory.
+    # A garbage collection would touch every object of the parent process, and so copy its memory.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the training process too, which ends the pool
     # Unlike SIG_IGN, a handler is not inherited by programs that the worker starts.
@@ -159,11 +158,11 @@ def _end_with_parent() -> None:
 
 
 Answer = tuple[Dumped, int]
-"""What a call has come to, and the number of the worker."""
+"""The result of a call, and the number of the worker."""
 
 
 def _run(name: str, args: tuple[Any, ...]) -> Answer:
-    """Raises only what arrives whole in another process."""
+    """Call a method of `work`. Raises only errors that another process can unpickle."""
     assert _worker is not None
     try:
         if _worker.problem is not None:
@@ -187,7 +186,7 @@ class NotSent(DataError):
 
 
 class Pending:
-    """A call that a pool computes. rows: that it is about, for messages."""
+    """A call that a pool computes. rows: the rows that it reads, for messages."""
 
     def __init__(self, pool: Pool, call: Callable[[], Any] | Future[Answer], rows: Sequence[int]):
         self._pool, self._call, self._rows = pool, call, rows
@@ -198,7 +197,7 @@ class Pending:
     def result(self, check: Callable[[], None] = lambda: None) -> Any:
         """The result of the call; waits for it.
 
-        check: called several times a second while it waits; may raise. Raises `DataError` if the call cannot be
+        check: called several times a second while this waits; may raise. Raises `DataError` if the call cannot be
         computed.
         """
         if not isinstance(self._call, Future):
@@ -219,19 +218,18 @@ class Pending:
             except NotSent as error:
                 named = name_rows(self._rows) if self._rows else "a plan"
                 raise DataError(
-                    f"{named}: what a data worker has made cannot be sent to the training process "
-                    f"({one_line(error)}); let dataset and collate_fn return what pickle takes, or set num_workers to "
-                    "0."
+                    f"{named}: the result of a data worker cannot be sent to the training process ({one_line(error)}); "
+                    "let dataset and collate_fn return objects that pickle takes, or set num_workers to 0."
                 ) from None
 
     def cancel(self) -> None:
-        """Nobody asks for the result any more."""
+        """Do not compute the call, unless it has begun."""
         if isinstance(self._call, Future):
             self._call.cancel()
 
 
 def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
-    """In a thread of the executor, for one answer after the other."""
+    """Receive a result; runs in a thread of the executor, which calls it for one answer after the other."""
     try:
         dumped, number = call.result()
         try:
@@ -239,12 +237,12 @@ def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
         except Exception as cause:
             raise NotSent(one_line(cause)) from None
         if pool.device is not None:
-            torch.accelerator.set_device_index(pool.device)  # this thread has one of its own
+            torch.accelerator.set_device_index(pool.device)  # each thread has its own device index
             value = torch_utils.pin_memory.pin_memory(value)
         arrived.set_result(value)
     except BaseException as error:
-        # Its traceback holds this frame, and with it both futures, which hold the error: the pipes of the executor
-        # would stay open until the garbage collector comes. Its cause is the traceback in the worker.
+        # The traceback of the error holds this frame, and with it both futures, which hold the error: the pipes of the
+        # executor would stay open until the garbage collector comes. The cause is the traceback in the worker.
         error.__cause__ = None
         arrived.set_exception(error.with_traceback(None))
 
@@ -252,13 +250,13 @@ def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
 class Pool:
     """Computes methods of `work` in `num_workers` processes, or in place if there are none.
 
-    work: `work.dataset`, if there is such, is what `worker_init_fn` finds in `get_worker_info()`. parts: those options
-    of a DataLoader count that are about workers and pinned memory.
+    work: `worker_init_fn` finds `work.dataset`, if any, in `get_worker_info()`. parts: options of a DataLoader,
+    of which those of workers and pinned memory count.
 
         with closing(Pool(work, parts)) as pool:
             pool.start()
             pending = [pool.submit("square", number, rows=[number]) for number in range(10)]
-            squares = [one.result() for one in pending]
+            squares = [call.result() for call in pending]
     """
 
     def __init__(self, work: Any, parts: DataLoaderParts):
@@ -278,8 +276,8 @@ class Pool:
     def start(self, seed: int = 0) -> None:
         """Start the workers, unless they run. Call it in the main thread: no thread of ours may run when they fork.
 
-        seed: of what `worker_init_fn` draws.
-        Raises `ConfigError` if what they need cannot be sent to them.
+        seed: of the random numbers of `worker_init_fn`.
+        Raises `ConfigError` if `work` cannot be sent to the workers.
         """
         if not self.num_workers or self._executor is not None:
             return
@@ -294,8 +292,8 @@ class Pool:
             self._table,
             self._context.Lock(),
             [worker_end for _, worker_end in pairs],
-            # A job scheduler sends SIGTERM to all processes. A training process that handles it, to save a checkpoint
-            # for one, needs its workers until then.
+            # A job scheduler sends SIGTERM to all processes. A training process with a handler, which may save a
+            # checkpoint, needs its workers until then.
             callable(signal.getsignal(signal.SIGTERM)),
         )
         self._executor = executor = ProcessPoolExecutor(self.num_workers, self._context, _begin, arguments)
@@ -304,7 +302,7 @@ class Pool:
         # A worker that is being forked has the handlers of this process, which must not run in it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, DECIDED_BY_PARENT)
         try:
-            for _ in range(self.num_workers):  # the first starts all workers that are forked, each starts a spawned one
+            for _ in range(self.num_workers):  # the first call starts all forked workers, each call one spawned worker
                 executor.submit(os.getpid)
         except BaseException:
             self.close()
@@ -318,7 +316,7 @@ class Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # last: a handler may raise here
 
     def submit(self, name: str, *args: Any, rows: Sequence[int] = ()) -> Pending:
-        """Have `work.name(*args)` computed. rows: that it is about."""
+        """Compute `work.name(*args)`. rows: the rows that it reads."""
         if not self.num_workers:
             return Pending(self, partial(getattr(self.work, name), *args), rows)
         executor = self._executor
@@ -328,7 +326,7 @@ class Pool:
             return Pending(self, executor.submit(_run, name, args), rows)
         except BrokenProcessPool:
             raise DataError(self.why_broken()) from None
-        except RuntimeError:  # it is being shut down
+        except RuntimeError:  # the executor is being shut down
             raise ConfigError(CLOSED) from None
 
     def map(
@@ -348,40 +346,41 @@ class Pool:
                 submitted.cancel()
 
     def why_late(self) -> str:
+        """Why a result has not come within `timeout`."""
         busy = ", ".join(f"row {row} (pid {pid})" for pid, row in self._table.tolist() if row >= 0)
         return (
-            f"nothing came from the data workers within timeout: {self.timeout:g} s; they are at "
-            f"{busy or 'no row'}: look for what they wait for, or raise `timeout`."
+            f"no result of the data workers within timeout: {self.timeout:g} s; they are at {busy or 'no row'}: find "
+            "the cause of their wait, or raise `timeout`."
         )
 
     def why_broken(self) -> str:
-        """Why a worker has died; ends the others."""
+        """Why a worker has died; ends the other workers."""
         with self._lock:
             if not self._why_broken:
-                # The one that has died by itself, with its exit code; the executor terminates the others.
-                dead: list[tuple[int, int | None]] = []
+                # The worker that has died by itself, with its exit code; the executor terminates the others.
+                codes: dict[int, int] = {}
                 until = time.monotonic() + JOIN_S
-                while not dead and time.monotonic() < until:
+                while not codes and time.monotonic() < until:
                     time.sleep(0.01)
-                    dead = [
-                        (pid, one.exitcode) for pid, one in list(self._processes.items()) if one.exitcode is not None
-                    ]
-                pid, code = min(dead, key=lambda pid_and_code: pid_and_code[1] == -signal.SIGTERM, default=(0, None))
+                    processes = list(self._processes.items())
+                    codes = {pid: process.exitcode for pid, process in processes if process.exitcode is not None}
+                pid = min(codes, key=lambda pid: codes[pid] == -signal.SIGTERM, default=0)
                 row = dict(self._table.tolist()).get(pid, -1)
                 place = f"at row {row} of the dataset" if row >= 0 else "at no row"
-                self._why_broken = why_worker_died(pid, code, place)
+                self._why_broken = why_worker_died(pid, codes.get(pid), place)
                 _kill(list(self._processes.values()))
         return self._why_broken
 
     def close(self) -> None:
-        """End the workers, whatever they are doing. `start` starts other ones."""
-        # A copy, in a process that was forked later, may hold a lock of the executor that nobody releases there.
+        """End the workers, whatever they are doing. `start` starts new ones."""
+        # In a process that was forked later, a lock of the executor may be held for ever.
         if self._executor is not None and os.getpid() == self._owner:
             processes = list(self._processes.values())
             self._executor.shutdown(wait=False, cancel_futures=True)
             _kill(processes)
-        # Last: the handler of a signal may raise at any line above, and `_close_all` then calls this again.
-        self._processes, self.connections, self._table = {}, [], NO_WORKER  # they hold file descriptors
+        # Last: the handler of a signal may raise at any line above, and `_close_all` then calls this again. These hold
+        # file descriptors.
+        self._processes, self.connections, self._table = {}, [], NO_WORKER
         self._executor = None
         _pools.discard(self)
 
@@ -394,34 +393,34 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-"""Those whose workers run."""
+"""Pools whose workers run."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-"""Those of the executors."""
+"""Threads of the executors."""
 
 
 def _close_all() -> None:
     for pool in list(_pools):
         pool.close()
-    for thread in list(_threads):  # Python wakes them next, by a pipe that each closes at its end
+    for thread in list(_threads):  # Python wakes them next, by pipes that they close when they end
         thread.join(JOIN_S)
 
 
-# A program that ends without closing its loader: Python waits for all that is submitted before it calls what `atexit`
-# has. What is registered here it calls before.
+# For a program that ends without closing its loader: Python waits for all submitted calls before it runs the functions
+# of `atexit`. It runs the functions that are registered here before.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
-# What the pool of a loader computes.
+# The work of the pool of a loader.
 
 OBSERVES, COLLATES = range(2)
-"""By which random numbers of the same sample differ."""
+"""Parts of the seed, so that a sample has other random numbers when it is observed than when it is collated."""
 Draws = tuple[int, int]
-"""The seed and the epoch that random numbers follow from."""
+"""Seed and epoch, from which random numbers follow."""
 Row = int | RawItem | Rejection | Sample
-"""The number of a row of the dataset, an item of a stream, or what either has been observed as."""
+"""The number of a row of the dataset, an item of a stream, or either after it was observed."""
 
 
 class Work:
-    """rows: observed; groups: collates them."""
+    """The methods that a worker computes. rows: observes rows of the dataset. groups: collates samples."""
 
     def __init__(self, rows: ObservedDataset, groups: CollatedDataset):
         self.rows, self.groups = rows, groups
@@ -431,15 +430,13 @@ class Work:
         return self.rows.dataset
 
     def observe(self, draws: Draws, rows: Sequence[Row]) -> list[Sample | Rejection]:
-        observed = []
-        for row in rows:
-            if not isinstance(row, Sample | Rejection):
-                id = row.id if isinstance(row, RawItem) else row
-                at(id)
-                seed_random_numbers(*draws, OBSERVES, id)
-                row = self.rows[row]
-            observed.append(row)
-        return observed
+        return [row if isinstance(row, Sample | Rejection) else self._observe(draws, row) for row in rows]
+
+    def _observe(self, draws: Draws, row: int | RawItem) -> Sample | Rejection:
+        id = row.id if isinstance(row, RawItem) else row
+        at(id)
+        seed_random_numbers(*draws, OBSERVES, id)
+        return self.rows[row]
 
     def collate(self, draws: Draws, samples: Sequence[Sample]) -> Salvaged:
         first = samples[0].id
@@ -448,7 +445,7 @@ class Work:
         return self.groups.salvage(samples)
 
     def stand_in(self, draws: Draws, rows: Sequence[Row]) -> tuple[Sample | None, dict[int, str]]:
-        """The smallest of these rows that can be collated; of the others before it, why not."""
+        """The smallest of these rows that can be collated; for the rows before it, the reason why not, by id."""
         observed = self.observe(draws, rows)
         reasons = {row.id: row.reason for row in observed if isinstance(row, Rejection)}
         for sample in sorted((row for row in observed if isinstance(row, Sample)), key=size):
@@ -460,20 +457,22 @@ class Work:
                 return sample, reasons
         return None, reasons
 
-    def compute(self, function: Callable[..., R], args: Any, kwargs: Any) -> R:
-        return function(*args, **kwargs)
+    def compute(self, function: Callable[[], R]) -> R:
+        """function: pure; of a module."""
+        return function()
 
 
 def size(sample: Sample) -> tuple[int, int]:
+    """The order of samples by size (tokens and patches), then by id."""
     return sample.cost.patches + sample.cost.padded, sample.id
 
 
-# A look at single rows before there is a loader. A worker reads them, if there are any: the workers to come must not
-# inherit what a dataset opens when it is read first.
+# A look at single rows before there is a loader. A worker process reads them, if the loader has workers: its workers
+# must not inherit files that a dataset opens at its first read.
 
 
 def look(parts: DataLoaderParts, function: Callable[[Any], R]) -> R:
-    """`function(dataset)`, in a process of its own if these parts have workers; random numbers stay as they are."""
+    """`function(dataset)`, in another process if these parts have workers; random numbers stay as they are."""
     parts = replace(parts, num_workers=min(parts.num_workers, 1), pin_memory=False)
     work = SimpleNamespace(dataset=parts.dataset, look=partial(function, parts.dataset))
     with closing(Pool(work, parts)) as pool:
@@ -483,10 +482,8 @@ def look(parts: DataLoaderParts, function: Callable[[Any], R]) -> R:
 
 
 def ends_of(parts: DataLoaderParts) -> object:
-    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
-
-    A row that reads differently the second time (augmentation, random masks) says nothing about the data.
-    """
+    """Fingerprints of the first and the last row of a dataset with an index, for ranks to compare; None if they are
+    random: a row that reads differently the second time (augmentation, random masks)."""
     try:
         first, again, last = look(parts, _ends)
     except Exception as error:  # the loader reports what cannot be read
@@ -499,7 +496,7 @@ def _ends(dataset: Any) -> list[int]:
 
 
 def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
-    """Observe the first item of a dataset with an index, and note what units of its items are counted from.
+    """Observe the first item of a dataset with an index, and set `units_from` of the observer.
 
     Returns "", or why items of this kind cannot be observed: they need a `cost_fn` or labels, or `cost_fn` returns no
     cost.
@@ -509,12 +506,12 @@ def why_not_observed(parts: DataLoaderParts, observer: ItemObserver) -> str:
 
 
 def _first_observed(observer: ItemObserver, dataset: Any) -> tuple[str, UnitsFrom | None]:
-    """What is wrong with the kind of an item, or ""; what its units are counted from."""
+    """Why items of this kind cannot be observed, or ""; `units_from` of the observer."""
     message = ""
     try:
         observer(dataset[0])
     except ItemError as error:
         message = str(error)
-    except Exception:  # a row that cannot be read; the loader reports it, by its policy
+    except Exception:  # the row cannot be read; the loader reports it, by its policy
         pass
     return message, observer.units_from

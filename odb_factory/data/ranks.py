@@ -1,15 +1,15 @@
-"""What the data-parallel ranks send each other: a gather for each plan, samples that move, and why a rank ends.
+"""Communication of the data-parallel ranks: a gather for each plan, samples that move, and the reason why a rank ends.
 
-`Channel`  a gloo group of these ranks for the calls of one thread: `gather` gives every rank the bytes of all,
-           `exchange` moves bytes from rank to rank as all of them have computed from gathered bytes.
+`Channel`  a gloo group of these ranks for the calls of one thread: `gather` gives every rank the bytes of all ranks,
+           `exchange` moves bytes between ranks as every rank has computed from gathered bytes.
 `Ring`     each rank always waits for a message of the rank before it, and sends a beat to the rank after it. gloo fails
-           that wait when the process is gone; a rank without beats for `silence_s` is frozen. What a rank learns it
-           passes on, then it closes its channels, so that a death ends all waits.
+           that wait when the process is gone; a rank without beats for `silence_s` is frozen. A rank passes a failure
+           on and closes its channels, so a death ends all waits.
 `Ranks`    both, for the planning of one loader.
 
-All ranks make the calls of a channel in the same order, and which call comes next depends on gathered bytes alone: so
-no rank waits for a call that another one does not make. What is gathered may be pickled, as in torch's object
-collectives: the network of the ranks is trusted.
+All ranks make the calls of a channel in the same order, and the next call depends on gathered bytes alone, so no rank
+waits for a call that another rank does not make. Gathered bytes may be pickled, as in torch's object collectives: the
+network of the ranks is trusted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def find_process_group(process_group: dist.ProcessGroup | None, *, is_prepared: 
     if process_group is not None:
         raise ConfigError("process_group: torch.distributed, to which it belonged, is no longer initialised.")
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks.isdigit() and int(ranks) > 1:  # a launcher has started several, and this one does not know of the others
+    if ranks.isdigit() and int(ranks) > 1:  # a launcher has started several processes, unknown to this one
         raise ConfigError(
             f"WORLD_SIZE: {ranks} processes were started, but torch.distributed is not initialised here, so each would "
             "train on the whole dataset; call torch.distributed.init_process_group() before the first batch, or remove "
@@ -65,7 +65,7 @@ def find_process_group(process_group: dist.ProcessGroup | None, *, is_prepared: 
 
 
 def check_process_group(process_group: object) -> None:
-    """Raise `ConfigError` for what is not a process group of this rank."""
+    """Raise `ConfigError` for anything but a process group of this rank."""
     if process_group is None or isinstance(process_group, dist.ProcessGroup):
         return
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -80,8 +80,8 @@ def check_process_group(process_group: object) -> None:
 
 
 def patience_of(process_group: dist.ProcessGroup | None) -> float:
-    """How long the ranks of a process group wait for each other in its own collectives (seconds): `ddp_timeout` in a
-    trainer. torch's default for a backend that does not tell."""
+    """The timeout of the collectives of a process group (seconds): `ddp_timeout` in a trainer; torch's default if the
+    backend has no such option."""
     group: Any = process_group or dist.group.WORLD
     options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     limits = [option._timeout for option in options if hasattr(option, "_timeout")]
@@ -89,15 +89,14 @@ def patience_of(process_group: dist.ProcessGroup | None) -> float:
 
 
 def world_size_of(group: dist.ProcessGroup | None) -> int:
-    """1 if torch.distributed is not initialised."""
+    """Number of ranks; 1 if torch.distributed is not initialised."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def _of_accelerate() -> dist.ProcessGroup | None:
-    state = AcceleratorState()
-    mesh: DeviceMesh | None = getattr(state, "ds_device_mesh", None)
-    if mesh is None:
-        mesh = getattr(state, "device_mesh", None)
+    state: Any = AcceleratorState()
+    meshes = [getattr(state, name, None) for name in ("ds_device_mesh", "device_mesh")]
+    mesh: DeviceMesh | None = next((mesh for mesh in meshes if mesh is not None), None)
     if mesh is None:
         return None
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
@@ -141,7 +140,7 @@ class Channel:
         self.rank, self.world_size = ring.rank, ring.world_size
 
     def gather(self, payload: bytes, about: str) -> list[bytes]:
-        """The bytes of every rank, in rank order. about: what they are for, in messages."""
+        """The bytes of every rank, in rank order. about: the purpose of the call, for messages."""
         if self.world_size == 1:
             return [payload]
         sizes = self._all(torch.tensor([len(payload)]), about)
@@ -152,7 +151,7 @@ class Channel:
         return [content[: int(size)].numpy().tobytes() for content, size in zip(contents, sizes)]
 
     def exchange(self, outgoing: Mapping[int, bytes], incoming: Mapping[int, int], about: str) -> dict[int, bytes]:
-        """What each rank in `incoming` sends to this one. outgoing: by receiver; incoming: number of bytes by sender.
+        """The bytes from each rank in `incoming`. outgoing: by receiver; incoming: number of bytes by sender.
 
         Ranks that neither send nor receive need not call it.
         """
@@ -175,7 +174,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _naming(self, about: str) -> Any:
-        """The reason that the ring has, in place of gloo's error."""
+        """Raise the reason that the ring knows in place of gloo's error."""
         self.ring.check()
         started = time.monotonic()
         try:
@@ -184,7 +183,7 @@ class Channel:
             raise CollectiveError(self.ring.why_lost(about, error, time.monotonic() - started)) from None
 
     def cancel(self) -> None:
-        """End what waits in this channel, in whatever thread: a receive that times out closes its connections."""
+        """End all waits in this channel, in any thread: a receive that times out closes its connections."""
         with contextlib.suppress(RuntimeError):
             nothing = torch.zeros(1, dtype=torch.uint8)
             self._gloo.recv([nothing], self.ring.before, CANCEL_TAG).wait(timedelta(milliseconds=1))
@@ -198,11 +197,11 @@ def _tensor(content: bytes) -> torch.Tensor:
 
 BEAT_S = 1.0
 SEND_S = 1.0
-"""The reason of a failure is given this long to reach the rank after this one, which may be frozen."""
+"""Longest wait until the rank after this one, which may be frozen, has the reason of a failure."""
 CAUSE_S = 5.0
-"""A collective may fail before the ring knows why: its reason is waited for this long."""
+"""A collective may fail before the ring knows why: longest wait for the reason."""
 END_S = 6.0
-"""A process that belongs to the training ends so long after a failure of another rank, if not before."""
+"""A process that belongs to the training ends this long after a failure of another rank, at the latest."""
 EXIT_S = 0.2
 MESSAGE = 4096
 """Bytes of a message of the ring."""
@@ -218,18 +217,18 @@ LATE = (
     "alive; look for what holds it up (py-spy dump shows where each rank stands), or raise ddp_timeout."
 )
 ABSENT = (
-    "rank {} has waited {:g} s (exchange_timeout_s) for {}, which has not come to where odb begins; does each rank "
+    "rank {} has waited {:g} s (exchange_timeout_s) for {}, which has not come to the start of odb; does each rank "
     "have the same `odb:` block and program?"
 )
 
 
 class Ring:
-    """Why a rank ends, known to all ranks. One for each process group, from `ring_of` to the end of the process.
+    """Tells all ranks why a rank ends. One ring for each process group, from `ring_of` to the end of the process.
 
     silence_s: how long a rank may give no sign of life. end_process: ends this process, whatever its main thread is
-    doing, `END_S` after a failure that the main thread has not been told of; None: nobody does.
-    group: the process group, if it lives. main: the channel of the main thread. is_closing: it is not used any more.
-    failure: why a rank has failed; is_known: the main thread has been told.
+    doing, `END_S` after a failure that the main thread does not know; None: the process goes on.
+    group: the process group, if it lives. main: the channel of the main thread. is_closing: the ring is not used any
+    more. failure: why a rank has failed; is_known: the main thread knows.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None, silence_s: float):
@@ -260,7 +259,7 @@ class Ring:
             thread.start()
 
     def channel(self) -> Channel:
-        """A channel that no other thread uses. All ranks ask for it in the same order, in the main thread."""
+        """A channel that no other thread uses. All ranks call this in the same order, in the main thread."""
         if self.world_size == 1:
             return self.main
         if self._idle:
@@ -279,7 +278,7 @@ class Ring:
         return channel
 
     def give_back(self, channel: Channel) -> None:
-        """No thread uses it any more; the next one to ask gets it."""
+        """Keep a channel that no thread uses any more for the next call of `channel`."""
         if channel is not self.main and self.failure is None:
             self._idle.append(channel)
 
@@ -290,20 +289,20 @@ class Ring:
             raise CollectiveError(self.failure)
 
     def fail(self, reason: str) -> None:
-        """Let all ranks know why this one ends. The first reason that a rank learns of stands."""
+        """Tell all ranks why this one ends. Each rank keeps the first reason that it receives."""
         self.is_known |= threading.current_thread() is threading.main_thread()
         if self.world_size > 1:
             self._note(f"rank {self.rank} left the training: {reason}")
 
     def cause(self, wait_s: float = CAUSE_S) -> str | None:
-        """Why a rank has failed; a collective may notice first, so its reason is waited for."""
+        """Why a rank has failed; waits for the reason, because a collective may fail before it arrives."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None, wait_s)
             self.is_known |= self.failure is not None
         return self.failure
 
     def why_lost(self, about: str, error: Exception, waited_s: float = 0.0) -> str:
-        """Why a call has failed; all ranks learn of it."""
+        """Why a call has failed; tells all ranks."""
         is_late = waited_s > 0.9 * self.patience.total_seconds()
         if (cause := self.cause(0.0 if is_late else CAUSE_S)) is None:
             cause = f"rank {self.rank} lost another rank in {about}; look for its own last message ({one_line(error)})."
@@ -315,21 +314,21 @@ class Ring:
         return self.failure or cause
 
     def close(self) -> None:
-        """End in order: the rank after this one is told, and threads that wait are ended."""
+        """End in order: tell the rank after this one, and end the threads that wait."""
         if self.world_size == 1 or self.is_closing:
             return
         self.is_closing = True
-        with contextlib.suppress(RuntimeError):  # it may have ended before this one
+        with contextlib.suppress(RuntimeError):  # the rank after this one may have ended first
             if self.failure is None:
                 self._send(ENDED)
-        time.sleep(EXIT_S)  # a thread of gloo's still holds the tensors of a call when that has completed
+        time.sleep(EXIT_S)  # a thread of gloo still holds the tensors of a call that has completed
         for channel in self._channels:
             channel.cancel()
         for thread in self._threads:
             thread.join(SEND_S)
 
     def _meet(self, store: Any) -> None:
-        """Wait until all ranks are here: gloo, which connects them, would wait for one that is gone."""
+        """Wait until all ranks are here: gloo, which connects them, would wait for a rank that is gone."""
         store.set(f"rank {self.rank}", "here")
         store.add("ranks", 1)
         until = time.monotonic() + self.silence_s
@@ -372,7 +371,8 @@ class Ring:
                 time.sleep(BEAT_S)
 
     def _send(self, message: bytes, limit: timedelta = timedelta(seconds=SEND_S)) -> None:
-        """gloo holds a message until its receiver asks for it, which a frozen one never does."""
+        """Send to the rank after this one. gloo holds a message until its receiver asks for it, which a frozen rank
+        never does."""
         if not self._channels:
             return  # the ranks are not connected yet
         padded = message[:MESSAGE].ljust(MESSAGE, b"\0")
@@ -402,14 +402,14 @@ class Ring:
 
 
 _rings: list[Ring] = []
-"""Closed ones stay: destructors of gloo's objects wait for threads, which a forked process does not have."""
+"""Closed rings stay: destructors of gloo's objects wait for threads, which a forked process does not have."""
 _generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Rings that a process group has had, or could not connect."""
+"""Number of rings that a process group has had, or could not connect."""
 
 
 def ring_of(process_group: dist.ProcessGroup | None, silence_s: float) -> Ring:
     """The ring of the ranks of `process_group` (None: the default group). From the first call on, which all ranks make,
-    a rank that dies ends the others. After a failure that this process has been told of, another ring begins.
+    a rank that dies ends the others. After a failure that this process knows, another ring begins.
 
     Raises `CollectiveError` if a rank has failed, or does not come within `silence_s` seconds.
     """
@@ -434,7 +434,7 @@ def known_failure() -> str | None:
 
 
 def end_all(reason: str | None) -> None:
-    """The main thread ends this process; let the other ranks know why, unless they know (None)."""
+    """The main thread ends this process; tell the other ranks why. reason: None if they know."""
     for ring in _rings:
         ring.end_process = None
         if reason is not None:
@@ -457,28 +457,28 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _allow_open_files(num_sockets: int) -> None:
-    """Raise this process's soft limit of open files to the hard one if so many more sockets need it.
+    """Raise the soft limit of open files of this process if this number of further sockets needs it.
 
-    Raises `ConfigError` if that is not enough.
+    Raises `ConfigError` if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + num_sockets + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"open files: this process may have {hard}, and needs {needed} to reach {num_sockets} other ranks; raise "
+            "the limit before the start (ulimit -Hn, LimitNOFILE= of a service, or --ulimit nofile= of a container)."
+        )
     if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise ConfigError(
-                f"open files: this process may have {hard}, and needs {needed} to reach {num_sockets} other ranks; "
-                "raise the limit before the start (ulimit -Hn, LimitNOFILE= of a service, or --ulimit nofile= of a "
-                "container)."
-            )
+        # As high as possible: the training opens further files.
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
 
 
 def gather_once(message: bytes, silence_s: float, parent: dist.ProcessGroup | None = None) -> list[bytes]:
-    """The messages of all ranks of `parent`, in the main thread. silence_s: as in `ring_of`."""
+    """Gather one message from each rank of `parent`, in the main thread. silence_s: as in `ring_of`."""
     return ring_of(parent, silence_s).main.gather(message, "comparing the ranks")
 
 
-# The ranks of a training, as the planning of a loader sees them.
+# The planning of a loader.
 
 LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
 NO_SAMPLES = BufferMetadata(np.zeros(0, ROW), exhausted=True)
@@ -486,12 +486,12 @@ NO_SAMPLES = BufferMetadata(np.zeros(0, ROW), exhausted=True)
 
 @dataclass(frozen=True, slots=True)
 class RankMetadata:
-    """What a rank sends to all others before each plan: the samples it holds, and counts since this pass began.
+    """The message of a rank to all others before each plan: the samples it holds, and counts since this pass began.
 
     rejected: rows left out when read, by reason. overlong: samples that break a budget alone and are trained on.
-    order: the fingerprint of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
-    plan: a checksum of the plan before. limits: to which it has lowered its budgets, if it has; the least of all ranks
-    are taken. failure: why it cannot go on, in place of all else.
+    order: the fingerprint of the order of the rows (see `ShardSampler.compare`, `StreamReader.compare`).
+    plan: the checksum of the last plan. limits: to which the rank has lowered its budgets; the lowest limits of all
+    ranks count. failure: why the rank cannot go on; nothing else counts then.
     """
 
     buffer: BufferMetadata = NO_SAMPLES
@@ -504,10 +504,11 @@ class RankMetadata:
 
 
 class Ranks:
-    """The data-parallel ranks, for the planning of one loader; one rank alone answers itself.
+    """The data-parallel ranks, for the planning of one loader; a single rank answers itself.
 
     process_group: these ranks; None: the default group, if there is one. silence_s: how long a rank may give no sign of
-    life (seconds). channel: for the planning thread. All ranks make it at the same place of the program, and close it.
+    life (seconds). channel: for the planning thread. All ranks make and close this object at the same place of the
+    program.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, silence_s: float = 600.0):
@@ -518,17 +519,14 @@ class Ranks:
         self._is_closed = False
 
     def gather(self, metadata: RankMetadata) -> list[RankMetadata]:
-        """What every rank holds, in rank order. Planning thread.
+        """The metadata of every rank, in rank order. Planning thread.
 
-        Raises `CollectiveError`, on all ranks, if one cannot go on.
+        Raises `CollectiveError`, on all ranks, if one of them cannot go on.
         """
-        if self.world_size == 1:
-            ranks = [metadata]
-        else:
-            if self._is_closed:
-                raise CollectiveError(self.ring.failure or f"rank {self.rank} has left the training.")
-            ranks = [pickle.loads(text) for text in self.channel.gather(pickle.dumps(metadata, 5), "planning")]
-        # A rank that only left may have done so because of the failure of another one.
+        if self._is_closed:
+            raise CollectiveError(self.ring.failure or f"rank {self.rank} has left the training.")
+        ranks = [pickle.loads(text) for text in self.channel.gather(pickle.dumps(metadata, 5), "planning")]
+        # A rank that only left may have left because another rank failed.
         failures = [(meta.failure == LEFT_EPOCH, rank, meta.failure) for rank, meta in enumerate(ranks) if meta.failure]
         if failures:
             has_left, rank, failure = min(failures)
@@ -537,12 +535,12 @@ class Ranks:
         return ranks
 
     def stop(self, reason: str = LEFT_EPOCH) -> None:
-        """Send the others, in place of the next metadata, why this rank plans no further. Planning thread."""
+        """Tell the other ranks, in place of the next metadata, why this rank ends its planning. Planning thread."""
         with contextlib.suppress(CollectiveError):  # all end
             self.gather(RankMetadata(failure=reason))
 
     def close(self) -> None:
-        """Give the channel back; nothing is called after it."""
+        """Give the channel back. The last call."""
         if not self._is_closed:
             self._is_closed = True
             self.ring.give_back(self.channel)

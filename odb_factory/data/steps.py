@@ -1,4 +1,4 @@
-"""The optimizer steps of an epoch, one after the other: observe, gather, plan, exchange, micro-batches.
+"""The optimizer steps of an epoch: observe, gather, plan, exchange, micro-batches.
 
 `EpochPlanner.step` is the life of a sample. One background thread on each rank runs it, ahead of the training, and
 makes all calls between ranks: one gather a plan, and an exchange if samples move. Every rank has the same table of
@@ -14,8 +14,8 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,12 +23,13 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.agreement import first_unlike
 from odb_factory.data.cursor import Place
 from odb_factory.data.order import ShardSampler, StockSteps, StreamReader, split_by_weight
+from odb_factory.data.pool import Pool, size
 from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
 from odb_factory.data.samples import (
+    LeftOut,
     MicroBatch,
     OptimizerStep,
     Rejection,
-    Remaining,
     Sample,
     SampleInfo,
     no_usable_row,
@@ -51,9 +52,10 @@ from odb_factory.planner.plan import exceeds_limit, pool, sum_totals
 
 logger = get_logger(__name__)
 
+MAX_SPARES = 16
 TOO_HEAVY = (
-    f"balance: the samples that a rank holds weigh more than {MAX_REDISTRIBUTED_BYTES >> 20} MiB, so they stay on the "
-    "rank that drew them; let items hold paths instead of pixels, or lower buffer_size (or the optimizer batch)."
+    f"balance: the samples of a rank take more than {MAX_REDISTRIBUTED_BYTES >> 20} MiB, so they stay on the rank that "
+    "drew them; let items hold paths instead of pixels, or lower buffer_size (or the optimizer batch)."
 )
 OTHER_LENGTH = (
     "an epoch of the training dataset (or its sampler) has {} samples by its `__len__`, and yields {}; fix its "
@@ -65,28 +67,29 @@ DIFFERENT_PLANS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochContext:
-    """What every epoch of a loader is planned with.
+class PlannedLoader(Protocol):
+    """The part of an `ODBLoader` that its planner uses.
 
-    budget: as configured; lowered: the limits to which this rank has lowered it (None: it has not).
-    num_samples: of the epoch on all ranks; None if nobody knows (a stream). seed: of the order of filled micro-steps.
-    reader: what the rows come from, whose fingerprint the ranks compare.
-    compute: what runs planners, which are pure functions.
-    leave_out: as `LeftOut.leave_out`.
-    stand_in: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
+    budget: as configured; lowered: the limits to which this rank has lowered it since.
+    num_samples: of the epoch on all ranks; None if unknown (a stream). seed: of the order of filled micro-steps.
+    order: where the rows come from; the ranks compare its fingerprint.
+    spares: at most `MAX_SPARES` samples, of the last plans first and the smallest of a plan first: an idle micro-batch
+    has the first of them.
     """
 
     config: ResolvedConfig
     budget: Budget
-    lowered: Callable[[], Limits | None]
+    lowered: Limits | None
     num_samples: int | None
     seed: int
     ranks: Ranks
-    reader: ShardSampler | StreamReader
-    compute: Callable[..., Any]
-    leave_out: Callable[..., None]
-    stand_in: Callable[[], Sample]
+    order: ShardSampler | StreamReader
+    pool: Pool
+    left_out: LeftOut
+    spares: list[Sample]
+
+    def stand_in(self) -> Sample:
+        """A usable sample of the dataset."""
 
 
 class Held(NamedTuple):
@@ -111,39 +114,39 @@ class Planned(NamedTuple):
 class EpochPlanner(ABC):
     """Iterates over lists of micro-batches, each of whole optimizer steps; deterministic for its arguments (I6).
 
-    observed: what this rank draws of the epoch from `start` on, which is what is left of it at `place`.
+    observed: the rows that this rank draws of the rest of the epoch, which begins at `place`.
     step_size: N if optimizer steps are kept, else 0. first_index: of the first plan.
-    is_left: nobody takes what is planned from now on, and workers may have ended.
+    is_left: the loader takes no further plan, and workers may have ended.
     final: the last plan of the epoch has been made.
-    num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: of this rank, since
-    `place`.
+    num_planned: samples of the epoch in optimizer steps so far, on all ranks. rejected, overlong: rows of this rank
+    since `place`.
     """
 
     step_size = first_index = 0
     is_left = False
     _task = ""
-    """What this rank does between a gather and the end of the exchange, where no metadata reach the others."""
+    """The task of this rank between a gather and the end of the exchange, when a failure cannot be sent as metadata."""
     _table: tuple[np.ndarray, list[int], np.ndarray]
-    """As `pool` returns it: what all ranks hold."""
+    """The samples of all ranks, as `pool` returns them."""
 
-    def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place, start: Remaining):
-        self.context, self.place, self._start = context, place, start
+    def __init__(self, loader: PlannedLoader, observed: Iterator[Sample | Rejection], place: Place):
+        self.loader, self.place, self._start = loader, place, loader.order.start
         self.epoch, self.num_planned = place.epoch, place.planned
-        self.rank, self.world_size = context.ranks.rank, context.ranks.world_size
+        self.rank, self.world_size = loader.ranks.rank, loader.ranks.world_size
+        self.balance = bool(loader.config.balance)
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
         self.held: list[Held] = []
         self._rows: Iterator[tuple[int, Sample | Rejection]]
-        self._rows = zip(start.positions(self.rank, self.world_size), observed)
+        self._rows = zip(self._start.positions(self.rank, self.world_size), observed)
         self._next: tuple[int, Sample | Rejection] | None = None
-        self._idle_sample: Sample | None = None
         self._has_warned = False
         self._checksum = 0
 
     def step(self, index: int) -> list[MicroBatch]:
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
-        context = self.context
+        loader = self.loader
         # Observe: draw rows of this rank; one is drawn ahead, so that the end of the epoch is known before the plan.
         while self._next is not None and self._takes(*self._next, index):
             position, row = self._next
@@ -151,15 +154,14 @@ class EpochPlanner(ABC):
                 if row.fatal:
                     raise DataError(row.message)
                 self.rejected[row.reason] += 1
-                context.leave_out(row.reason, row.message)
+                loader.left_out.leave_out(row.reason, row.message)
             else:
-                self.overlong += context.budget.overlong(row.cost)
+                self.overlong += loader.budget.overlong(row.cost)
                 self.held.append(Held(row, position))
             self._next = next(self._rows, None)
         held = self.held
         samples = [entry.sample for entry in held]
-        self._idle_sample = min(samples, key=lambda sample: sample.cost.tokens, default=self._idle_sample)
-        can_move = self.world_size > 1 and context.config.balance
+        can_move = self.world_size > 1 and self.balance
         packed = [pickle.dumps(sample, 5) if can_move else b"" for sample in samples]
 
         # Gather: every rank learns what all hold, as integers.
@@ -170,11 +172,11 @@ class EpochPlanner(ABC):
             positions=[entry.position - index * self.step_size for entry in held],
         )
         own = RankMetadata(
-            buffer, Counter(self.rejected), self.overlong, context.reader.fingerprint, self._checksum, context.lowered()
+            buffer, Counter(self.rejected), self.overlong, loader.order.fingerprint, self._checksum, loader.lowered
         )
-        ranks = context.ranks.gather(own)
+        ranks = loader.ranks.gather(own)
         self._task = "planning"
-        if (problem := context.reader.compare([rank.order for rank in ranks])) is not None:
+        if (problem := loader.order.compare([rank.order for rank in ranks])) is not None:
             raise CollectiveError(problem)
         self._compare_plans(ranks)
 
@@ -184,13 +186,14 @@ class EpochPlanner(ABC):
         if can_move and not self._has_warned and exceeds_limit(buffers):
             self._has_warned = True
             logger.warning(TOO_HEAVY)
-        budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, context.budget)
-        plan = self._make_plan(buffers, budget, index)
+        budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, loader.budget)
+        plan: Plan = loader.pool.submit("compute", self._make_plan(buffers, budget, index)).result()
         self.final, self._checksum = plan.final, plan.checksum()
 
         # Exchange, then cut into micro-batches, with the loss weights of the whole step.
         by_row = self._exchange(plan, samples, packed)
         self._task = ""
+        loader.spares = [*sorted(by_row.values(), key=size), *loader.spares][:MAX_SPARES]
         return self._micro_batches(plan, by_row, ranks, index)
 
     @abstractmethod
@@ -198,42 +201,40 @@ class EpochPlanner(ABC):
         """Whether the row that is drawn ahead belongs to this plan."""
 
     @abstractmethod
-    def _make_plan(self, buffers: list[BufferMetadata], budget: Budget, index: int) -> Plan:
-        """The plan of all ranks."""
+    def _make_plan(self, buffers: list[BufferMetadata], budget: Budget, index: int) -> Callable[[], Plan]:
+        """The function that computes the plan of all ranks, for a worker process."""
 
     @abstractmethod
     def _micro_batches(
         self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
     ) -> list[MicroBatch]:
-        """Those of this rank. by_row: of `_exchange`."""
+        """The micro-batches of this rank. by_row: as `_exchange` returns it."""
 
     def _exchange(self, plan: Plan, samples: Sequence[Sample], packed: Sequence[bytes]) -> dict[int, Sample]:
-        """The samples that this rank computes, by their number in the plan, and those it holds. Collective if any
-        moves.
+        """The samples that this rank computes or holds, by their number in the plan. Collective if any moves.
 
-        All ranks have the same plan, so what travels needs no address: the samples for a rank are in the order in which
-        it takes them, and their sizes stand in the table.
+        All ranks have the same plan, so the bytes need no address: a rank sends samples in the order in which the
+        receiver takes them, and their sizes stand in the table.
         """
         start = plan.starts[self.rank]
         by_row = dict(enumerate(samples, start))
         table, _, owner = self._table
-        # A rank that holds nothing and gets nothing, such as one whose part of a stream is empty, idles with a sample
-        # of another.
-        is_idle = np.bincount(owner, minlength=len(plan.groups)) == 0
-        is_idle &= [bool(self.context.config.balance and len(table)) and not any(groups) for groups in plan.groups]
-        if not plan.moves and not is_idle.any():
+        # A rank without any sample, such as one whose part of a stream is empty, gets one to idle with.
+        has_none = np.bincount(owner, minlength=self.world_size) == 0
+        has_none &= [self.balance and len(table) > 0 and not any(groups) for groups in plan.groups]
+        if not plan.moves and not has_none.any():
             return by_row
         self._task = "redistributing samples"
         size_of, owner_of = table["bytes"].tolist(), owner.tolist()
         outgoing: dict[int, list[int]] = {}
         incoming: dict[int, list[int]] = {}
         for taker, groups in enumerate(plan.groups):
-            for number in [int(table["row_tokens"].argmin())] if is_idle[taker] else itertools.chain(*groups):
+            for number in [int(table["row_tokens"].argmin())] if has_none[taker] else itertools.chain(*groups):
                 if taker == self.rank != owner_of[number]:
                     incoming.setdefault(owner_of[number], []).append(number)
                 elif taker != self.rank == owner_of[number]:
                     outgoing.setdefault(taker, []).append(number)
-        received = self.context.ranks.channel.exchange(
+        received = self.loader.ranks.channel.exchange(
             {taker: b"".join(packed[number - start] for number in numbers) for taker, numbers in outgoing.items()},
             {sender: sum(size_of[number] for number in numbers) for sender, numbers in incoming.items()},
             "redistributing samples",
@@ -241,17 +242,16 @@ class EpochPlanner(ABC):
         for sender, numbers in incoming.items():
             content = io.BytesIO(received[sender])
             by_row |= {number: pickle.load(content) for number in numbers}
-        self._idle_sample = self._idle_sample or next(iter(by_row.values()), None)
         return by_row
 
     def __iter__(self) -> Generator[list[MicroBatch], None, None]:
         """Raises `CollectiveError` on all ranks; after the last plan, when no rank listens any more, `DataError`."""
-        ranks, has_ended = self.context.ranks, False
+        ranks, has_ended = self.loader.ranks, False
         try:
             self._next = next(self._rows, None)
             for index in itertools.count(self.first_index):
                 micro_batches = self.step(index)
-                if self.final:  # nothing follows that would show another plan of it
+                if self.final:  # no further gather would compare this plan
                     self._compare_plans(ranks.gather(RankMetadata(plan=self._checksum)))
                     has_ended = True
                 yield micro_batches
@@ -279,7 +279,7 @@ class EpochPlanner(ABC):
         raise CollectiveError(message)
 
     def _compare_plans(self, ranks: Sequence[RankMetadata]) -> None:
-        """The ranks tell which plan they made last (I6)."""
+        """Compare the checksums of the last plan of each rank (I6)."""
         if (deviating_rank := first_unlike([rank.plan for rank in ranks])) is not None:
             raise CollectiveError(DIFFERENT_PLANS.format(deviating_rank))
 
@@ -287,6 +287,7 @@ class EpochPlanner(ABC):
         self, planned: Sequence[Planned], ranks: Sequence[RankMetadata], index: int, **figures: Any
     ) -> list[MicroBatch]:
         """The micro-batches of an optimizer step. figures: fields of `OptimizerStep`."""
+        loader = self.loader
         step = OptimizerStep(
             **asdict(sum_totals([batch.totals for batch in planned])),
             epoch=self.epoch,
@@ -296,13 +297,11 @@ class EpochPlanner(ABC):
             overlong=self.place.overlong + sum(rank.overlong for rank in ranks),
             **figures,
         )
-        micro_batches, context = [], self.context
-        for number, (light, infos, totals, _) in enumerate(planned):
-            if not light:  # idle: the shortest sample of the last buffer, one of another rank's, or any usable row
-                self._idle_sample = self._idle_sample or context.stand_in()
-                light = [self._idle_sample]
+        micro_batches = []
+        for number, (samples, infos, totals, _) in enumerate(planned):
+            light = samples or loader.spares[:1] or [loader.stand_in()]
             micro_batch = MicroBatch(step=step, index=number, samples=infos, totals=totals, light=light)
-            weights = token_weights(micro_batch, context.config.loss_scaling, self.world_size)
+            weights = token_weights(micro_batch, loader.config.loss_scaling, self.world_size)
             weighed = tuple(info._replace(weight=weight) for info, weight in zip(infos, weights))
             micro_batches.append(replace(micro_batch, samples=weighed))
         return micro_batches
@@ -312,7 +311,8 @@ class EpochPlanner(ABC):
         return sum((rank.rejected for rank in ranks), Counter(self.place.rejected))
 
     def _nothing_left(self, rejected: Counter[str], remainder: int, reason: str) -> CollectiveError:
-        """The error of an epoch that has no sample to train on. remainder: usable rows, for this `reason`."""
+        """The error of an epoch that has no sample to train on. remainder: usable rows that the epoch leaves out, for
+        this `reason`."""
         empty = "it is empty"
         if self.epoch:
             empty = f"it yields nothing in epoch {self.epoch}; its `__iter__` must restart each time it is called"
@@ -331,21 +331,19 @@ class KeepEpoch(EpochPlanner):
     def _takes(self, position: int, row: Sample | Rejection, index: int) -> bool:
         return position < (index + 1) * self.step_size
 
-    def _make_plan(self, buffers: list[BufferMetadata], budget: Budget, index: int) -> Plan:
-        context = self.context
-        self.held = []  # a step is planned whole
-        if self.stock.rule.equal_weights and context.config.loss_scaling == "stock":
+    def _make_plan(self, buffers: list[BufferMetadata], budget: Budget, index: int) -> Callable[[], Plan]:
+        if self.stock.rule.equal_weights and self.loader.config.loss_scaling == "stock":
             buffers = split_by_weight(buffers, self.stock)
-        plan: Plan = context.compute(plan_optimizer_step, buffers, budget, balance=bool(context.config.balance))
-        expected = self.stock.steps_an_epoch
-        if expected is not None and plan.final != (index + 1 >= expected):
-            raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if plan.final else "more"))
-        return plan
+        return functools.partial(plan_optimizer_step, buffers, budget, balance=self.balance)
 
     def _micro_batches(
         self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
     ) -> list[MicroBatch]:
         stock, mean, rejected = self.stock, self.stock.rule.stock_mean, self._all_rejected(ranks)
+        self.held = []  # a step is planned whole
+        expected = stock.steps_an_epoch
+        if expected is not None and plan.final != (index + 1 >= expected):
+            raise CollectiveError(OTHER_LENGTH.format(stock.num_samples, "fewer" if plan.final else "more"))
         rows, _, _ = self._table
         self.num_planned += len(rows)
         if self.final and self.num_planned == 0:
@@ -356,10 +354,10 @@ class KeepEpoch(EpochPlanner):
             groups, totals = [[]], [MicroStepTotals()]
         of_stock, num_means = stock.means_of(rows)
         planned = []
-        for of_rank, of_step in zip(groups, totals):
-            samples = [by_row[row] for row in of_rank]
-            infos = tuple(SampleInfo.of(sample, *means) for sample, means in zip(samples, of_stock[of_rank].tolist()))
-            planned.append(Planned(samples, infos, of_step))
+        for group, micro_step in zip(groups, totals):
+            samples = [by_row[row] for row in group]
+            infos = tuple(SampleInfo.of(sample, *means) for sample, means in zip(samples, of_stock[group].tolist()))
+            planned.append(Planned(samples, infos, micro_step))
         done = self.num_planned + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * self.step_size, stock.num_samples)
@@ -368,7 +366,7 @@ class KeepEpoch(EpochPlanner):
             ranks,
             index,
             num_stock_means=(num_means if mean.divisor is None else mean.divisor) / mean.factor,
-            stock_input_tokens=stock.input_tokens(rows, self.rank, self.context.budget.collation.in_one_row()),
+            stock_input_tokens=stock.input_tokens(rows, self.rank, self.loader.budget.collation.in_one_row()),
             done=done,
             progress=stock.progress(index),
             remainder=stock.remainder if self.final else 0,
@@ -380,14 +378,14 @@ class KeepEpoch(EpochPlanner):
 class FillEpoch(EpochPlanner):
     """Filled optimizer steps: as many samples as `accumulation` micro-steps hold (the last step may have fewer).
 
-    Round by round: fill the buffer, plan, carry the rest over.
-    `join` of the config: ranks that have run out of samples take idle micro-batches; else the epoch ends for all when
-    one runs short.
+    Each round fills the buffer, plans, and carries the rest over.
+    `join` of the config: ranks that have run out of samples take idle micro-batches; without it the epoch ends for all
+    ranks if one runs short.
     """
 
     def __init__(self, *arguments: Any, accumulation: int):
         super().__init__(*arguments)
-        config = self.context.config
+        config = self.loader.config
         self.accumulation, self.join, self.buffer_size = accumulation, config.join, config.buffer_size
         if not self.join:  # a buffer must be able to fill a whole optimizer step
             self.buffer_size = max(self.buffer_size, accumulation)
@@ -397,37 +395,35 @@ class FillEpoch(EpochPlanner):
         self._micro_steps = self._emitted = self._tokens_emitted = 0
 
     def _takes(self, position: int, row: Sample | Rejection, index: int) -> bool:
-        return len(self.held) < self.buffer_size or isinstance(row, Rejection)  # what is drawn ahead can be planned
+        return len(self.held) < self.buffer_size or isinstance(row, Rejection)  # the sample drawn ahead can be planned
 
-    def _make_plan(self, buffers: list[BufferMetadata], budget: Budget, index: int) -> Plan:
-        context, config = self.context, self.context.config
-        plan: Plan = context.compute(
+    def _make_plan(self, buffers: list[BufferMetadata], budget: Budget, index: int) -> Callable[[], Plan]:
+        return functools.partial(
             plan_buffers,
             buffers,
             budget,
-            seed=context.seed,
+            seed=self.loader.seed,
             epoch=self.epoch,
             round_index=index,
             accumulation=self.accumulation,
             join=self.join,
-            balance=bool(config.balance),
+            balance=self.balance,
         )
-        return plan
 
     def _micro_batches(
         self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
     ) -> list[MicroBatch]:
-        rejected, num_samples = self._all_rejected(ranks), self.context.num_samples
+        rejected, num_samples = self._all_rejected(ranks), self.loader.num_samples
         epoch_steps = self._epoch_steps(plan, rejected.total())
 
-        # Queue this rank's micro-batches; what was not planned stays in the buffer.
+        # Queue this rank's micro-batches; the other samples stay in the buffer.
         rows, starts, owners = self._table
         num_drawn = self._num_sent + np.diff(starts) + [rank.rejected.total() for rank in ranks]
         is_left = np.ones(len(rows), dtype=bool)
-        for of_rank, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
-            of_step = list(itertools.chain.from_iterable(groups))
-            is_left[of_step] = False
-            samples, positions = [by_row[row] for row in of_rank], rows["position"][of_step].tolist()
+        for own_group, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
+            numbers = list(itertools.chain.from_iterable(groups))
+            is_left[numbers] = False
+            samples, positions = [by_row[row] for row in own_group], rows["position"][numbers].tolist()
             self._queue.append(Planned(samples, tuple(map(SampleInfo.of, samples)), totals, positions))
             self._emitted += totals.samples
             self._tokens_emitted += totals.tokens
@@ -438,8 +434,8 @@ class FillEpoch(EpochPlanner):
             remainder = max((num_samples or 0) - rejected.total(), 0)
             raise self._nothing_left(rejected, remainder, "that remain because a rank ran short")
 
-        # Hand on whole optimizer steps. Without join, the end may turn out to have been the step before: one is kept
-        # until the next plan.
+        # Return whole optimizer steps. Without join, the next plan may show that a step is the last of the epoch: one
+        # step waits for it.
         micro_batches: list[MicroBatch] = []
         num_kept = 0 if self.final or self.join else self.accumulation
         while len(self._queue) >= self.accumulation + num_kept or (self.final and self._queue):
@@ -465,11 +461,9 @@ class FillEpoch(EpochPlanner):
         return micro_batches
 
     def _epoch_steps(self, plan: Plan, rejected: int) -> int:
-        """Optimizer steps of the whole epoch; estimated, unless this is its last plan.
-
-        As if the samples to come are as long, and the micro-steps to come as full, as until now.
-        """
-        micro_steps, num_samples = self._micro_steps + len(plan.totals), self.context.num_samples
+        """Optimizer steps of the whole epoch; estimated, unless this is its last plan: further samples count as long,
+        and further micro-steps as full, as those until now."""
+        micro_steps, num_samples = self._micro_steps + len(plan.totals), self.loader.num_samples
         if not plan.final:
             if num_samples is None:
                 return 0

@@ -53,7 +53,7 @@ logger = get_logger(__name__)
 
 
 class LoopOptions(ODBKeys, total=False):
-    """What `ODBDataLoader` and `apply_odb` take beside the arguments of a DataLoader."""
+    """Options of `ODBDataLoader` and `apply_odb` in addition to the arguments of a DataLoader."""
 
     gradient_accumulation_steps: int
     cost_fn: Callable[[Any], Cost | int] | None
@@ -87,20 +87,18 @@ LOOP = (
 
 
 def check_whole(name: str, value: object, meaning: str = "") -> None:
-    """Raise `ConfigError` for what is not a whole number of at least 1."""
+    """Raise `ConfigError` for anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1{meaning}.")
 
 
 def refuse_fixed_batches(items: Any) -> NoReturn:
-    """Replaces a DataLoader's `collate_fn`, which nobody calls while the batches are formed online.
-
-    A caller has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
-    """
+    """The `collate_fn` of a DataLoader whose batches are formed online: only another DataLoader calls it, which was
+    built from the attributes of this one."""
     raise ConfigError(
-        "a DataLoader was built from the parts of one whose batches odb forms online, as "
-        "accelerate.skip_first_batches does, and would yield fixed batches; to resume in the middle of an epoch "
-        "use state_dict() and load_state_dict(), and otherwise the online loader itself."
+        "a DataLoader was built from the parts of an online loader of odb, as accelerate.skip_first_batches does, and "
+        "would yield fixed batches; use the online loader itself, and to resume in the middle of an epoch its "
+        "state_dict() and load_state_dict()."
     )
 
 
@@ -115,15 +113,15 @@ STALE = (
     "iteration before the next, or make two loaders."
 )
 UNCHECKED = (
-    "layout: flat in a custom loop, and nothing has made sure that the model keeps the samples of a row apart "
-    "(one with its cache switched on does not); call odb_factory.unpad(model, loader) before the first batch"
+    "layout: flat in a custom loop, and it is unknown whether the model keeps the samples of a row apart (a model with "
+    "its cache switched on does not); call odb_factory.unpad(model, loader) before the first batch"
 )
 NOT_TAKEN = (
     "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
     "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (logged once)."
 )
 STEP_OPEN = (
-    "the last iteration was left in the middle of an optimizer step: if gradients were computed in it, call "
+    "the last iteration ended in the middle of an optimizer step: if it computed gradients, call "
     "optimizer.zero_grad() before the next backward, or they become part of the next optimizer step."
 )
 ACCUMULATES = (
@@ -133,32 +131,32 @@ ACCUMULATES = (
 
 
 class ODBDataLoader(DataLoader[T_co]):
-    """A DataLoader that forms its batches online, under budgets; yields what `collate_fn` returns.
+    """A DataLoader that forms its batches online, under budgets; yields the batches that `collate_fn` returns.
 
     dataset: map-style or an `IterableDataset`; an item is a mapping with `input_ids` (list, array or tensor of shape
-        [length] or [1, length]), `labels`, and what else the model takes. Patches are read from `odb_n_patches`, or
+        [length] or [1, length]), `labels`, and other inputs of the model. Patches are read from `odb_n_patches`, or
         counted from `image_grid_thw`, `pixel_values` and their video twins. All ranks iterate the same stream, and
-        each takes its own share of it; already_split=True: the stream gives each rank a part of its own.
+        each takes its share of it; already_split=True: the stream gives each rank another part.
     batch_size, gradient_accumulation_steps: as they would be without odb: an optimizer step has batch_size x
         gradient_accumulation_steps x ranks samples (unless `global_batch_size` says otherwise), cut into as many
         micro-batches as the budgets need. drop_last: as in torch, counted in batches of all ranks.
-    token_budget, max_patches, loss_scaling, buffer_size and every other key of `ODBConfig`: see there. loss_scaling is
-        `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows.
-    layout: `padded` (which `auto` is here), as `collate_fn` returns the batches; `flat`: the samples of each in one
+    token_budget, max_patches, loss_scaling, buffer_size and every other key of `ODBConfig`: see there. loss_scaling:
+        default `exact`; the loss of the loop without odb (`stock`) is known to its author alone.
+    layout: `padded` (here also `auto`): batches as `collate_fn` returns them; `flat`: the samples of a batch in one
         row, without padding, for models of transformers (below).
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a
         group (default: its `pad_to_multiple_of`).
-    shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
+    shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its share, without
         padding. The order of `shuffle=True` comes from the seed of `generator`, or from 0.
-    audit_dir: write `odb_audit_rank{r}.jsonl` there. The other arguments are those of `DataLoader`.
-    process_group: the data-parallel ranks; default: those of accelerate's mesh if `accelerator.prepare` was given this
-        loader and has one, otherwise the default group as it is when the first batch (or state) is asked for.
+    audit_dir: folder for `odb_audit_rank{r}.jsonl`. The other arguments are those of `DataLoader`.
+    process_group: the data-parallel ranks. Default: the ranks of accelerate's mesh, if `accelerator.prepare` was given
+        this loader and has a mesh; otherwise the default group at the time of the first batch (or state).
 
     Every batch is a mapping with one key more than the collator's: take it out with `pop_step_info(batch)` before
-    `model(**batch)`. Samples whose labels are all -100 are left out and counted. Make and iterate it on all ranks at
-    the same place of the program: they agree over a gloo group of their own. `accelerator.prepare(loader)` returns the
-    loader itself, which then moves its batches; for Lightning there is `odb_factory.integrations.lightning`.
-    Use it as a context manager, or call `close()`: until then its workers live.
+    `model(**batch)`. Samples whose labels are all -100 are left out and counted. Make and iterate the loader on all
+    ranks at the same place of the program: the ranks communicate over a separate gloo group.
+    `accelerator.prepare(loader)` returns the loader itself, which then moves its batches; for Lightning there is
+    `odb_factory.integrations.lightning`. Use the loader as a context manager, or call `close()` to end its workers.
     Raises `ConfigError` for a bad value.
 
     Example::
@@ -172,7 +170,7 @@ class ODBDataLoader(DataLoader[T_co]):
                     optimizer.zero_grad()
 
     Flat micro-batches (`input_ids`, `labels` and `position_ids` [1, total], no `attention_mask`) need a model of
-    transformers that `unpad` has set up, and tried on a few rows::
+    transformers that `unpad` has set up and tried on a few rows::
 
         with ODBDataLoader(dataset, batch_size=32, token_budget=8192, layout="flat", collate_fn=collate) as loader:
             unpad(model, loader)
@@ -202,7 +200,7 @@ class ODBDataLoader(DataLoader[T_co]):
         in_order: bool = True,
         **options: Unpack[LoopOptions],
     ):
-        check_whole("batch_size", batch_size, ": the rows that a micro-batch would have without odb")
+        check_whole("batch_size", batch_size, ": the rows of a micro-batch without odb")
         if batch_sampler is not None:
             raise ConfigError(
                 f"batch_sampler: a {type(batch_sampler).__name__} decides which samples share a batch, "
@@ -237,11 +235,11 @@ class ODBDataLoader(DataLoader[T_co]):
     ) -> Self:
         """The online loader of an existing DataLoader's dataset, order, collator and workers.
 
-        dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at
-        1); it stays as it is. An optimizer step has its batch size x gradient_accumulation_steps x ranks samples.
-        stock_mean: what a trainer's loss is a mean over, for trainers that weigh samples by it. options: those of
+        dataloader: a DataLoader of torch or prepared by accelerate (leave accelerate's own gradient_accumulation_steps
+        at 1); it is not changed. An optimizer step has its batch size x gradient_accumulation_steps x ranks samples.
+        stock_mean: the mean that a trainer's loss is made of, for trainers that weigh samples by it. options: those of
         `ODBDataLoader`, and the keys of `ODBConfig`.
-        Raises `ConfigError` if its order cannot be found out, or if its class has an `__iter__` of its own.
+        Raises `ConfigError` if its order is unknown, or if its class has a custom `__iter__`.
 
         Example::
 
@@ -266,8 +264,8 @@ class ODBDataLoader(DataLoader[T_co]):
         kind = type(source)
         if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
             raise ConfigError(
-                f"apply_odb: {kind.__name__} has an `__iter__` of its own, and what that does to batches would be left "
-                "out; do it in collate_fn or in the loop, and give a torch DataLoader."
+                f"apply_odb: {kind.__name__} has an `__iter__` of its own, whose changes of the batches would be left "
+                "out; make them in collate_fn or in the loop, and give a torch DataLoader."
             )
         check_source(source.dataset, source.sampler)
         online = cls.__new__(cls)
@@ -290,14 +288,15 @@ class ODBDataLoader(DataLoader[T_co]):
         config: ODBConfig | None = None,
         **keys: Unpack[ODBKeys],
     ) -> None:
-        """source: the DataLoader whose parts are read."""
+        """source: the DataLoader that gives dataset, order, collator and workers."""
         config = make_config(config, keys)
         refuse(LOOP, {"odb": config, "given": keys})
-        if config.loss_scaling == "stock":  # the defaults of a trainer
-            config = dataclasses.replace(config, loss_scaling="exact")
-        if config.layout == "auto":
-            config = dataclasses.replace(config, layout="padded")
-        self.config = resolved = config.resolved()
+        # `stock` and `auto` are the defaults of a trainer.
+        self.config = resolved = dataclasses.replace(
+            config,
+            loss_scaling="exact" if config.loss_scaling == "stock" else config.loss_scaling,
+            layout="padded" if config.layout == "auto" else config.layout,
+        ).resolved()
         check_process_group(process_group)
         check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
         generator = source.generator
@@ -335,20 +334,20 @@ class ODBDataLoader(DataLoader[T_co]):
         ring_of(process_group, resolved.exchange_timeout_s)  # a rank that dies from here on ends the others
         self.collate_fn = refuse_fixed_batches
         self.is_checked = False
-        """`unpad` has found that the loop's model takes flat rows."""
+        """Whether `unpad` has checked that the model of the loop takes flat rows."""
         self._pins_memory, self._audit_dir, self._process_group = parts.pin_memory, audit_dir, process_group
         self._accounting: StepAccounting | None = None
         self._is_prepared = self._is_closed = False
         self._has_begun = self._has_logged = self._has_warned = self._is_step_open = False
         self._current: Pass | None = None
 
-    # Its epochs
+    # Epochs
 
     epoch = 0
-    """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
+    """The epoch of the last iteration, or of the next one after `set_epoch` or `load_state_dict`."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
+        """Choose the epoch of the next iteration; without this call it is the epoch after the last iteration's."""
         self.epoch = epoch
         if self._accounting is not None:
             self.loader.set_epoch(epoch)
@@ -356,18 +355,18 @@ class ODBDataLoader(DataLoader[T_co]):
 
     @property
     def num_optimizer_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None if not known (`global_batch_size: fill`, a dataset without a length).
+        """Optimizer steps of an epoch; None if unknown (`global_batch_size: fill`, a dataset without a length).
 
-        With several ranks, all ask.
+        Collective: all ranks read it.
         """
         return self.loader.num_optimizer_steps
 
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch: `num_optimizer_steps`, or an estimate with `global_batch_size: fill`.
 
-        The estimate is of the next epoch, or of the one under way, and takes all samples to be as long as those seen
-        until now: with sorted data it can be wrong by a factor. It begins the epoch and waits for its first plan: with
-        several ranks, all call it. Raises `TypeError` for a dataset without a length.
+        The estimate is for the current epoch, or the next one, which then begins. It takes all samples to be as long as
+        the samples seen until now: with sorted data it can be wrong by a factor. Collective. Raises `TypeError` for a
+        dataset without a length.
         """
         loader = self.loader
         if loader.num_optimizer_steps is None:
@@ -430,9 +429,9 @@ class ODBDataLoader(DataLoader[T_co]):
                 if is_accelerate:
                     if first_info is not None and state.sync_gradients is True:
                         raise ConfigError(ACCUMULATES)
-                    # DeepSpeed steps in the backward of the last micro-batch of an optimizer step alone. Otherwise 1,
-                    # which is true (a prepared optimizer steps and clears gradients when the loop says so) and is not
-                    # `True`, to which `accelerator.accumulate` sets it.
+                    # False: DeepSpeed does not step in the backward of this micro-batch. Otherwise 1: it is true, so a
+                    # prepared optimizer steps and clears gradients when the loop does, and differs from the `True` that
+                    # `accelerator.accumulate` sets.
                     state.sync_gradients = False if _is_deepspeed() and not micro_batch.ends_optimizer_step else 1
                 first_info = first_info or weakref.ref(info)
                 accounting.end()
@@ -453,14 +452,11 @@ class ODBDataLoader(DataLoader[T_co]):
             if self._current is current:
                 self._current = None
 
-    # Its figures and its end
+    # Figures and end
 
     def stats(self) -> dict[str, float]:
-        """Throughput, padding, balance and waiting since the first batch, of all ranks, to be logged.
-
-        Names and meanings are those of the Trainer's `odb/...` figures. Before the first batch: with several ranks, all
-        ask.
-        """
+        """Throughput, padding, balance and waiting since the first batch, of all ranks, as the Trainer's `odb/...`
+        metrics. Collective before the first batch."""
         return self.accounting.metrics()
 
     def close(self) -> None:
@@ -479,7 +475,7 @@ class ODBDataLoader(DataLoader[T_co]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error this rank reports to the others why it leaves. Raises the cause of the error, if known."""
+        """After an error, tell the other ranks why this one leaves. Raises the cause of the error, if known."""
         cause = None if error is None else ending(error)
         # A generator that yields the batches may be closed, and a program may end.
         is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
@@ -489,24 +485,23 @@ class ODBDataLoader(DataLoader[T_co]):
         if cause is not None and cause is not error:
             raise cause from error
 
-    # Its state
+    # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands after the last optimizer step whose batches were all yielded: JSON types, the same
-        on all ranks.
+        """The position after the last optimizer step whose batches were all yielded: JSON types, the same on all ranks.
 
-        Micro-batches of an unfinished optimizer step come again. `accelerator.register_for_checkpointing(loader)` keeps
-        it, and so does `accelerator.save_state` for a loader that was prepared.
+        Micro-batches of an unfinished optimizer step come again. `accelerator.register_for_checkpointing(loader)` saves
+        the state, and so does `accelerator.save_state` for a prepared loader.
         """
-        # From there the audit counts; `ODBLoader` does not use it.
+        # `optimizer_steps_of_run` is for the audit alone.
         return self.loader.state_dict() | {"optimizer_steps_of_run": self.accounting.optimizer_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state, whichever rank wrote it, with any number of ranks, budgets and workers.
+        """Resume from the state of any rank, with any number of ranks, budgets and workers.
 
-        Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
-        with that epoch keeps the place in it. Raises `DataError` for a value that is not a state, and if the data are
-        not those of the state.
+        Call it before the first batch of an iteration. The next iteration is the epoch of the state, and `set_epoch`
+        with this epoch keeps the position. Raises `DataError` for a value that is not a state, and if the data differ
+        from those of the state.
         """
         if self._current is not None:
             raise ConfigError(
@@ -519,16 +514,16 @@ class ODBDataLoader(DataLoader[T_co]):
         self._has_begun = False
 
     use_stateful_dataloader = True
-    """To accelerate: `save_state` keeps the state of the loader, `load_state` loads it."""
+    """Makes accelerate's `save_state` save the state of the loader, and `load_state` load it."""
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True: `accelerator.prepare` leaves prepared loaders alone, and would build one of fixed batches otherwise."""
+        """True: otherwise `accelerator.prepare` would build a loader of fixed batches."""
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """`accelerator.prepare` sets it: now batches are moved, and the ranks are those of accelerate's mesh."""
+        """Set by `accelerator.prepare`: batches are moved from now on, and the ranks are those of accelerate's mesh."""
         self._is_prepared = value
 
     # For `unpad` and trainers
@@ -540,7 +535,7 @@ class ODBDataLoader(DataLoader[T_co]):
 
     @property
     def accounting(self) -> StepAccounting:
-        """With its loader made by the first to ask; on all ranks at the same place of the program."""
+        """Made at the first read, with the loader; on all ranks at the same place of the program."""
         if self._accounting is None:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
@@ -548,7 +543,7 @@ class ODBDataLoader(DataLoader[T_co]):
             loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
             loader.set_epoch(self.epoch)
             mesh: Any = getattr(AcceleratorState(), "device_mesh", None) if self._is_prepared else None
-            # The tensor-parallel ranks of a replica compute the same.
+            # The tensor-parallel ranks of a replica compute the same samples: one of them writes the audit.
             has_replica = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and self._process_group is None
             writes = not has_replica or mesh["tp"].get_local_rank() == 0
             self._accounting = StepAccounting(loader, self._audit_dir if writes else None)
@@ -557,7 +552,7 @@ class ODBDataLoader(DataLoader[T_co]):
 
     @property
     def loader(self) -> ODBLoader:
-        """As `accounting`."""
+        """Made at the first read, like `accounting`."""
         return self.accounting.loader
 
     def trial_batches(self, count: int) -> tuple[Any, ...]:
@@ -565,13 +560,13 @@ class ODBDataLoader(DataLoader[T_co]):
         return trial_batches(self.loader.first_samples(), self.loader.groups, count)
 
     def gather(self, content: Any) -> list[Any]:
-        """The content (JSON types) of each rank of the process group, on all of them."""
+        """Gather the content (JSON types) of each rank of the process group, in rank order."""
         answers = gather_once(json.dumps(content).encode(), self.config.exchange_timeout_s, parent=self._process_group)
         return [json.loads(answer) for answer in answers]
 
 
 class ODBHandle(ODBDataLoader[Any]):
-    """The result of `apply_odb`: the online loader of the DataLoader; `remove()` gives that its own batches back.
+    """The result of `apply_odb`: the online loader of a DataLoader; `remove()` lets that form its own batches.
 
     Example::
 
@@ -581,7 +576,7 @@ class ODBHandle(ODBDataLoader[Any]):
     """
 
     dataloader: Any = None
-    """The DataLoader, as it was given."""
+    """The DataLoader given to `apply_odb`."""
 
     def close(self) -> None:
         """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
@@ -594,14 +589,14 @@ class ODBHandle(ODBDataLoader[Any]):
 
 
 def _set_class(dataloader: Any, kind: Any) -> None:
-    """accelerate's loaders have a property of that name."""
+    """Set `__class__`, which accelerate's loaders hide behind a property."""
     vars(object)["__class__"].__set__(dataloader, kind)
 
 
 def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     """Let an existing DataLoader form its batches online: in place, this one object only.
 
-    dataloader, options: as in `ODBDataLoader.from_dataloader`, which leaves the DataLoader as it is; so do the errors.
+    dataloader, options, errors: as in `ODBDataLoader.from_dataloader`, which does not change the DataLoader.
 
     Example::
 
@@ -624,29 +619,29 @@ def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the batches carry, and the loss that is made with it.
+# The step info of a batch, and the loss that is computed with it.
 
 STEP_INFO_KEY = "odb_step_info"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ODBStepInfo:
-    """A micro-batch of this rank, and the optimizer step that it is a part of.
+    """A micro-batch of this rank, and its optimizer step.
 
     loss_scaling: how tokens are weighed. token_weight: the weight of each unit of this micro-batch, for gradients that
         are averaged over ranks and summed over micro-batches; 0 if idle.
-    is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
-        elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
+    is_idle: this rank has no sample left for this micro-batch, others have. The batch is a sample that is trained on
+        elsewhere, and runs with loss_scale 0: every rank takes part in every exchange of gradients.
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
-    segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
-        order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () if it is padded.
+    segments: the lengths (tokens) of the parts of a flat row: the samples, in the order of `ids`, then filling (dummy
+        media, `pad_to_multiple_of`); () if the micro-batch is padded.
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in the run, from 1, as in the audit. optimizer_step_samples: samples of
         all its micro-batches on all ranks.
-    micro_batch, micro_batches: number of this one within its optimizer step, from 0, and how many that has.
-    ends_optimizer_step: whether it is the last of them: call `optimizer.step()` after its backward.
-    epoch: from 0. progress: share of the epoch's samples that all ranks have done once this optimizer step is, 0 to 1;
+    micro_batch, micro_batches: number of this micro-batch in its optimizer step, from 0, and their count.
+    ends_optimizer_step: this micro-batch is the last of its optimizer step: call `optimizer.step()` after its backward.
+    epoch: from 0. progress: share of the epoch's samples that all ranks have done after this optimizer step, 0 to 1;
         None if the dataset has no length.
 
     Example::
@@ -678,27 +673,26 @@ class ODBStepInfo:
     planned: MicroBatch = field(repr=False, compare=False)
     num_supervised: int | None = field(default=None, repr=False, compare=False)
     taken: deque[FlatRow | None] = field(default_factory=deque, repr=False, compare=False)
-    """The flat row of the info of its iteration that `pop_step_info` has taken out last; empty before."""
+    """The flat row of the last info of this iteration that `pop_step_info` has returned; empty before."""
 
     @property
     def loss_scale(self) -> float:
-        """Multiply the mean loss of this micro-batch by it before `backward()`; 0 on an idle micro-batch.
+        """The factor of the mean loss of this micro-batch before `backward()`; 0 if idle.
 
-        It is made for gradients that are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the
-        micro-batches of an optimizer step: do not divide by their number (if `accelerator.backward` does, multiply by
-        it).
+        For gradients that are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the micro-batches of an
+        optimizer step: do not divide by their number (if `accelerator.backward` does, multiply by it).
         """
         return self.token_weight * self.units
 
     def to(self, *args: Any, **kwargs: Any) -> ODBStepInfo:
-        """Itself: what moves all of a batch to a device leaves it as it is."""
+        """Return this object: code that moves all values of a batch to a device calls it."""
         return self
 
 
 def step_info(
     micro_batch: MicroBatch, measured: Measured, accounting: StepAccounting, taken: deque[FlatRow | None]
 ) -> ODBStepInfo:
-    """Of the micro-batch that `accounting` has begun."""
+    """The info of the micro-batch that `accounting` has begun."""
     step, num_samples, progress = micro_batch.step, accounting.loader.num_samples, None
     if num_samples is not None:
         progress = 1.0 if step.last else min(step.done / max(num_samples, 1), 1.0)
@@ -728,13 +722,13 @@ def step_info(
 def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
     """The batch with the step info in it: under a key of a mapping, otherwise as an attribute.
 
-    A tuple or list becomes one of a subclass that can have attributes. Raises `DataError` for a batch that can hold
-    neither.
+    A tuple or list becomes an object of a subclass that can have attributes. Raises `DataError` for a batch that takes
+    neither key nor attribute.
     """
     if not isinstance(batch, Mapping):
         if isinstance(batch, tuple | list):
             kind = _subclass(type(batch))
-            # A named tuple keeps its names.
+            # `tuple.__new__` also takes a named tuple.
             batch = tuple.__new__(kind, batch) if isinstance(batch, tuple) else kind(batch)
         try:
             setattr(batch, STEP_INFO_KEY, info)
@@ -755,14 +749,14 @@ def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
 
 @cache
 def _subclass(kind: Any) -> Any:
-    """Its objects can have attributes."""
+    """A subclass whose objects can have attributes."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__})
 
 
 def pop_step_info(batch: object) -> ODBStepInfo:
     """Take the step info out of a batch of an `ODBDataLoader`; do so right before `model(**batch)`.
 
-    A model that `unpad` has set up takes the lengths of a flat row from the info that was taken out last.
+    A model that `unpad` has set up takes the lengths of a flat row from the last info that was taken out.
 
     batch: as the loader yields it: a mapping, or another type that `collate_fn` returns (a tuple, a tensor, an object).
     Raises `DataError` if the batch has no info.
@@ -783,8 +777,8 @@ def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
     """A micro-batch's part of the loss of its optimizer step; call `backward()` on it.
 
     logits: [rows, length, vocabulary]; labels: [rows, length], -100 if no loss is wanted; padded or flat, as the
-    micro-batch is. Shifted and in float32 as in transformers' causal models; what a model adds to its own loss (for the
-    routers of a mixture of experts) is not in it.
+    micro-batch is. Shifted and in float32 as in transformers' causal models, without losses that a model adds (for the
+    routers of a mixture of experts).
 
     Example::
 
@@ -795,11 +789,11 @@ def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
 
 
 def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo], Tensor]:
-    """The same loss, computed in the forward of a transformers model without a matrix of logits, if possible.
+    """`weighted_loss`, computed in the forward of a transformers model without a matrix of logits, if possible.
 
-    model: as trained, also wrapped by PEFT, DDP, FSDP or DeepSpeed. Losses that it adds (for the routers of a mixture
-    of experts) are included, by the micro-batch's share. If the model needs its logits, the log says why, and the loss
-    is computed from them.
+    model: as trained, also wrapped by PEFT, DDP, FSDP or DeepSpeed. Losses that the model adds (for the routers of a
+    mixture of experts) are included, by the micro-batch's share. If the model needs its logits, the log says why, and
+    the loss is computed from them.
     Returns a function of the model's inputs, with the labels that the loader has collated, and of the step info.
 
     Example::
@@ -816,7 +810,7 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
         if token_loss is None:  # by now engines have wrapped the model
             token_loss = TokenLoss(model, info.loss_scaling)
         labels = batch.get("labels")
-        # On an accelerator they are not counted once more: the host would wait for it.
+        # Labels on an accelerator are not counted once more: the host would wait for the device.
         on_host = isinstance(labels, Tensor) and labels.device.type == "cpu"
         num_supervised = count_supervised(labels) if on_host else info.num_supervised
         with token_loss.weighing(None, info.segments, max(info.units, 1), num_supervised):

@@ -1,5 +1,4 @@
-"""Whole epochs of one to four ranks, by the loader: every small world, and random ones with little in common. Resumed
-ones: test_resume.py."""
+"""Whole epochs of the loader on one to four ranks: small worlds, and random worlds. Resumed epochs: test_resume.py."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planner import Collation, Cost
 
 SMALL = (2, 3, 7)
-"""Of a budget of 6 three rows of 2 or two of 3 are a full group, and 7 breaks it alone. In one row 2 and 3 go together
-too."""
+"""Tokens of rows for a budget of 6: three rows of 2, or two rows of 3, fill it; a row of 7 breaks it alone. A flat row
+may also hold 2 and 3."""
 
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
-    """Optimizer steps without a usable sample are warned of; here there are hundreds."""
+    """Hundreds of optimizer steps without a usable sample would be logged."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -40,15 +39,15 @@ def small(most: int, kinds: tuple[int, ...] = SMALL) -> Iterator[list[int]]:
 
 
 def kept_worlds(most: int, ranks: range, sizes: range) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Every order of up to so many samples, whole and as `drop_last` cuts it for batches of 1 and 2. Some rows of
-    short ones are left out."""
+    """Every order of at most `most` samples, whole and as `drop_last` cuts it for batches of 1 and 2; also short orders
+    with unusable rows."""
     orders = itertools.chain(small(most), (rows for rows in small(3, (0, 3, 7)) if 0 in rows))
     for rows, world_size in itertools.product(orders, ranks):
         rules: list[dict[str, Any]] = [{"global_batch_size": size} for size in sizes]
         rules += [
             {"global_batch_size": "keep", "batch_size": batch_size, "drop_last": True}
             for batch_size in (1, 2)
-            if len(rows) % (batch_size * world_size)  # else nothing is left out
+            if len(rows) % (batch_size * world_size)  # else `drop_last` drops nothing
         ]
         for rule, balance in itertools.product(rules, (True, False)[: 1 + (world_size > 1)]):
             yield rows, {"world_size": world_size, "balance": balance, **rule}
@@ -76,7 +75,7 @@ def filled_worlds(most: int, ranks: range, accumulations: range) -> Iterator[tup
 )
 @pytest.mark.timeout(0)
 def test_every_small_world_keeps_its_promises(worlds: Any, least: int, layout: str) -> None:
-    """least: worlds that there are."""
+    """least: expected number of worlds."""
     count = 0
     for rows, options in worlds():
         options |= {"token_budget": 6, "layout": layout}
@@ -93,7 +92,7 @@ def test_every_small_world_keeps_its_promises(worlds: Any, least: int, layout: s
 
 @st.composite
 def costs(draw: st.DrawFn) -> Cost:
-    """Text, an image, a video; now and then beyond every budget."""
+    """Text, an image, a video; some beyond every budget."""
     tokens = draw(st.integers(2, 30) | st.sampled_from([2, 50, 100, 101]))
     patches = draw(st.just(0) | st.integers(1, 8) | st.sampled_from([12, 13]))
     return Cost(
@@ -103,7 +102,7 @@ def costs(draw: st.DrawFn) -> Cost:
 
 @st.composite
 def datasets(draw: st.DrawFn) -> list[Row]:
-    """Some rows are left out: singly, or in a streak that may be longer than an optimizer step."""
+    """Some rows are unusable: single rows, or a streak that may be longer than an optimizer step."""
     rows: list[Row] = draw(st.lists(costs() | st.sampled_from([2, 17, 0, "unreadable", "unsupervised"]), max_size=30))
     start, length = draw(st.integers(0, 30)), draw(st.sampled_from([0, 0, 5, 20]))
     return [0 if start <= k < start + length else row for k, row in enumerate(rows)]
@@ -147,7 +146,7 @@ AUDIO = Collation(dummy_audio_tokens=2)
     kept | filled,
     st.sampled_from([None, None, None, Stream]),
 )
-# The half without media gets dummy media, which are too much for two rows (I4).
+# The half without media gets dummy media, too much for two rows (I4).
 @example(
     [Cost(2, 1, 1, True) if k == 6 else 2 for k in range(7)],
     {"world_size": 3},
@@ -156,7 +155,7 @@ AUDIO = Collation(dummy_audio_tokens=2)
     {"buffer_size": 3, "balance": True},
     None,
 )
-# The epoch may turn out to have ended with the step before.
+# The epoch may end with the step before the last plan.
 @example([8] * 3, {"accumulation": 2}, {"token_budget": 8}, {}, {"buffer_size": 2, "join": False}, None)
 # Samples that stock weighs differently.
 @example(
@@ -173,12 +172,12 @@ AUDIO = Collation(dummy_audio_tokens=2)
     },
     None,
 )
-# One group a round goes out, with the oldest sample. Were it always the fullest, the rows of 17 would wait (I5).
+# One group a round is planned, with the oldest sample. If the fullest group came first, the rows of 17 would wait (I5).
 @example([17 if k in (1, 3, 5, 7) else 4 + 26 * (k % 2) for k in range(60)], {"world_size": 2}, {}, {}, {}, None)
 def test_an_epoch_of_any_world_keeps_its_promises(
     rows: list[Row], world: Any, budget: Any, layout: Any, mode: Any, stream: Any
 ) -> None:
-    """I1 to I7, I9, measured on the collated tensors; the same again in another run, whatever rank runs ahead (I6)."""
+    """I1 to I7, I9, measured on the collated tensors; a second run is the same, whichever rank runs ahead (I6)."""
     options = budget | layout | mode | world | {"stream": stream}
     if stream is not None:
         options["drop_last"] = False
@@ -190,29 +189,31 @@ def test_an_epoch_of_any_world_keeps_its_promises(
 
 
 def test_the_estimate_of_the_epoch_follows_the_steps_planned_so_far() -> None:
-    """The learning rate and the progress bar read it: even data make it exact from the first round on."""
+    """The learning rate and the progress bar use the estimate: with even data it is exact from the first round on."""
     ((*_, last),) = (taken := run([8] * 400, buffer_size=40, accumulation=2)[0])
-    assert {one.step.epoch_steps for one in taken[0]} == {50} == {last.step.index + 1}
+    assert {micro_batch.step.epoch_steps for micro_batch in taken[0]} == {50} == {last.step.index + 1}
 
 
-# Datasets whose length is not known, or wrong
+# Datasets whose length is unknown or wrong
 
 
 @pytest.mark.parametrize("balance", [True, False])
-@pytest.mark.parametrize(("said", "found", "word"), [(8, 12, "more"), (40, 12, "fewer"), (4, 0, None), (0, 12, "more")])
-def test_a_length_that_is_wrong_ends_all_ranks(said: int, found: int, word: str | None, balance: bool) -> None:
-    """The steps of the epoch, its schedule and its end are counted by it; at the last step that it allows."""
-    options = KEEP | {"global_batch_size": 4, "balance": balance, "sampler": Claims(range(found), said)}
+@pytest.mark.parametrize(
+    ("claimed", "yielded", "word"), [(8, 12, "more"), (40, 12, "fewer"), (4, 0, None), (0, 12, "more")]
+)
+def test_a_length_that_is_wrong_ends_all_ranks(claimed: int, yielded: int, word: str | None, balance: bool) -> None:
+    """The steps of an epoch are counted by the length; the error comes at the last step that it allows."""
+    options = KEEP | {"global_batch_size": 4, "balance": balance, "sampler": Claims(range(yielded), claimed)}
     for rank in train([5] * 12, world_size=2, **options):
         assert isinstance(rank.error, CollectiveError)
-        steps = sum(one.ends_optimizer_step for one in rank.micro_batches)
-        assert steps == (max(min(math.ceil(said / 4), found // 4) - 1, 0) if word else 0)
-        assert (f"{said} samples by its `__len__`, and yields {word}" if word else "it is empty") in str(rank.error)
+        steps = sum(micro_batch.ends_optimizer_step for micro_batch in rank.micro_batches)
+        assert steps == (max(min(math.ceil(claimed / 4), yielded // 4) - 1, 0) if word else 0)
+        assert (f"{claimed} samples by its `__len__`, and yields {word}" if word else "it is empty") in str(rank.error)
 
 
-@pytest.mark.parametrize("said", [9, 10, 12])
-def test_a_length_that_is_wrong_within_the_last_step_loses_nothing(said: int) -> None:
-    taken, _ = run([5] * 11, world_size=2, **KEEP | {"global_batch_size": 4, "sampler": Claims(range(11), said)})
+@pytest.mark.parametrize("claimed", [9, 10, 12])
+def test_a_length_that_is_wrong_within_the_last_step_loses_nothing(claimed: int) -> None:
+    taken, _ = run([5] * 11, world_size=2, **KEEP | {"global_batch_size": 4, "sampler": Claims(range(11), claimed)})
     assert list(of_steps(taken).values()) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
 
 
@@ -221,7 +222,7 @@ def test_a_length_that_is_wrong_within_the_last_step_loses_nothing(said: int) ->
 def test_streams_that_were_split_before_keep_stocks_micro_batches(
     rows: list[int], world_size: int, batch_size: int, accumulation: int
 ) -> None:
-    """Each rank takes `batch_size` of its own in each micro-step, as long as it has any; the others go on."""
+    """Each rank takes `batch_size` of its samples in each micro-step, until it has none; the others go on."""
     options = KEEP | {"batch_size": batch_size, "accumulation": accumulation, "stock_mean": MEAN_OF_MICRO_BATCH}
     taken, _ = run(rows, world_size=world_size, stream=SplitStream, **options)
     share, parts = batch_size * accumulation, [range(rank, len(rows), world_size) for rank in range(world_size)]
@@ -230,9 +231,11 @@ def test_streams_that_were_split_before_keep_stocks_micro_batches(
         assert list(ids) == sorted(itertools.chain(*own))
         batches = [part[i : i + batch_size] for part in own for i in range(0, len(part), batch_size)]
         divided_by = {id: sum(rows[other] - 1 for other in batch) for batch in batches for id in batch}
-        for one in (one for rank in taken for one in rank if one.step.index == t):
-            assert one.step.num_stock_means == len(batches)
-            assert [sample.stock_units for sample in one.samples] == [divided_by[id] for id in one.ids]
+        for micro_batch in itertools.chain(*taken):
+            if micro_batch.step.index != t:
+                continue
+            assert micro_batch.step.num_stock_means == len(batches)
+            assert [sample.stock_units for sample in micro_batch.samples] == [divided_by[id] for id in micro_batch.ids]
     assert ids_of(taken) == usable(rows)
 
 
@@ -246,11 +249,11 @@ SMALL_ROUNDS = {"fill": {"balance": True, "buffer_size": 1}, "keep": KEEP | {"ba
 
 @pytest.mark.parametrize("mode", SMALL_ROUNDS)
 def test_a_rank_whose_part_of_a_stream_is_empty_idles_with_what_others_have(mode: str) -> None:
-    """I2: also if there is one sample at a time for all ranks."""
+    """I2, also with one sample at a time for all ranks."""
     options = {"stream": OneHasAll, "stock_mean": MEAN_OF_MICRO_BATCH} | SMALL_ROUNDS[mode]
     taken, _ = run([5] * 9, world_size=2, **options)
     assert ids_of(taken) == Counter(range(0, 18, 2))
-    assert any(one.idle for one in taken[1])
+    assert any(micro_batch.idle for micro_batch in taken[1])
 
 
 # Ranks that do not reach the end of an epoch
@@ -261,15 +264,15 @@ def test_a_rank_whose_part_of_a_stream_is_empty_idles_with_what_others_have(mode
 def test_rows_that_cannot_be_read_end_all_ranks_alike(
     data: Any, count: int, world_size: int, size: int | None, balance: bool
 ) -> None:
-    """Also in the first round, and on several ranks in the same round: each names a row, its own if it has one. With
-    kept steps at the optimizer step that the first of them is in, and not before it."""
+    """Also in the first round, and on several ranks in the same round: each rank names a row, its own if it has one.
+    With kept steps the epoch ends at the optimizer step of the first such row."""
     bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=3))
     options = {"balance": balance, "on_error": "raise"} | ({"global_batch_size": size} if size else {"buffer_size": 8})
     rows = ["unreadable" if k in bad else 2 + k % 7 for k in range(count)]
     ranks = train(rows, world_size=world_size, **options)
-    steps = [sum(one.ends_optimizer_step for one in rank.micro_batches) for rank in ranks]
+    steps = [sum(micro_batch.ends_optimizer_step for micro_batch in rank.micro_batches) for rank in ranks]
     assert steps == steps[:1] * world_size
-    assert not any(one.step.last for rank in ranks for one in rank.micro_batches)
+    assert not any(micro_batch.step.last for rank in ranks for micro_batch in rank.micro_batches)
     assert size is None or steps[0] == min(bad) // size
     for number, rank in enumerate(ranks):
         assert isinstance(rank.error, (CollectiveError, DataError)) and "image file is truncated" in str(rank.error)
@@ -279,7 +282,7 @@ def test_rows_that_cannot_be_read_end_all_ranks_alike(
 @pytest.mark.parametrize("mode", [{}, {"join": False, "accumulation": 2}, KEEP], ids=["join", "no join", "keep"])
 @pytest.mark.parametrize("leavers", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
 def test_ranks_that_leave_keep_nobody_waiting(mode: dict[str, Any], leavers: tuple[int, ...]) -> None:
-    """Some leave after the first optimizer step while the others go on: these end with an error at once."""
+    """Some ranks leave after the first optimizer step; the others end with an error at once."""
     ranks = train([5] * 60, world_size=3, leaves=dict.fromkeys(leavers, 1), **mode)
     for number, rank in enumerate(ranks):
         if number in leavers:
@@ -294,7 +297,7 @@ WITHOUT_A_USABLE_ROW: list[tuple[list[Row], dict[str, Any], list[str]]] = [
     (["unreadable"], {}, ["1 unreadable"]),
     ([], {}, ["it is empty."]),
     ([4] * 5, {"batch_size": 6, "drop_last": True}, ["5 dropped by drop_last."]),
-    # Some of the ranks would look beyond what `drop_last` leaves, and take the order of the others for another.
+    # Some ranks would look beyond the rows that `drop_last` leaves, and see another order.
     ([4] * 2, {"drop_last": True, "world_size": 4}, ["2 dropped by drop_last."]),
 ]
 
@@ -305,7 +308,7 @@ WITHOUT_A_USABLE_ROW: list[tuple[list[Row], dict[str, Any], list[str]]] = [
 def test_an_epoch_without_a_usable_row_is_an_error(
     rows: list[Row], rule: dict[str, Any], words: list[str], world_size: int, mode: dict[str, Any]
 ) -> None:
-    """Never lose silently: on every rank, in one line that counts the reasons."""
+    """On every rank, in one line that counts the reasons."""
     if rule and mode is not KEEP:
         return  # refused with `fill`
     for rank in train(rows, **{"world_size": world_size} | mode | rule):

@@ -1,5 +1,5 @@
-"""The running loader with real worker processes: plans ahead within bounds, any way to leave, rows that cannot be used,
-nothing left behind. Every row once whatever the workers: tests/loop/test_dataloader.py, tests/data/test_pool.py."""
+"""The loader with real worker processes: bounded planning ahead, all ways to leave, unusable rows, nothing left behind.
+Every row once with any workers: tests/loop/test_dataloader.py, tests/data/test_pool.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_loader(rows: Any = None, num_workers: int = 0, **options: Any) -> Any:
 def run(loader: ODBLoader, epoch: int = 0) -> list[tuple[int, ...]]:
     """The ids of each micro-batch."""
     loader.set_epoch(epoch)
-    return [one.ids for one, _, _ in loader]
+    return [micro_batch.ids for micro_batch, _, _ in loader]
 
 
 def every_row(groups: list[tuple[int, ...]]) -> bool:
@@ -61,19 +61,19 @@ def holding() -> tuple[int, int, int]:
 @pytest.mark.parametrize("mode", [{"global_batch_size": "fill"}, KEEP], ids=["fill", "keep"])
 @WORKERS
 def test_begin_waits_for_the_first_plan_and_loses_none(num_workers: int, mode: dict[str, Any]) -> None:
-    """The Trainer asks for the number of optimizer steps before it iterates, and more than once."""
+    """The Trainer reads the number of optimizer steps before it iterates, and more than once."""
     with open_loader(num_workers=num_workers, **{"buffer_size": 100} | mode) as loader:
         estimate = loader.estimate_optimizer_steps()
-        assert (loader.under_way is None) == (mode is KEEP), "what is known is not asked of the others"
+        assert (loader.under_way is None) == (mode is KEEP), "a known number needs no plan"
         begun = loader.begin()
         assert begun.planned[0].step.index == 0
         assert loader.begin() is begun and loader.estimate_optimizer_steps() == estimate
-        steps = {one.step.index for one, _, _ in loader}
+        steps = {micro_batch.step.index for micro_batch, _, _ in loader}
         assert steps == set(range(estimate)), "all rows are in the first round, so the estimate is exact"
 
 
 class CountingObserver(Observer):
-    """Counts rows, in whichever process."""
+    """Counts rows, in any process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class CountingObserver(Observer):
         return super().__call__(row)
 
     def settled(self) -> int:
-        """Rows observed, once no further one has been for a while."""
+        """Rows observed, once the count does not change any more."""
         before = -1
         while before != self.count.value:
             before = self.count.value
@@ -95,7 +95,7 @@ class CountingObserver(Observer):
 
 @pytest.mark.parametrize("buffer_size", [4, 48])
 def test_two_optimizer_steps_are_planned_ahead_and_no_more_than_the_buffer_has_room_for(buffer_size: int) -> None:
-    """Host memory is bounded, and plans are there before the training needs them."""
+    """Host memory is bounded, and the training does not wait for plans."""
     observer, window = CountingObserver(), 4
     rows = fated(num_rows=400, fate="")
     with open_loader(rows, 2, buffer_size=buffer_size, observer=observer, **KEEP) as loader:
@@ -104,7 +104,7 @@ def test_two_optimizer_steps_are_planned_ahead_and_no_more_than_the_buffer_has_r
         seen = observer.settled()
         current = loader.under_way
         assert current is not None
-        last = max([0, *(one.step.index for one in current.planned)])
+        last = max([0, *(micro_batch.step.index for micro_batch in current.planned)])
     most = 8 * (last + 2 + window) + max(2 * 8, buffer_size)
     assert 8 * 3 <= seen <= most + OBSERVE_CHUNK * (window + 1)
     assert buffer_size == 4 or seen > buffer_size
@@ -115,20 +115,20 @@ def test_two_optimizer_steps_are_planned_ahead_and_no_more_than_the_buffer_has_r
 
 @WORKERS
 def test_an_epoch_may_be_left_and_begun_again(num_workers: int) -> None:
-    """Nothing of the epoch that was left turns up in the one after it; not even where its iterator lives on."""
+    """No row of the epoch that was left comes in the next, even if the old iterator lives on."""
     with open_loader(num_workers=num_workers) as loader:
         first = run(loader)
         assert every_row(first)
         for count in (1, 5):
             left = []
-            for one, _, _ in loader:
-                left.append(one.ids)
+            for micro_batch, _, _ in loader:
+                left.append(micro_batch.ids)
                 if len(left) == count:
                     break
             assert left == first[:count]
         assert run(loader) == first, "the same epoch from its beginning"
         loader.begin()
-        assert run(loader, 1) != first, "begun and not even looked at"
+        assert run(loader, 1) != first, "after an epoch that began and was not iterated"
         loader.set_epoch(2)
         old = iter(loader)
         next(old)
@@ -136,11 +136,11 @@ def test_an_epoch_may_be_left_and_begun_again(num_workers: int) -> None:
         new = iter(loader)
         taken = [next(new)[0].ids]
         del old  # a Trainer rebinds its iterator
-        assert every_row([*taken, *(one.ids for one, _, _ in new)])
+        assert every_row([*taken, *(micro_batch.ids for micro_batch, _, _ in new)])
         items = iter(loader)
-        while not ((one := next(items)[0]).step.last and one.ends_optimizer_step):
+        while not ((micro_batch := next(items)[0]).step.last and micro_batch.ends_optimizer_step):
             pass
-        loader.begin()  # the iterator of an epoch that is taken to its last step, and no further, is still open
+        loader.begin()  # the iterator of the epoch has yielded its last step, and is still open
 
 
 def complete(loader: ODBLoader) -> Any:
@@ -170,9 +170,9 @@ def kept_error(loader: ODBLoader) -> Any:
 
 @pytest.mark.parametrize("use", [complete, left_half_way, kept_iterator, kept_error, ODBLoader.begin, ODBLoader.close])
 def test_nothing_is_left_after_close(use: Callable[[ODBLoader], Any]) -> None:
-    """No process, thread or file descriptor; without the garbage collector, in whose hands torch waits for workers."""
+    """No process, thread or file descriptor, without the help of the garbage collector."""
     with open_loader(num_workers=2) as loader:
-        run(loader)  # what torch and multiprocessing open once and keep
+        run(loader)  # torch and multiprocessing open files that they keep
     gc.collect()
     held = [holding()]
     while held[-10:] != [held[-1]] * 10:
@@ -183,17 +183,17 @@ def test_nothing_is_left_after_close(use: Callable[[ODBLoader], Any]) -> None:
     try:
         with open_loader(fated(33, fate="unreadable" if use is kept_error else ""), 2) as loader:
             kept = use(loader)
-        # File descriptors apart: a batch that somebody still has in hand is shared memory.
+        # A batch that is still referenced is shared memory: file descriptors do not count then.
         size = 2 if kept is not None else 3
         while holding()[:size] != before[:size] and time.monotonic() < until:
             time.sleep(0.02)
         assert holding()[:size] == before[:size]
-        assert use is not kept_iterator or next(kept, None) is None, "it is over, and says so"
+        assert use is not kept_iterator or next(kept, None) is None, "the iterator has ended"
     finally:
         gc.enable()
 
 
-# Rows that cannot be used
+# Unusable rows
 
 
 @WORKERS
@@ -212,7 +212,7 @@ def test_nothing_is_left_after_close(use: Callable[[ODBLoader], Any]) -> None:
 def test_a_row_stops_the_run_and_is_named(
     num_workers: int, fate: str, options: dict[str, Any], words: list[str]
 ) -> None:
-    """In one line, and again when the epoch is tried again; no advice to set what is set."""
+    """In one line, again at the next try; no advice to set a key to the value that it has."""
     is_all = fate.startswith("all ")
     rows = fated(*(range(4) if is_all else [33]), num_rows=4 if is_all else 60, fate=fate.removeprefix("all "))
     with open_loader(rows, num_workers, **options) as loader:
@@ -236,9 +236,9 @@ class Forgetful(Observer):
     ],
 )
 def test_a_row_is_left_out_and_counted(num_workers: int, fate: str, options: dict[str, Any], reason: str) -> None:
-    """I2 for all other rows; the epoch ends with all of them done."""
+    """I2 for all other rows."""
     rows = [*fated(33, 34, num_rows=59, fate=fate), (59, 0)]
     with open_loader(rows, num_workers, **options) as loader:
-        items = [one for one, _, _ in loader]
+        items = [micro_batch for micro_batch, _, _ in loader]
     assert items[-1].step.rejected == {reason: 2, "invalid": 1} and items[-1].step.done == 60
-    assert sorted(id for one in items for id in one.ids) == [k for k in range(59) if k not in (33, 34)]
+    assert sorted(id for micro_batch in items for id in micro_batch.ids) == [k for k in range(59) if k not in (33, 34)]

@@ -1,7 +1,8 @@
-"""The worker processes of a rank, from outside: the same micro-batches whatever they are; nothing is left behind."""
+"""The worker processes of a rank, from outside: the same micro-batches with any workers; nothing is left behind."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -42,11 +43,11 @@ def _drawn() -> list[float]:
 
 
 def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return pad(items) | {"of_rows": [one.get("drawn") for one in items], "drawn": _drawn()}
+    return pad(items) | {"of_rows": [row.get("drawn") for row in items], "drawn": _drawn()}
 
 
 def epochs(count: int = 2, broken: int | None = None, **options: Any) -> list[list[Any]]:
-    """Of each epoch: ids, random numbers of the rows and of the collator. broken: a row that cannot be read."""
+    """For each epoch the ids and the random numbers of rows and collator. broken: a row that cannot be read."""
     rows = Drawing()
     rows.broken = broken
     with ODBDataLoader(rows, shuffle=True, collate_fn=drawing, **OPTIONS | options) as loader:
@@ -61,7 +62,7 @@ def epochs(count: int = 2, broken: int | None = None, **options: Any) -> list[li
 
 @pytest.mark.parametrize("mode", ["keep", "fill"])
 def test_micro_batches_and_random_numbers_do_not_depend_on_workers(mode: Any) -> None:
-    """I6, in both epochs, also of rows left out; the random numbers of the training process stay as they were."""
+    """I6, in both epochs, also with rows left out; the random numbers of the training process do not change."""
     torch.manual_seed(5)
     before = random_states()
     options = {"global_batch_size": mode, "on_error": "skip", "broken": 7}
@@ -69,12 +70,13 @@ def test_micro_batches_and_random_numbers_do_not_depend_on_workers(mode: Any) ->
     assert str(random_states()) == str(before)
     assert epochs(num_workers=1, **options) == epochs(num_workers=2, persistent_workers=True, **options) == expected
     assert expected[0] != expected[1]
-    numbers = [number for _, _, of_rows, own in expected[0] + expected[1] for one in (*of_rows, own) for number in one]
+    drawn = [numbers for _, _, of_rows, own in expected[0] + expected[1] for numbers in (*of_rows, own)]
+    numbers = list(itertools.chain.from_iterable(drawn))
     assert len(set(numbers)) == len(numbers)
 
 
 def test_random_numbers_are_the_same_after_a_resume() -> None:
-    """Stock's workers begin anew; ours follow the sample."""
+    """They follow from the sample."""
     torch.manual_seed(5)
     options = {"shuffle": True, "collate_fn": drawing, "num_workers": 2, **OPTIONS}
     (expected,) = epochs(1, num_workers=2)
@@ -103,7 +105,7 @@ def test_start_methods_give_the_same(method: str) -> None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equal, and of the same types: 1, 1.0 and True are three things to a collator."""
+    """Equal, and of the same types: a collator distinguishes 1, 1.0 and True."""
     if isinstance(value, (list, tuple)):
         return type(value) is type(other) and len(value) == len(other) and all(map(same, value, other))
     if isinstance(value, (torch.Tensor, np.ndarray)):
@@ -150,7 +152,7 @@ def test_values_come_back_as_they_were_and_may_be_changed() -> None:
             batch["values"][len(LISTS) + 3].zero_(), batch["input_ids"].fill_(7)
 
 
-# What goes wrong
+# Failures
 
 
 def fail(how: str) -> None:
@@ -209,7 +211,7 @@ def fails_to_begin(worker_id: int) -> None:
         ({"worker_init_fn": fails_to_begin}, "no such disk"),
         ({"dataset": Failing("sleeps"), "timeout": 1}, "timeout: 1 s.*row 100"),
         (collating("sleeps", timeout=1), "timeout: 1 s.*row "),
-        # A queue of torch would lose it, and the trainer wait for ever.
+        # A queue of torch would lose the batch, and the trainer would wait for ever.
         ({"collate_fn": unsendable, "cost_fn": lambda item: 5}, "^rows .*cannot be sent to the training process"),
     ],
 )
@@ -229,12 +231,12 @@ def assert_no_child() -> None:
     assert not multiprocessing.active_children()
 
 
-# What is left behind
+# Nothing is left behind
 
 
 @pytest.mark.parametrize(("rows", "epochs"), [(400, 8), pytest.param(4800, 20, marks=pytest.mark.nightly)])
 def test_memory_and_descriptors_stay_the_same_over_epochs(rows: int, epochs: int) -> None:
-    """Many epochs: more than 6,000 micro-batches."""
+    """The nightly case has more than 6,000 micro-batches."""
     held = []
     options = OPTIONS | {"persistent_workers": True}
     with ODBDataLoader(Rows(num_rows=rows), num_workers=2, collate_fn=pad, **options) as loader:
@@ -264,7 +266,7 @@ class Slow(Rows):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
 if {handles!r}:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-if {end!r} == "return, handled":  # a signal that reaches workers before they have a handler of their own
+if {end!r} == "return, handled":  # a signal that reaches workers before they have their handler
     util.register_after_fork(os, lambda _: os.kill(os.getpid(), signal.SIGTERM))
 loader = ODBDataLoader(Slow(num_rows=128), num_workers=2, collate_fn=pad, token_budget=100, batch_size=8)
 for number, batch in enumerate(loader):
@@ -312,11 +314,11 @@ def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, 
 def _group(group: int) -> list[int]:
     """Living processes of a process group."""
 
-    def of(pid: str) -> list[str]:
+    def stat_of(pid: str) -> list[str]:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return []
 
-    fields: Iterator[tuple[str, list[str]]] = ((pid, of(pid)) for pid in os.listdir("/proc") if pid.isdigit())
-    return [int(pid) for pid, one in fields if one and int(one[2]) == group and one[0] != "Z"]
+    fields: Iterator[tuple[str, list[str]]] = ((pid, stat_of(pid)) for pid in os.listdir("/proc") if pid.isdigit())
+    return [int(pid) for pid, stat in fields if stat and int(stat[2]) == group and stat[0] != "Z"]

@@ -79,10 +79,11 @@ def without_row_100(items: list[dict[str, Any]]) -> Any:
     return pad(items)
 
 
-def test_no_second_iterator_reads_the_sample_of_idle_micro_batches(tmp_path: Path) -> None:
-    """I2: it would move the file of the iterator under way."""
+@pytest.mark.parametrize("batch_size", [1, 12])
+def test_a_stand_in_is_not_read_by_another_iterator(batch_size: int, tmp_path: Path) -> None:
+    """I2: the current iterator would go on elsewhere in the file."""
     path = tmp_path / "rows"
     path.write_text("".join(f"{k:60}\n" for k in range(600)))
     options = {"token_budget": 41, "collate_fn": without_row_100, "on_error": "skip"}
-    with ODBDataLoader(Lines(path), 12, **options) as loader:
+    with ODBDataLoader(Lines(path), batch_size, **options) as loader:
         assert Counter(id for batch in loader for id in pop_step_info(batch).ids) == Counter(set(range(600)) - {100})

@@ -1,4 +1,4 @@
-"""What a loop says of its workers holds: options, seeds, start methods, pinned memory. What fails: test_pool.py."""
+"""Options of a loop for its workers: seeds, start methods, pinned memory. Failures: test_pool.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from distributed.ranks import run_ranks
 from loop.loops import make
 from torch.utils.data import get_worker_info
-from toy import NUM_ROWS, Rows, core_loader, item, pad
+from toy import NUM_ROWS, Rows, item, pad
 from transformers.trainer_utils import seed_worker
 
-from odb_factory import DataError, pop_step_info
+from odb_factory import pop_step_info
 
 
 def batches_of(loader: Any) -> list[Any]:
@@ -38,7 +38,7 @@ def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Opened(Rows):
-    """A dataset whose file is to be opened in each worker."""
+    """A dataset whose file is opened in each worker."""
 
     opened_by = 0
 
@@ -61,7 +61,7 @@ def test_worker_init_fn_runs_in_every_worker_and_finds_the_dataset() -> None:
 
 
 class Changing(Rows):
-    """Its owner changes it between epochs."""
+    """A dataset that changes between epochs."""
 
     shift = 0
 
@@ -94,7 +94,7 @@ def test_pinned_memory_is_not_warned_of_where_there_is_none(num_workers: int) ->
 
 @pytest.mark.parametrize("by_generator", [False, True])
 def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) -> None:
-    """The global seed, or that of its own generator."""
+    """The global seed, or the seed of the generator."""
 
     def numbers(seed: int) -> list[Any]:
         torch.manual_seed(77 if by_generator else seed)
@@ -107,8 +107,8 @@ def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) ->
 
 
 def seeds_of(rank: int) -> list[int]:
-    torch.manual_seed(5)  # on both ranks the same, as trainers do
-    # As the Trainer of transformers gives it, which adds the rank itself.
+    torch.manual_seed(5)  # the same on both ranks, as in trainers
+    # As the Trainer of transformers sets it, with the rank.
     init_fn = functools.partial(seed_worker, num_workers=1, rank=rank)
     with make(collate_fn=drawing, worker_init_fn=init_fn, num_workers=1) as loader:
         batches = batches_of(loader)
@@ -124,12 +124,12 @@ def test_ranks_draw_other_random_numbers(tmp_path: Any) -> None:
 
 
 class WithModel:
-    """A collator that holds the model, as that of LLaMA-Factory does; the model, functions that cannot be pickled."""
+    """A collator that holds the model, as LLaMA-Factory's does; the model holds functions that cannot be pickled."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(1000, 1000)
         self.model.scale = 3
-        self.model.forward = lambda x: x  # engines do that
+        self.model.forward = lambda x: x  # as set by engines
         self.extra_repr = self.model.extra_repr
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -142,22 +142,3 @@ def test_a_model_in_the_collator_is_sent_without_weights() -> None:
         batches = batches_of(loader)
     assert {batch["told"] for batch in batches} == {("meta", 3, "in_features=1000, out_features=1000, bias=True")}
     assert all(batch["sent"] == NUM_ROWS for batch in batches)
-
-
-# Idle micro-batches
-
-
-def test_a_sample_for_idle_micro_batches_is_the_smallest_of_the_first_that_can_be_collated() -> None:
-    """One of the sampler. Where none can, a line counts them."""
-    with core_loader([5] * 60, sampler=range(40, 60)) as loader:
-        loader.begin()
-        assert loader.stand_in().id >= 40
-    lengths = [20, 9, 3, 4, *[30] * 12]
-    rows = [(k, length, "uncollatable" if length == 3 else "") for k, length in enumerate(lengths)]
-    with core_loader(rows) as loader:
-        loader.begin()
-        assert loader.stand_in().id == 3
-    with core_loader([(*row[:2], "uncollatable") for row in rows]) as loader:
-        loader.begin()
-        with pytest.raises(DataError, match="16 that cannot be collated"):
-            loader.stand_in()

@@ -1,8 +1,8 @@
-"""Processes that are forked from one that has imported what they need: for a rank of a test an import takes most time.
+"""Processes that are forked from a server with the imports done: imports take most of the time of a rank of a test.
 
-`start` asks a server for one, which imports the modules that it is told of, if it has not yet, and forks. The child
-leads a process group, has the environment that is asked for, and ends as any Python process does: atexit and threads
-included, which children of `multiprocessing` leave out.
+`start` sends a request to the server, which imports the modules of the request and forks. The child leads a process
+group, has the environment of the request, and ends like any Python process, with its atexit functions and threads,
+unlike children of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SHIM_PREFIX = "ODB_TEST_SHIM_"
 
 
 class Forked:
-    """A child of the server, which writes its return code to the file `ended`; as `subprocess.Popen` else."""
+    """A child of the server, with the interface of `subprocess.Popen`. ended: the file to which the server
+    writes the return code."""
 
     def __init__(self, pid: int, ended: Path):
         self.pid, self._ended = pid, ended
@@ -53,8 +54,8 @@ class Forked:
 
 @functools.cache
 def _server(shims: frozenset[str]) -> subprocess.Popen[str]:
-    """Ends when nobody can ask any more. shims: variables of the environment that name modules to import first of all,
-    before what they change."""
+    """The server, which ends with this process. shims: variables of the environment that name modules to import first,
+    before the modules that they change."""
     path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
     others = {name: value for name, value in os.environ.items() if not name.startswith(SHIM_PREFIX)}
     env = others | dict.fromkeys(shims, "1") | {"PYTHONPATH": path}
@@ -63,7 +64,7 @@ def _server(shims: frozenset[str]) -> subprocess.Popen[str]:
 
 
 def start(function: str, arguments: list[str], *, modules: list[str], env: dict[str, str], log: Path) -> Forked:
-    """Run `module:function(*arguments)` in a new process, which writes to `log`; the server imports `modules` first."""
+    """Run `module:function(*arguments)` in a new process with this log; the server imports `modules` first."""
     ended = log.with_suffix(".ended")
     ended.unlink(missing_ok=True)
     request = {"function": function, "arguments": arguments, "modules": modules, "env": env}
@@ -76,7 +77,7 @@ def start(function: str, arguments: list[str], *, modules: list[str], env: dict[
 def serve(answers: int) -> dict[str, Any] | None:
     """Fork for each line of stdin, a request, and write the process id to the file descriptor `answers`.
 
-    Returns the request in the child, and None in the server when nobody asks any more.
+    Returns the request in the child, and None in the server at the end of stdin.
     """
     alive: dict[int, str] = {}
     while True:
@@ -93,7 +94,7 @@ def serve(answers: int) -> dict[str, Any] | None:
                 os.killpg(pid, signal.SIGKILL)
             return None
         request: dict[str, Any] = json.loads(line)
-        with contextlib.suppress(Exception):  # the child meets it again, and tells
+        with contextlib.suppress(Exception):  # the child raises it again
             for name in request["modules"]:
                 importlib.import_module(name)
         gc.freeze()  # a collection in the child need not look through the modules
@@ -110,8 +111,8 @@ def run(request: dict[str, Any]) -> None:
     """In the child."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     null = os.open(os.devnull, os.O_RDONLY)
-    for one, other in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(one, other)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -122,11 +123,11 @@ def run(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
     faulthandler.enable()
-    gc.disable()  # it imports, and nothing else
+    gc.disable()  # the server only imports
     answers = os.dup(1)
-    os.dup2(2, 1)  # what an import prints is no answer
-    found = serve(answers)
-    if found is None:
-        os._exit(0)  # it holds nothing that would have to be put in order
+    os.dup2(2, 1)  # prints of an import must not be answers
+    request = serve(answers)
+    if request is None:
+        os._exit(0)  # the server holds nothing to clean up
     gc.enable()
-    run(found)
+    run(request)

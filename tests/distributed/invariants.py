@@ -32,8 +32,8 @@ def check_audits(
 ) -> None:
     """I1, I2, I4, I7 and the weights. ids: the usable rows.
 
-    accumulation, batch: micro-batches of an optimizer step of stock on each rank, and their rows. fill: optimizer steps
-    are so many micro-batches of the budget, instead of so many rows.
+    accumulation, batch: micro-batches of an optimizer step of stock on each rank, and their rows. fill: an optimizer
+    step has `accumulation` micro-batches of the budget.
     """
     steps = _optimizer_steps(audits)
     assert sorted(steps) == list(range(1, len(steps) + 1))
@@ -48,8 +48,8 @@ def check_audits(
     for of_epoch in by_epoch:
         sizes = [len(s[0]) if fill else sum(len(line["ids"]) for lines in s for line in lines) for s in of_epoch]
         size = accumulation * (1 if fill else batch * len(audits))
-        assert all(0 < found <= size for found in sizes), f"I9, {sizes} of {size}"
-        assert sum(size - found for found in sizes[:-1]) <= 0, f"I9, {sizes} of {size}"
+        assert all(0 < count <= size for count in sizes), f"I9, {sizes} of {size}"
+        assert sum(size - count for count in sizes[:-1]) <= 0, f"I9, {sizes} of {size}"
 
     for epoch in range(epochs):
         emitted = Counter(id for audit in audits for line in audit if line["epoch"] == epoch for id in line["ids"])
@@ -68,7 +68,7 @@ def check_audits(
     for number, of_ranks in steps.items():
         lines = [line for lines in of_ranks for line in lines]
         if any(isinstance(line["weight"], list) for line in lines):
-            continue  # of samples whose weights differ; how many tokens each has is not in the audit
+            continue  # samples have different weights, and the audit has no units of each sample
         assert sum(line["weight"] for line in lines) / len(audits) == pytest.approx(1), f"optimizer step {number}"
         if fill:
             supervised = sum(line["units"] for line in lines)
@@ -77,7 +77,7 @@ def check_audits(
 
 
 def _optimizer_steps(audits: Audits) -> dict[int, Audits]:
-    """The lines of each optimizer step, of each rank."""
+    """The lines of each optimizer step and rank."""
     steps: dict[int, Audits] = defaultdict(lambda: [[] for _ in audits])
     for rank, audit in enumerate(audits):
         for line in audit:
@@ -86,7 +86,7 @@ def _optimizer_steps(audits: Audits) -> dict[int, Audits]:
 
 
 def check_books(output_dir: Path, audits: Audits, left_out: dict[str, int]) -> dict[str, Any]:
-    """The summary says what the audits say; every loss is finite. Returns the summary."""
+    """The summary agrees with the audits; every loss is finite. Returns the summary."""
     summary = json.loads((output_dir / "odb_summary.json").read_text())
     assert summary["samples"] == sum(len(line["ids"]) for audit in audits for line in audit)
     assert summary["micro_steps"] == len(audits[0])

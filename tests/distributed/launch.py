@@ -1,7 +1,7 @@
 """Runs of the real `llamafactory-cli train` with several ranks, from one or more launchers ("nodes").
 
-Every process of a run carries a mark in its environment, its ranks and their workers included: torchrun
-puts each rank into a session of its own, so a process group would not find them.
+Every process of a run has a mark in its environment, also its ranks and their workers: torchrun puts each rank into
+another session, so a process group would not find them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Node:
-    """Where one launcher runs: a command in front of it, and its environment."""
+    """The place of one launcher: a command in front of it, and its environment."""
 
     prefix: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. `ranks[r]`: what rank r wrote; `launchers[n]`: what node n's launcher wrote itself."""
+    """How a run ended. `ranks[r]`: the output of rank r; `launchers[n]`: the output of the launcher of node n."""
 
     returncodes: list[int]
     ranks: list[str]
@@ -48,14 +48,14 @@ class Ended:
 
 
 class Marked:
-    """Commands, and all processes that they start; a context manager that leaves none behind."""
+    """Commands, and all processes that they start; a context manager that leaves no process behind."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self.launchers: list[subprocess.Popen] = []
 
     def launch(self, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
-        """env: beside the environment of this process."""
+        """env: in addition to the environment of this process."""
         with log.open("w") as file:
             self.launchers.append(
                 subprocess.Popen(
@@ -74,7 +74,7 @@ class Marked:
         self.kill()
 
     def so_far(self) -> object:
-        """What is shown of a run that fails a test."""
+        """The output to show if the run fails a test."""
         raise NotImplementedError
 
     def processes(self) -> dict[int, list[str]]:
@@ -142,7 +142,7 @@ class Run(Marked):
             "NNODES": str(len(nodes)),
             "MASTER_ADDR": master,
             "MASTER_PORT": str(free_port()),
-            # torchrun writes what each rank says to files of its own.
+            # torchrun writes the output of each rank to separate files.
             "PET_REDIRECTS": "3",
         }
         try:
@@ -165,7 +165,7 @@ class Run(Marked):
         return Ended(codes, ranks, launchers)
 
     def said(self, rank: int) -> str:
-        """What a rank has written until now, stdout and then stderr."""
+        """The output of a rank until now, stdout and then stderr."""
         per_node = self.num_ranks // len(self.launchers)
         node, local = divmod(rank, per_node)
         files = sorted((self.folder / f"node{node}").glob(f"*/attempt_0/{local}/std*.log"), reverse=True)

@@ -1,4 +1,4 @@
-"""Ranks without a training: processes that each run one function, with a toy loader to run in it."""
+"""Ranks without a training: processes that each run one function, and a toy loader for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GROUP_TIMEOUT = "ODB_TEST_GROUP_TIMEOUT"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: what its function returned (None if it raised), and what it wrote."""
+    """How one rank ended: the result of its function (None if it raised), and its output."""
 
     returncode: int
     value: Any
@@ -54,9 +54,9 @@ def run_ranks(
 ) -> list[Outcome]:
     """Run `module:function(rank, **kwargs)` in one process a rank, with gloo between them.
 
-    kwargs and the returned value are made of what JSON knows. Fails the test if a rank has not ended in time, or not
-    well (unless it `may_fail`). env: beside the environment of this process.
-    ends_with: the rank at whose end the others are killed, as a launcher does (None: each ends by itself).
+    kwargs and the returned value have JSON types. Fails the test if a rank has not ended in time, or has failed (unless
+    it `may_fail`). env: in addition to the environment of this process.
+    ends_with: the rank at whose end the others are killed, as by a launcher (None: each ends by itself).
     """
     env = os.environ | {
         **env,
@@ -86,7 +86,7 @@ def run_ranks(
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 hung.append(rank)
-                process.send_signal(signal.SIGABRT)  # faulthandler writes where it stands
+                process.send_signal(signal.SIGABRT)  # faulthandler writes its stack
     finally:
         for process in processes:
             _kill_group(process)
@@ -137,6 +137,6 @@ def main(function: str, kwargs: str, result: str) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # a peer may hold this one's threads
+        os._exit(1)  # threads may wait for another rank
     Path(result).write_text(json.dumps(value))
     dist.destroy_process_group()

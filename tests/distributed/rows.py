@@ -15,7 +15,7 @@ PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 
 
 def row(words: int, images: list[str] | None = None, videos: list[list[str]] | None = None) -> dict[str, Any]:
-    """A question about `images` and `videos` (the files of their frames) and an answer of so many words."""
+    """A question about `images` and `videos` (the files of their frames), and an answer of `words` words."""
     rng = random.Random(words)
     answer = " ".join(rng.choice(WORDS) for _ in range(words))
     question = "<image>" * len(images or []) + "<video>" * len(videos or []) + "what is it?"

@@ -1,4 +1,4 @@
-"""Ranks that are not in agreement stop before the first step, all of them, with one line (I11)."""
+"""If ranks differ, all of them stop before the first step, with one line (I11)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def take_epoch(**options: Any) -> dict[str, Any]:
     batches = 0
     try:
         with toy_loader(NUM_ROWS, num_workers=0, **options) as loader:
-            for one, _, _ in loader:
+            for micro_batch, _, _ in loader:
                 batches += 1
-                rows += one.ids
+                rows += micro_batch.ids
     except ODBError as error:
         return {"batches": batches, "error": str(error)}
     return {"batches": batches, "rows": rows}
@@ -49,26 +49,26 @@ DIFFERENCES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"agree_on": {"x": 1}}, {"agree_on": {"x": True}}, "x (1 on rank 0; True on rank 1)"),
     ({}, {"agree_on": {f"key {k}": "x" * 1000 for k in range(20)}}, "key 0 (nothing on rank 0; 'xxx"),
 ]
-"""The options of rank 0 and of rank 1, and what both say."""
+"""The options of rank 0 and of rank 1, and words of the message of both."""
 
 
 MAY_DIFFER = {"exchange_timeout_s": 30, "audit": False}, {"exchange_timeout_s": 60, "audit": True}
 
 
 def each_difference(rank: int, *, differences: list[tuple[dict, dict]]) -> list[dict[str, Any]]:
-    """One after the other in the same processes: a failed agreement leaves the ranks able to begin anew."""
+    """One after the other in the same processes: after a failed agreement the ranks can begin again."""
     return [take_epoch(**pair[rank]) for pair in differences]
 
 
 def test_settings_that_differ(tmp_path: Path) -> None:
-    pairs = [(one, other) for one, other, _ in DIFFERENCES]
+    pairs = [(first, second) for first, second, _ in DIFFERENCES]
     ended = run_ranks("distributed.test_agreement:each_difference", tmp_path, differences=[*pairs, MAY_DIFFER])
     rows = [row for outcome in ended for row in outcome.value.pop()["rows"]]
     assert sorted(rows) == list(range(NUM_ROWS)), "those of MAY_DIFFER"
-    for (*_, said), *values in zip(DIFFERENCES, *(outcome.value for outcome in ended), strict=True):
+    for (*_, words), *values in zip(DIFFERENCES, *(outcome.value for outcome in ended), strict=True):
         for value in values:
-            assert value["batches"] == 0, said
-            assert said in value["error"] and "\n" not in value["error"] and len(value["error"]) < 1200, value
+            assert value["batches"] == 0, words
+            assert words in value["error"] and "\n" not in value["error"] and len(value["error"]) < 1200, value
 
 
 def kept(rank: int, **options: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_kept_optimizer_steps(tmp_path: Path, options: dict[str, Any], world_siz
 
 
 def other_plan(rank: int) -> dict[str, Any]:
-    """A rank that computes another plan from the same metadata, as another version might."""
+    """Rank 1 computes another plan from the same metadata, as another version might."""
     if rank == 1:
         checksum = Plan.checksum
         Plan.checksum = lambda plan: checksum(plan) + 1
@@ -93,6 +93,6 @@ def other_plan(rank: int) -> dict[str, Any]:
 
 
 def test_plans_that_differ(tmp_path: Path) -> None:
-    """I6 is checked, not assumed: with the next gather, so one optimizer step may have been handed out."""
+    """I6 is checked with the next gather, so one optimizer step may have been yielded."""
     for outcome in run_ranks("distributed.test_agreement:other_plan", tmp_path):
         assert "different plans" in outcome.value["error"] and outcome.value["batches"] <= 2

@@ -1,7 +1,7 @@
-"""What can go wrong in one of two ranks: both end within a minute, and say why.
+"""Faults of one of two ranks: both end within a minute, and log why.
 
-Each rank has a launcher of its own, as on two nodes: under a single one torchrun ends the other ranks
-itself as soon as one has failed, and nothing would be learned of them.
+Each rank has its own launcher, as on two nodes: a single torchrun would end the other ranks itself as soon as a rank
+has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NODES = (Node(), Node())
 
 @pytest.fixture
 def config(tiny_text, tmp_path) -> dict[str, Any]:
-    """A training of many small rounds in one epoch, as long as a fault takes to come."""
+    """A training of many small rounds in one epoch, which lasts until the fault."""
     write_dataset(tmp_path, {"rows": [row(3 + (k * 11) % 38) for k in range(6000)]})
     return training_config(
         tiny_text,
@@ -55,7 +55,7 @@ def both_fail(run: Run, limit_s: float = LIMIT_S) -> Ended:
 
 
 def last_line_says(ended: Ended, rank: int, *texts: str) -> None:
-    """What torch writes when a process ends does not count; before a last line stand the rank or a progress bar."""
+    """Ignores the lines that torch writes when a process ends, and the rank or progress bar before a line."""
     written = (line[max(line.find("[odb]"), 0) :] for line in ended.ranks[rank].splitlines())
     lines = [line for line in written if line.startswith(("[odb]", "Traceback", "odb_factory."))]
     assert lines and all(text in lines[-1] for text in ("[odb]", *texts)), f"{lines[-1:]}: not {texts}\n{ended}"
@@ -79,7 +79,7 @@ def arguments_are_read(run: Run) -> None:
     ],
 )
 def test_rank_killed(config, victim: int, moment: Callable[[Run], None]) -> None:
-    """With default settings; rank 0 serves the process group's store, so its end is another case."""
+    """With default settings. Rank 0 serves the store of the process group, so its end is another case."""
     with Run(config, nodes=NODES) as run:
         moment(run)
         killed = time.monotonic()
@@ -93,7 +93,7 @@ def test_rank_killed(config, victim: int, moment: Callable[[Run], None]) -> None
 
 
 def test_launcher_killed(config) -> None:
-    """The ranks go on and still watch each other: the store that their launcher served is not needed."""
+    """The ranks go on and watch each other, without the store that their launcher served."""
     with Run(config) as run:
         under_way(run)
         (agent,) = {parent(run.rank_pid(rank)) for rank in range(2)}

@@ -1,5 +1,5 @@
-"""I12 in loops of several ranks: the living are waited for, the dead end all waits, and everybody learns the first
-cause, in its last line."""
+"""I12 in loops of several ranks: a living rank is waited for, a dead rank ends all waits, and the last line of every
+rank has the first cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from odb_factory.data.ranks import BEAT_S, Channel
 STEP = 4
 BORDER = 0.5
 NOTICED_S = 10.0
-"""A rank that is gone ends the waits of the others within this time."""
+"""Longest time until the end of a rank ends the waits of the others."""
 THAW_S = 20
 NUM_ROWS = 400
 
@@ -60,7 +60,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 class Hanging(Rows):
-    """One row never comes."""
+    """Row `hangs` never comes, and row `bad` cannot be collated."""
 
     def __init__(self, hangs: int | None, bad: int | None):
         super().__init__(num_rows=NUM_ROWS)
@@ -72,7 +72,6 @@ class Hanging(Rows):
         return super().__getitem__(k)
 
     def collate(self, items: list[dict[str, Any]]) -> Any:
-        """One row cannot be collated."""
         if any(item["input_ids"][0] - 1 == self.bad for item in items):
             raise OSError("image file is truncated")
         return pad(items)
@@ -93,9 +92,9 @@ def train(
     bad: int | None = None,
     **options: Any,
 ) -> int:
-    """Steps that end in a collective of all ranks, as those of a training do; the `victims` have the fault at `step`,
-    or before their first batch (-1), or between two steps (+ BORDER). `started`: a file whose time is that of the
-    fault. hangs, bad: of `Hanging`."""
+    """Optimizer steps that end in a collective of all ranks. The `victims` have the fault at `step`, before their first
+    batch (-1), or between two steps (+ BORDER). started: a file whose time is that of the fault. hangs, bad: of
+    `Hanging`."""
 
     def act(number: float) -> None:
         if rank in victims and number == step:
@@ -112,7 +111,7 @@ def train(
     with ODBDataLoader(
         rows, collate_fn=rows.collate, num_workers=1, **{"token_budget": 64, "batch_size": 4} | options
     ) as loader:
-        time.sleep(3)  # as a training does that loads its model; meanwhile the ranks connect
+        time.sleep(3)  # in place of loading a model; meanwhile the ranks connect
         if rank in victims and fault == "ends its program":
             Path(started).touch()
             return 0
@@ -126,8 +125,8 @@ def train(
 
 @dataclass(frozen=True)
 class Cell:
-    """fault: of the `victims`. said, other: what the last lines of the other ranks and of the victims have. ends_s: the
-    latest end of the others, after the fault. options: of `train`."""
+    """fault: of the `victims`. said, other: words in the last lines of the other ranks and of the victims. ends_s: the
+    latest end of the other ranks, after the fault. options: of `train`."""
 
     fault: str = ""
     step: float = STEP
@@ -148,7 +147,7 @@ FIVE = {"world_size": 5, "options": {"balance": True, "layout": "flat"}}
 RANK_1_FAILS = ("rank 1 left the training: ValueError: it cannot go on",)
 CELLS = {
     "killed in a step": Cell("is killed", STEP, GONE),
-    # Its own threads, or a collective of the training, may reach their timeout first, so the last line differs.
+    # The timeout of its threads or that of a collective of the training may come first, so the last line varies.
     "asleep for ever": Cell("sleeps for ever", STEP, **PATIENT),
     "a row never comes": Cell(**PATIENT | {"options": {"exchange_timeout_s": 3, "hangs": 61}}),
     "rank 0 frozen": Cell("is frozen", STEP, ("rank 0 gave no sign of life for 10 s",), victims=(0,), **FROZEN),
@@ -161,25 +160,25 @@ CELLS = {
         options={"exchange_timeout_s": 3},
     ),
     "ends its program": Cell("ends its program", -1, ("rank 1 has ended its program",)),
-    # The other rank waits in a collective of the training meanwhile, its planner with nothing to plan.
+    # The other rank waits in a collective of the training, and its planner has nothing to plan.
     "a row cannot be collated": Cell(said=("row 61",), other=("row 61",), options={"bad": 61}),
-    # Whatever the planners are about at that step.
+    # Whatever the planners do at that step.
     **{f"step {k} raises": Cell("raises", k, RANK_1_FAILS) for k in range(3, 9)},
-    # The last one to look still finds the cause, not the errors that followed from it.
+    # Every rank finds the cause, not the errors that followed from it.
     **{
         f"rank {k} of three raises": Cell("raises", said=(f"rank {k} left the training: ",), victims=(k,), world_size=3)
         for k in range(3)
     },
-    # Ranks that are no neighbours learn of it too: in the training, while rows are collated, while samples travel.
+    # Ranks that are no neighbours receive the cause too: in the training, in collation, while samples travel.
     "one of five raises": Cell("raises", said=("it cannot go on",), victims=(3,), **FIVE),
     "one of five cannot collate": Cell(said=("row 61",), **FIVE | {"options": {"bad": 61, **FIVE["options"]}}),
     "one of five cannot send": Cell("cannot send", said=("no room",), other=("no room",), victims=(2,), **FIVE),
-    # The others are in the collective already, where no metadata reach them.
+    # The other rank is in the exchange already, where it receives no metadata.
     "one of two cannot send": Cell("cannot send", said=("redistributing samples: MemoryError: no room",)),
-    # Nobody listens to the others; nobody waits long for it.
+    # No rank listens any more; no rank waits long.
     "all raise": Cell("raises", other=("it cannot go on",), victims=(0, 1)),
-    # The collective that its planner is in never ends, for rank 1 hangs in its own data; the process ends all the same,
-    # and so frees rank 1 from a collective of the training.
+    # The collective of its planner never ends, because rank 1 hangs in its data; the process ends all the same, and so
+    # frees rank 1 from a collective of the training.
     "one raises while its planner waits": Cell(
         "raises late", 1, ("rank 0 left the training: ValueError",), victims=(0,), ends_s=20, options={"hangs": 161}
     ),
@@ -194,7 +193,7 @@ def last_line(outcome: Outcome) -> str:
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell) -> tuple[list[Outcome], float]:
-    """How the ranks ended, and how long after the fault the last of those without one did."""
+    """How the ranks ended, and the seconds from the fault to the last end of a rank without fault."""
     monkeypatch.setenv(GROUP_TIMEOUT, str(cell.group_timeout_s))
     started, others = folder / "started", sorted({*range(cell.world_size)} - {*cell.victims})
     ended = run_ranks(
@@ -228,14 +227,14 @@ def test_the_last_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_rank_that_sleeps_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than exchange_timeout_s, which is for ranks that give no sign of life."""
+    """For longer than exchange_timeout_s, which counts for ranks without a sign of life."""
     (first, second), _ = run(tmp_path, monkeypatch, Cell("sleeps", STEP + BORDER, options={"exchange_timeout_s": 3}))
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     assert first.value == second.value > 2 * STEP
 
 
 def lives_on(rank: int) -> float:
-    """Rank 1 fails and stays alive; how long rank 0 waits for it (seconds). No worker, so that it waits itself."""
+    """Rank 1 fails and stays alive; returns the seconds that rank 0 waits, without workers in its main thread."""
     started = time.monotonic()
     with toy_loader(400, timeout_s=50, num_workers=0) as loader:
         try:
@@ -250,7 +249,7 @@ def lives_on(rank: int) -> float:
 
 
 def test_a_failed_rank_that_lives_on_is_not_waited_for(tmp_path: Path) -> None:
-    """Once it has said why it ends, nobody waits for its answer."""
+    """After it has sent the reason of its end, no rank waits for its answer."""
     first, _ = run_ranks("distributed.test_patience:lives_on", tmp_path, may_fail=True)
     assert first.value < 40, first
 
@@ -267,6 +266,6 @@ def ends_after_a_pause(rank: int, first: int, fails: bool) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
-    """Rank 0 serves a store that the other asks now and then."""
+    """Rank 0 serves a store that the other rank reads now and then."""
     for outcome in run_ranks("distributed.test_patience:ends_after_a_pause", tmp_path, first=first, fails=fails):
         assert "Exception" not in outcome.said and "[odb]" not in outcome.said

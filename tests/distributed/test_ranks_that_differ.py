@@ -31,19 +31,19 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "odb.token_budget (1024 on rank 0; 99 on rank 1)": ({}, {"odb": {"token_budget": 99}}),
     "lr_scheduler_kwargs.min_lr": (COSINE, {"lr_scheduler_kwargs": {"min_lr": 0.2}}),
     "do_train": ({}, {"do_train": False}),
-    # Rank 1 alone is refused: what differs is named, not who found out first.
+    # Rank 1 alone is refused: the message names the difference, not the refusal.
     "auto_find_batch_size": ({}, {"auto_find_batch_size": True}),
 }
-"""What both say; what both ranks have, and what rank 1 has."""
+"""Words of the message of both ranks; options of both ranks, and of rank 1."""
 RELEASES = {"torch": "2.1.0", "deepspeed": "0.1.2", "peft": None, "Python": "3.99.0"}
 
 
 @contextmanager
 def another_release(package: str, version: str | None) -> Iterator[None]:
-    """This process believes that it has another release of a package."""
+    """This process reads another release of a package."""
     real = metadata.version
 
-    def found(name: str) -> str:
+    def release_of(name: str) -> str:
         if name != package:
             return real(name)
         if version is None:
@@ -51,7 +51,7 @@ def another_release(package: str, version: str | None) -> Iterator[None]:
         return version
 
     target, stand_in = (platform, "python_version") if package == "Python" else (metadata, "version")
-    with mock.patch.object(target, stand_in, (lambda: version) if package == "Python" else found):
+    with mock.patch.object(target, stand_in, (lambda: version) if package == "Python" else release_of):
         agreement.releases.cache_clear()
         yield
     agreement.releases.cache_clear()
@@ -68,27 +68,27 @@ def ended(config: dict[str, Any]) -> str:
 
 
 def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
-    """All in one process: a failed agreement leaves the ranks able to begin anew."""
+    """All in one process: after a failed agreement the ranks can begin again."""
     from odb_factory import memory
     from odb_factory.llamafactory import activation
 
     activation.activate()
     os.environ["LOCAL_RANK"] = str(rank)
-    found = {}
-    for said, (both, differs) in ARGUMENTS.items():
-        found[said] = ended(config | both | (differs if rank else {}))
+    ends = {}
+    for words, (both, differs) in ARGUMENTS.items():
+        ends[words] = ended(config | both | (differs if rank else {}))
     for name, version in RELEASES.items():
         with another_release(name if rank else "none", version):
-            found[f"release of {name} ("] = ended(config)
+            ends[f"release of {name} ("] = ended(config)
     with another_release("torch", "2.1.0+cpu" if rank else "2.1.0+cu126"):
-        found["build"] = ended(config)
+        ends["build"] = ended(config)
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
-    found["paths"] = ended(config | paths)
+    ends["paths"] = ended(config | paths)
     with mock.patch.object(memory, "find_meter", return_value=None if rank else CPUMeter(1)):
-        found["one refused"] = ended(config | {"odb": {"token_budget": "auto"}})
+        ends["one refused"] = ended(config | {"odb": {"token_budget": "auto"}})
     both_refused = {"accelerator_config": {"dispatch_batches": True}}
-    found["both refused"] = ended(config | both_refused)
-    return found
+    ends["both refused"] = ended(config | both_refused)
+    return ends
 
 
 TRAINERS = {
@@ -111,7 +111,7 @@ def each_trainer(rank: int, *, path: str, out: str) -> dict[str, Any]:
         pass
 
     os.environ["LOCAL_RANK"] = str(rank)
-    found = {}
+    ends = {}
     for name in (*TRAINERS, "workers"):
         differs = bool(rank) and name
         model: Any = AutoModelForCausalLM.from_pretrained(path)
@@ -133,32 +133,34 @@ def each_trainer(rank: int, *, path: str, out: str) -> dict[str, Any]:
         trainer = enable_odb(kind(model, arguments, train_dataset=Rows(), data_collator=pad), token_budget=512)
         try:
             trainer.train()
-            found[name] = "trained"
+            ends[name] = "trained"
         except ODBError as error:
-            found[name] = f"{error} (after {trainer.state.global_step} optimizer steps)"
-    return found
+            ends[name] = f"{error} (after {trainer.state.global_step} optimizer steps)"
+    return ends
 
 
-def test_trainers_without_llamafactory_compare_what_they_have(tiny_text: Path, tmp_path: Path) -> None:
+def test_trainers_without_llamafactory_compare_their_settings(tiny_text: Path, tmp_path: Path) -> None:
     ranks = run_ranks(
         "distributed.test_ranks_that_differ:each_trainer", tmp_path, limit_s=200, path=str(tiny_text), out=str(tmp_path)
     )
-    one, other = (outcome.value for outcome in ranks)
-    assert one == other, "both end for the same reason"
-    for name, said in TRAINERS.items():
-        assert one[name].startswith("the ranks differ in ") and said in one[name], one[name]
-        assert one[name].endswith("(after 0 optimizer steps)")
-    assert one["workers"] == "trained"
+    first, second = (outcome.value for outcome in ranks)
+    assert first == second, "both end for the same reason"
+    for name, words in TRAINERS.items():
+        assert first[name].startswith("the ranks differ in ") and words in first[name], first[name]
+        assert first[name].endswith("(after 0 optimizer steps)")
+    assert first["workers"] == "trained"
 
 
-def test_what_changes_the_model_is_compared_before_it_is_loaded(tiny_text, data_dir, tmp_path) -> None:
+def test_settings_of_the_model_are_compared_before_it_is_loaded(tiny_text, data_dir, tmp_path) -> None:
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 1024}, ddp_backend="gloo")
     ranks = run_ranks("distributed.test_ranks_that_differ:each", tmp_path, limit_s=200, config=config)
-    one, other = (outcome.value for outcome in ranks)
-    assert one == other, "both end for the same reason"
-    for said in (*ARGUMENTS, *(f"release of {name} (" for name in RELEASES)):
-        assert one[said].startswith("the ranks differ in ") and said in one[said] and "\n" not in one[said], one[said]
-    assert one["build"] == one["paths"] == "went on"
-    assert one["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
-    assert one["both refused"].startswith("accelerator_config.dispatch_batches: True")
+    first, second = (outcome.value for outcome in ranks)
+    assert first == second, "both end for the same reason"
+    for words in (*ARGUMENTS, *(f"release of {name} (" for name in RELEASES)):
+        assert first[words].startswith("the ranks differ in ") and words in first[words] and "\n" not in first[words], (
+            first[words]
+        )
+    assert first["build"] == first["paths"] == "went on"
+    assert first["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
+    assert first["both refused"].startswith("accelerator_config.dispatch_batches: True")
     assert not any("the ranks differ in" in outcome.said for outcome in ranks), "paths and builds may differ"

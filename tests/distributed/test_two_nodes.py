@@ -1,4 +1,4 @@
-"""Two nodes: two network namespaces joined by a veth pair, each with a launcher of its own."""
+"""Two nodes: two network namespaces joined by a veth pair, each with its own launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import training_config
 from odb_factory.cli.mm_mix import build_builtin_mix
 
 ADDRESSES = ("10.211.57.1", "10.211.57.2")
-"""Of a private network that only the two namespaces see."""
+"""Addresses of a private network of the two namespaces."""
 SAMPLES = 24
 
 

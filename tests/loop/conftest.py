@@ -7,15 +7,15 @@ from accelerate.state import AcceleratorState, GradientState
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What is logged beside the line of the first step."""
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Log messages, without the line of the first step."""
     monkeypatch.setattr("odb_factory.loop.dataloader.log_first_step", lambda *_, **__: None)
     return caplog
 
 
 @pytest.fixture
 def accelerate_state() -> Iterator[None]:
-    """Its state is shared by all Accelerators of a process, and of other tests."""
+    """All Accelerators of a process share their state: this test gets a new one, and leaves none."""
     _forget_state()
     yield
     _forget_state()

@@ -1,4 +1,4 @@
-"""What the tests of loops are made from."""
+"""Helpers of the tests of loops."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
 
 
 def rows_of(loader: Any) -> Counter[int]:
-    """The samples of an epoch, by the step info."""
+    """The samples of an epoch, read from the step info."""
     return Counter(row for batch in loader for row in pop_step_info(batch).ids)
 
 
 def stopped(loader: Any, step: int) -> tuple[Counter[int], Any]:
-    """The samples of an epoch up to the end of an optimizer step, and the state then, as a file keeps it."""
+    """The samples of an epoch up to the end of an optimizer step, and the state then, after a round trip by JSON."""
     rows = Counter[int]()
     for batch in loader:
         info = pop_step_info(batch)

@@ -1,4 +1,4 @@
-"""Loops that train no language model: a `cost_fn` is all that the loader needs to know of their items."""
+"""Loops that train no language model: the loader needs only a `cost_fn`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pad_tokens(items: list[Any]) -> dict[str, Tensor]:
     }
 
 
-# Each world: items, collate_fn, cost_fn, budget, the model, and the mean loss of a batch.
+# Each world returns items, collate_fn, cost_fn, budget, the model, and the mean loss of a batch.
 def regression_of_tuples() -> tuple[Any, ...]:
     items = [(x, float(x.mean())) for x in SERIES]
 
@@ -55,7 +55,7 @@ def regression_of_a_named_tuple() -> tuple[Any, ...]:
 
 
 def images_and_classes() -> tuple[Any, ...]:
-    """`labels` has a class for each row, as transformers' image classifiers have it."""
+    """`labels` has a class for each row, as for image classifiers of transformers."""
     items = [{"pixel_values": image, "labels": k % 5} for k, image in enumerate(IMAGES)]
 
     def collate(items: list[Any]) -> Any:
@@ -66,7 +66,7 @@ def images_and_classes() -> tuple[Any, ...]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
-    # Wide images would be padded, which the mean over pixels sees: images of one width share a batch.
+    # Padding of images would change the mean over pixels: only images of one width share a batch.
     def cost(item: Any) -> Cost:
         width = item["pixel_values"].shape[-1]
         return Cost(8 * width, modality=width)
@@ -101,7 +101,7 @@ def loader_of(world: Callable[[], tuple[Any, ...]] = regression_of_tuples, **cha
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, ...]], num_workers: int) -> None:
-    """I9: in each optimizer step the mean over all its samples (or what `Cost` says), whatever the cut."""
+    """I9: the gradient of an optimizer step is that of the mean over its samples (or units of `Cost`), for any cut."""
     torch.manual_seed(0)
     items, collate, cost_fn, _, model, loss_of = world()
     by_odb, by_hand = model, copy.deepcopy(model)
@@ -127,19 +127,19 @@ def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, .
         sum(loss * n / sum(units) for (loss, _), n in zip(alone, units)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for found, value in zip(by_odb.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+    for weight, expected in zip(by_odb.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("labels", "units"),
     [
         (lambda k: [-100, *range(3 + k)], sum(3 + k for k in range(16))),
-        (lambda k: [1] * (1 + k % 3), 16),  # as those of an encoder-decoder model: a row has one loss
+        (lambda k: [1] * (1 + k % 3), 16),  # as in an encoder-decoder model: a row has one loss
     ],
     ids=["of tokens", "of another length"],
 )
-def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[int], list[int]], units: int) -> None:
+def test_labels_are_counted_if_there_is_one_for_each_token(labels: Callable[[int], list[int]], units: int) -> None:
     """I8, with a cost function."""
     rows = [{"input_ids": list(range(4 + k)), "labels": labels(k)} for k in range(16)]
     options = {"token_budget": 64, "collate_fn": pad_tokens, "cost_fn": lambda item: len(item["input_ids"])}
@@ -147,7 +147,7 @@ def test_labels_are_counted_where_there_is_one_for_each_token(labels: Callable[[
         assert sum(pop_step_info(batch).units for batch in loader) == units
 
 
-def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_logs_the_first_step_like_a_trainer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "odb_factory"):
         with loader_of() as loader:
             assert loader.num_optimizer_steps == 5
@@ -157,12 +157,12 @@ def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("changes", [{}, {"global_batch_size": "fill"}, {"gradient_accumulation_steps": 4}])
-def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(changes: dict[str, Any], caplog) -> None:
-    """There `batch_size=1` is required; here it asks for optimizer steps of one sample."""
+def test_the_snippet_of_online_dynamic_batching_logs_that_nothing_is_batched(changes: dict[str, Any], caplog) -> None:
+    """There `batch_size=1` is required; here it means optimizer steps of one sample."""
     snippet = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 64, "loss_scaling": "exact"}
     with caplog.at_level(logging.INFO, "odb_factory"):
         with loader_of(join=True, **snippet | changes) as loader:
             num_batches = len(list(loader))
-    said = " ".join(caplog.messages)
-    assert ("nothing can be batched" in said and 'global_batch_size="fill"' in said) is (not changes)
+    logged = " ".join(caplog.messages)
+    assert ("nothing can be batched" in logged and 'global_batch_size="fill"' in logged) is (not changes)
     assert num_batches == NUM_ROWS if not changes else num_batches < NUM_ROWS

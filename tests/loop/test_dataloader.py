@@ -1,4 +1,4 @@
-"""`ODBDataLoader`, `apply_odb` and `pop_step_info`: what people with a loop of their own stand on."""
+"""`ODBDataLoader`, `apply_odb` and `pop_step_info` in custom loops."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from distributed.ranks import run_ranks
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, get_worker_info
@@ -24,7 +22,7 @@ from transformers import AutoTokenizer, BatchEncoding, DataCollatorForLanguageMo
 from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply_odb, pop_step_info
 
 STOCK = [4] * (NUM_ROWS // 4)
-"""Rows of the batches of a DataLoader without odb, four a batch."""
+"""Rows of each batch of a DataLoader without odb."""
 
 
 def num_rows(loader: Any) -> list[int]:
@@ -32,11 +30,11 @@ def num_rows(loader: Any) -> list[int]:
 
 
 def epoch_of(loader: Any) -> list[list[int]]:
-    """The rows of each batch of an epoch, none on an idle micro-batch; budgets are checked on the way."""
+    """The rows of each batch of an epoch, none on an idle micro-batch; checks the budget of each."""
     batches = []
     for batch in loader:
         info = pop_step_info(batch)
-        assert set(batch) == {"input_ids", "labels"}, "nothing but what the collator made"
+        assert set(batch) == {"input_ids", "labels"}, "only the keys of the collator"
         assert info.samples_all_ranks == info.samples == (0 if info.is_idle else len(batch["input_ids"]))
         assert batch["input_ids"].numel() <= BUDGET
         batches.append([] if info.is_idle else (batch["input_ids"][:, 0] - 1).tolist())
@@ -64,7 +62,7 @@ def test_ids_of_any_kind(kind: Any) -> None:
     ids=["given", "grid", "cost", "cost in tokens"],
 )
 def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patches: int) -> None:
-    """I4: two samples fit into the cap, a third does not; the collator never sees `odb_n_patches`. Media of any kind:
+    """I4: two samples are within the cap, three are not; the collator does not see `odb_n_patches`. Kinds of media:
     tests/data/test_measure.py."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -77,7 +75,7 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patc
 
 
 def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
-    """They are counted on each item collated alone."""
+    """Labels are counted on each item, collated alone."""
     collator = DataCollatorForLanguageModeling(AutoTokenizer.from_pretrained(tiny_text), mlm=False)
     rows = Rows(lambda k: {"input_ids": item(k)["input_ids"]})
     with make(rows, batch_size=1, collate_fn=collator) as loader:
@@ -87,7 +85,7 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
 
 
 def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
-    """Also where the cause of an error is raised in its place."""
+    """Also if an error is replaced by its cause."""
     stock = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1)
     other = DataLoader(Rows(), batch_size=4, collate_fn=pad)
     handle = apply_odb(stock, token_budget=BUDGET, gradient_accumulation_steps=4, audit_dir=tmp_path)
@@ -105,22 +103,13 @@ def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
     assert type(stock) is DataLoader and stock.collate_fn is pad
 
 
-def test_an_iter_of_its_own_is_not_left_out_in_silence() -> None:
-    class Weighted(DataLoader):
-        def __iter__(self) -> Any:
-            return ({**batch, "weight": 1.0} for batch in super().__iter__())
-
-    with pytest.raises(ConfigError, match="Weighted has an `__iter__` of its own"):
-        apply_odb(Weighted(Rows(), batch_size=4, collate_fn=pad), token_budget=BUDGET)
-
-
 # States
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("mode", ["keep", "fill"])
 def test_an_unfinished_optimizer_step_comes_again(mode: Any, num_workers: int, tmp_path: Path) -> None:
-    """I2 over stop and resume amid an optimizer step; the audit goes on. At any step: tests/data/test_resume.py."""
+    """I2 over stop and resume within an optimizer step; the audit goes on. At any step: tests/data/test_resume.py."""
     options = {"batch_size": 8, "global_batch_size": mode, "buffer_size": 16, "shuffle": True}
     options |= {"gradient_accumulation_steps": 2, "num_workers": num_workers}
     with make(**options) as loader:
@@ -148,7 +137,7 @@ def under_accelerate() -> tuple[Any, Any]:
 
 
 def of_torchdata() -> tuple[Any, Any]:
-    """Asked for by its own methods, and shuffled anew in the same order."""
+    """State by its own methods; the shuffled order is the same after the resume."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     return applied_to(stateful(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
 
@@ -159,13 +148,13 @@ def find_the_dataset(worker_id: int) -> None:
 
 
 def opened_when_read() -> tuple[Any, Any]:
-    """Workers inherit nothing of it: neither from the first look at the rows nor from that at those of a state."""
+    """Workers inherit no file: neither from the first look at the rows nor from the look at those of a state."""
     loader = make(Opening(), num_workers=1, worker_init_fn=find_the_dataset)
     return loader, loader
 
 
 def without_a_length() -> tuple[Any, Any]:
-    """Neither the sampler nor its dataset has one."""
+    """Neither the sampler nor its dataset has a length."""
 
     class Endless(Sampler):
         def __iter__(self) -> Any:
@@ -186,8 +175,8 @@ def of_the_datasets_library() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "source", [under_accelerate, of_torchdata, opened_when_read, without_a_length, of_the_datasets_library]
 )
-def test_a_state_goes_on(source: Callable[[], tuple[Any, Any]]) -> None:
-    """I2, with the loaders and datasets that people have. source: makes the loader, and what closes it."""
+def test_a_state_is_resumed(source: Callable[[], tuple[Any, Any]]) -> None:
+    """I2, with common loaders and datasets. source: makes the loader, and the object that closes it."""
     loader, handle = source()
     with handle:
         before, state = stopped(loader, 3)
@@ -200,7 +189,7 @@ def test_a_state_goes_on(source: Callable[[], tuple[Any, Any]]) -> None:
 
 @pytest.mark.parametrize("step", [6, 8])
 def test_a_sampler_that_goes_by_the_orders_it_has_drawn_is_resumed_in_a_later_epoch(step: int) -> None:
-    """I2, and the same samples; at the end of the second epoch of four optimizer steps, too."""
+    """I2, and the same samples; also at the end of the second epoch of four optimizer steps."""
 
     def weighted() -> ODBDataLoader:
         generator = torch.Generator().manual_seed(3)
@@ -218,7 +207,7 @@ def test_a_sampler_that_goes_by_the_orders_it_has_drawn_is_resumed_in_a_later_ep
         assert rows_of(loader) == epochs[2]
 
 
-def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture) -> None:
+def test_a_loaded_state_is_not_dropped_in_silence(logged: pytest.LogCaptureFixture) -> None:
     with make(batch_size=1) as first:
         next(iter(first))
         amid = first.state_dict()
@@ -228,28 +217,10 @@ def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture
         for state, epoch in ((end, 3), (amid, 0)):
             second.load_state_dict(state)
             second.set_epoch(epoch)
-        assert second.estimate_optimizer_steps() and not said.messages
+        assert second.estimate_optimizer_steps() and not logged.messages
         second.set_epoch(1)
-        assert "it stands in epoch 0" in said.text
+        assert "the loaded state, of epoch 0, is dropped" in logged.text
         assert flat(epoch_of(second)) == EVERY_ROW
         second.load_state_dict(end)
         second.set_epoch(0)
-        assert "it stands in epoch 3" in said.text
-
-
-# Two ranks
-
-
-def raises_in_its_loop(rank: int) -> None:
-    """No handler, no `with`, no `close`."""
-    loader = make(batch_size=8, num_workers=1)
-    for number, _ in enumerate(loader):
-        if rank == 1 and number == 5:
-            raise ValueError("out of memory, the test pretends")
-        dist.all_reduce(torch.ones(1))
-
-
-def test_a_loop_that_raises_ends_both_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks("loop.test_dataloader:raises_in_its_loop", tmp_path, may_fail=True)
-    assert first.returncode and second.returncode
-    assert "out of memory, the test pretends" in second.said
+        assert "the loaded state, of epoch 3, is dropped" in logged.text

@@ -32,7 +32,7 @@ from odb_factory.model.flat_row import begin_row, row_in_progress
 
 
 @pytest.fixture(autouse=True)
-def no_row_is_left() -> Iterator[None]:
+def no_flat_row_stays() -> Iterator[None]:
     yield
     begin_row(())
 
@@ -56,7 +56,7 @@ def test_every_row_once_in_flat_batches_within_the_budget(tmp_path: Path) -> Non
             assert set(batch) == {"input_ids", "labels", "position_ids"}
             ids = batch["input_ids"]
             assert ids.shape == batch["labels"].shape == batch["position_ids"].shape == (1, sum(info.segments))
-            assert ids.numel() <= BUDGET and info.tokens == ids.numel(), "nothing but samples"
+            assert ids.numel() <= BUDGET and info.tokens == ids.numel(), "only samples"
             parts = ids[0].split(info.segments)
             assert [part.tolist() for part in parts] == [item(k)["input_ids"] for k in info.ids]
             seen.update(info.ids)
@@ -101,12 +101,12 @@ def test_the_gradient_is_that_of_one_padded_batch(
             ids, total = [*ids, *info.ids], total + loss.item()
             if not info.ends_optimizer_step:
                 continue
-            found = {name: value.grad.clone() for name, value in model.named_parameters()}
+            gradients = {name: value.grad.clone() for name, value in model.named_parameters()}
             model.zero_grad()
             expected = big_padded_batch(model, ids)
             assert total == pytest.approx(expected, rel=1e-13)
             for name, value in model.named_parameters():
-                deviation = (value.grad - found[name]).norm() / value.grad.norm()
+                deviation = (value.grad - gradients[name]).norm() / value.grad.norm()
                 assert deviation < 1e-12, name
             model.zero_grad()
             num_micro_batches.add(info.micro_batches)
@@ -123,21 +123,21 @@ def losses(model: Any, loader: ODBDataLoader) -> dict[int, float]:
     return dict(sums)
 
 
-def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, said: pytest.LogCaptureFixture) -> None:
-    """I10: by default models have a cache, with which samples of a row silently see each other."""
+def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, logged: pytest.LogCaptureFixture) -> None:
+    """I10: models have their cache on by default, and then samples of a row attend to each other."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
     settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate}
     with make(layout="padded", **settings) as loader:
         expected = losses(model, loader)
     with make(**settings) as loader:
         unchecked = losses(model, loader)
-    assert sum("call odb_factory.unpad(model, loader)" in message for message in said.messages) == 1
-    assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "the model leaks without unpad"
-    said.clear()
+    assert sum("call odb_factory.unpad(model, loader)" in message for message in logged.messages) == 1
+    assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "the check is needed"
+    logged.clear()
     with make(**settings) as loader:
         unpad(model, loader)
         assert losses(model, loader) == pytest.approx(expected, rel=1e-6)  # transformers' own loss is in float32
-    assert not [record for record in said.records if record.levelname == "WARNING"] and model.training
+    assert not [record for record in logged.records if record.levelname == "WARNING"] and model.training
 
 
 def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
@@ -241,9 +241,9 @@ def test_a_copy_of_a_set_up_model_is_set_up_separately(kind: str, copied: Any) -
     before = [dict(vars(part)) for part in model.modules()]
     with make() as loader:
         puts_back, puts_back_again = unpad(model, loader), unpad(model, loader)
-        expected, other = gradient(model, loader), copied(model)
-        unpad(other, loader)()
-        assert model.forward is not type(model).forward and set(vars(other)) == set(before[0])
+        expected, copy_of_model = gradient(model, loader), copied(model)
+        unpad(copy_of_model, loader)()
+        assert model.forward is not type(model).forward and set(vars(copy_of_model)) == set(before[0])
         copy_that_stays = copied(model)
         puts_back()
         puts_back_again()

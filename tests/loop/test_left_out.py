@@ -1,5 +1,5 @@
-"""Rows that cannot be collated, in a loop of one's own: left out before their optimizer step begins, or weighing
-nothing (I2, I8)."""
+"""Rows that cannot be collated, in a custom loop: left out before their optimizer step begins, or with weight 0 (I2,
+I8)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ pytestmark = pytest.mark.timeout(120)
 BAD = {9, 31, 32, 33, 34, 57}
 SKIPS = {"batch_size": 12, "on_error": "skip"}
 TWICE = [11, *range(12, 22), 11]
-"""The longest row: of the first micro-batch, and of the second. One may be known in time, and the other late."""
+"""Row 11, the longest, is in the first micro-batch and in the second: the first may fail in time, the second late."""
 
 
 class Failing:
-    """A collator that cannot take these rows; only the first time if `folder` is given, where it notes them."""
+    """A collator that fails for these rows; only the first time if `folder` is given, where it notes them."""
 
     def __init__(self, rows: set[int], folder: Path | None = None):
         self.rows, self.folder = rows, folder
 
     def __call__(self, items: list[dict[str, Any]]) -> Any:
-        for k in self.rows & {int(one["input_ids"][0]) - 1 for one in items}:
+        for k in self.rows & {int(row["input_ids"][0]) - 1 for row in items}:
             if self.folder is None:
                 raise ValueError(f"no pixels in {k}")
             if not (self.folder / str(k)).exists():
@@ -52,7 +52,7 @@ class Failing:
 def test_a_row_that_cannot_be_collated_is_left_out_and_logged(
     caplog, num_workers: int, bad: set[int], changes: dict[str, Any], steps: list[int] | None
 ) -> None:
-    """steps: the weight of each optimizer step; one of which no row is left is idle."""
+    """steps: the weight of each optimizer step; a step without a usable row is idle."""
     weights: dict[int, float] = defaultdict(float)
     ids: Counter[int] = Counter()
     with make(collate_fn=Failing(bad), num_workers=num_workers, **SKIPS | changes) as loader:
@@ -70,7 +70,7 @@ def test_a_row_that_cannot_be_collated_is_left_out_and_logged(
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_fails_once_is_tried_again(tmp_path: Path, num_workers: int, policy: str) -> None:
+def test_a_failure_is_tried_again(tmp_path: Path, num_workers: int, policy: str) -> None:
     """A collation, and a read."""
 
     class Flaky(Rows):
@@ -87,7 +87,7 @@ def test_what_fails_once_is_tried_again(tmp_path: Path, num_workers: int, policy
 
 
 def test_rows_are_counted_by_reason_and_the_first_ten_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A row of every reason, each epoch."""
+    """Rows of every reason, in each epoch."""
 
     class Odd(Rows):
         def __getitem__(self, k: int) -> Any:
@@ -101,7 +101,7 @@ def test_rows_are_counted_by_reason_and_the_first_ten_logged(caplog: pytest.LogC
             ids = rows_of(loader)
         summary = loader.accounting.summary()
         left_out = summary["left_out"]
-        assert type(summary["samples"]) is type(summary["oom_cuts"]) is int, "as it is logged"
+        assert type(summary["samples"]) is type(summary["oom_cuts"]) is int, "as logged"
         assert loader.stats()["odb/skipped"] == sum(left_out.values())
     long = {k for k in range(NUM_ROWS) if len(item(k)["input_ids"]) > 39}
     assert {k for k in range(NUM_ROWS) if not ids[k]} == {3, 4, 5, 20, 21, 9} | long

@@ -1,4 +1,4 @@
-"""What a loop of one's own can do wrong is noticed and answered in one line; what it needs to know is told."""
+"""Custom loops: the step info has all they need, and mistakes are answered in one line."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, ODBError, apply_odb, pop_step_info
 from odb_factory.planner import Media
 
-# What a loop needs to know
+# The figures of a loop
 
 
 def test_a_loop_without_gradients_evaluates(tiny_text: Path) -> None:
-    """As in the guide: the mean loss over all tokens."""
+    """The mean loss over all tokens, by the code of the guide."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
     loss, tokens = 0.0, 0
     with torch.no_grad(), make(batch_size=32, token_budget=120) as loader:
@@ -41,7 +41,7 @@ def test_a_loop_without_gradients_evaluates(tiny_text: Path) -> None:
 
 
 def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
-    """Its default is `stock`, and what stock would do in a loop only the loop knows."""
+    """Its default is `stock`, which is unknown in a loop."""
     with make(config=ODBConfig(token_budget=BUDGET), token_budget=None) as loader:
         assert pop_step_info(next(iter(loader))).loss_scaling == "exact"
 
@@ -49,13 +49,15 @@ def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
 @pytest.mark.parametrize(
     "steps", [{"batch_size": 2, "gradient_accumulation_steps": 2}, {"global_batch_size": 4}], ids=["keep", "number"]
 )
-def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
-    """I9: each optimizer step has 4 samples, those that come next in the order."""
+def test_the_step_info_has_the_figures_of_a_loop(steps: dict[str, Any]) -> None:
+    """I9: each optimizer step has the next 4 samples of the order."""
     with make(**steps) as loader:
         assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 15
+        with pytest.raises(TypeError, match="num_optimizer_steps"):
+            len(loader)
         batches = [(batch, pop_step_info(batch)) for batch in loader]
         second = {pop_step_info(batch).optimizer_step for batch in loader}
-    assert second == set(range(16, 31)), "counted over the run, as in the audit"
+    assert second == set(range(16, 31)), "numbered over the run, as in the audit"
     of_step: dict[int, list[Any]] = {}
     for batch, info in batches:
         of_step.setdefault(info.optimizer_step, []).append(info)
@@ -77,7 +79,7 @@ def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", [Rows, Stream])
 def test_an_epoch_ends_as_in_torch(kind: Any) -> None:
-    """With what is left, or with `drop_last` at the last whole batch of all ranks."""
+    """An epoch ends with the remaining rows, or with `drop_last` at the last whole batch of all ranks."""
     for drop_last, samples in ((False, [21, 21, 18]), (True, [21, 21, 14])):
         with make(kind(), drop_last=drop_last, batch_size=7, gradient_accumulation_steps=3) as loader:
             infos = [pop_step_info(batch) for batch in loader]
@@ -86,18 +88,10 @@ def test_an_epoch_ends_as_in_torch(kind: Any) -> None:
         assert infos[-1].progress == (1.0 if kind is Rows else None)
 
 
-def test_len_neither_estimates_nor_begins_anything() -> None:
-    with make() as loader:
-        with pytest.raises(TypeError, match="num_optimizer_steps"):
-            len(loader)
-        assert loader.num_optimizer_steps == 4
-        assert len(list(loader)) < NUM_ROWS
+# Mistakes that are logged once
 
 
-# What a loop can forget, and what is told once
-
-
-def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureFixture) -> None:
+def test_a_step_info_that_is_not_taken_out_is_logged_once(logged: pytest.LogCaptureFixture) -> None:
     def model(input_ids: Any, labels: Any, **ignored: Any) -> None:
         """Swallows the step info, as models of transformers do."""
 
@@ -107,28 +101,28 @@ def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureF
             with pytest.raises(DataError, match="no 'odb_step_info'"):
                 pop_step_info(batch)
         kept = list(loader)
-        assert not said.messages, "batches that are kept may yet be asked"
+        assert not logged.messages, "batches that are kept may yet be asked"
         for batch in loader:
             model(**batch)
-    assert [message.partition(":")[0] for message in said.messages] == [
+    assert [message.partition(":")[0] for message in logged.messages] == [
         "a batch was dropped with its step info in it, so its loss was not weighed"
     ]
     assert kept
 
 
-def test_an_optimizer_step_that_is_left_is_told(said: pytest.LogCaptureFixture, accelerate_state: None) -> None:
-    """Its gradients would become part of the next one. Breaking off loses no row; accelerate holds one batch more."""
+def test_an_optimizer_step_that_is_left_is_logged(logged: pytest.LogCaptureFixture, accelerate_state: None) -> None:
+    """Its gradients would become part of the next step. No row is lost; accelerate holds one batch more."""
     prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=16, collate_fn=pad))
     for loader in (make(), prepared):
-        said.clear()
+        logged.clear()
         with apply_odb(prepared, token_budget=BUDGET) if loader is prepared else loader:
             for at_its_end in (True, False):
                 for batch in loader:
                     if pop_step_info(batch).ends_optimizer_step == at_its_end:
                         break
-                assert not said.messages, "it may not be iterated again"
+                assert not logged.messages, "it may not be iterated again"
             assert rows_of(loader) == EVERY_ROW
-        assert len(said.messages) == 1 and "zero_grad" in said.messages[0]
+        assert len(logged.messages) == 1 and "zero_grad" in logged.messages[0]
 
 
 def widen(items: list[Any]) -> Any:
@@ -136,7 +130,7 @@ def widen(items: list[Any]) -> Any:
 
 
 def sort(items: list[Any]) -> Any:
-    return pad(sorted(items, key=lambda one: one["input_ids"][0] * 7 % 11))
+    return pad(sorted(items, key=lambda row: row["input_ids"][0] * 7 % 11))
 
 
 IN_ONE_ROW = "into one row of .*padding figures are those of the plan.* With `layout: flat` they are planned as they"
@@ -151,18 +145,19 @@ IN_ONE_ROW = "into one row of .*padding figures are those of the plan.* With `la
         (sort, "padded", "so it has changed their order or their labels; `ids` of the step info"),
     ],
 )
-def test_a_collator_that_makes_something_else_is_told_once(
-    collate_fn: Any, layout: Any, words: str | None, said: pytest.LogCaptureFixture
+def test_a_collator_that_changes_its_rows_is_logged_once(
+    collate_fn: Any, layout: Any, words: str | None, logged: pytest.LogCaptureFixture
 ) -> None:
     with make(collate_fn=collate_fn, layout=layout) as loader:
         loader.is_checked = True
         assert rows_of(loader) == EVERY_ROW
         assert (loader.accounting.summary()["over_budget"] > 3) is (collate_fn is widen)
-    assert len(said.messages) == (words is not None) and re.search(words or "", said.text) and "None" not in said.text
+    assert len(logged.messages) == (words is not None) and "None" not in logged.text
+    assert re.search(words or "", logged.text)
 
 
 def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
-    """I2: a micro-batch is handed over before the next one is collated, whatever the accumulation."""
+    """I2: a micro-batch is yielded before the next is collated, with any accumulation."""
     place = torch.zeros(16, 40, dtype=torch.long)
 
     def reuse(items: list[Any]) -> Any:
@@ -175,7 +170,7 @@ def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
             assert (batch["input_ids"][:, 0] - 1).tolist() == list(pop_step_info(batch).ids)
 
 
-# What a loop can do out of turn
+# Calls in the wrong order
 
 
 @pytest.mark.parametrize("change", [lambda handle: handle.set_epoch(5), lambda handle: handle.close()])
@@ -209,11 +204,11 @@ def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:
         iter(loader)
 
 
-# What a loop can be given
+# Arguments
 
 
 class Once(Stream):
-    """Its items are gone once they have been read."""
+    """A stream whose items can be read once."""
 
     def __init__(self) -> None:
         self.items = map(item, range(NUM_ROWS))
@@ -257,7 +252,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset": type("Shards", (), {"__iter__": lambda self: iter(())})()}, "dataset: a Shards .*IterableDataset"),
     ({"dataset": Dataset()}, "dataset: a Dataset .*IterableDataset"),
     ({"dataset": type("Rows", (), {"__getitem__": lambda self, k: k})()}, "no `__len__`"),
-    # What is missing is said when the loader is made, and no row is blamed that could be fixed.
+    # The error comes when the loader is made, and names what is missing rather than a row.
     ({"dataset": [([1], [2])] * 9}, "found tuple; give cost_fn=..., a function from an item to its size"),
     (
         {"dataset": [{"x": 1}] * 9, "collate_fn": default_collate},
@@ -271,7 +266,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "neither the item nor its collated batch has `labels`.*cost_fn",
     ),
     ({"cost_fn": lambda item: torch.tensor(item["input_ids"]).shape}, "cost_fn returned torch.Size"),
-    # A cost that cannot be would become a budget that holds anything, or a loss weight below 0.
+    # A wrong cost would be within any budget, or give a loss weight below 0.
     *(
         ({"cost_fn": lambda _, cost=cost: cost, "loss_scaling": "approx"}, "its cost is")
         for cost in (-3, 0, Cost(5, -1), Cost(5, 1, -1), 2**40, Cost(5, units=2**31))
@@ -279,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dataset": Rows(make=lambda k: item(k)), **SPAWN}, "cannot be sent to a worker process"),
     ({"cost_fn": lambda row: 5, **SPAWN}, "cannot be sent to a worker process"),
     ({"collate_fn": lambda items: pad(items), **SPAWN}, "cannot be sent to a worker process"),
-    # Once it is iterated.
+    # During the iteration.
     ({"drop_last": True, "global_batch_size": "fill"}, "drop_last: True"),
     ({"dataset": NAMES, "sampler": list(NAMES)}, "sampler: it yields 'row 0', and rows are known by whole numbers"),
     ({"dataset": Breaks()}, "after item 19: OSError: no route to host"),
@@ -295,7 +290,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=["-".join(arguments) for arguments, _ in REFUSED])
-def test_what_cannot_be_is_refused_in_one_line(arguments: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_refused_in_one_line(arguments: dict[str, Any], words: str) -> None:
     budget = {} if "config" in arguments else {"token_budget": BUDGET}
     arguments = {"batch_size": 16, "collate_fn": pad, "dataset": Rows()} | budget | arguments
     with pytest.raises(ODBError, match=words) as caught, ODBDataLoader(**arguments) as loader:
@@ -305,7 +300,7 @@ def test_what_cannot_be_is_refused_in_one_line(arguments: dict[str, Any], words:
 
 @pytest.mark.parametrize("number", [torch.tensor, np.int64])
 def test_a_cost_may_be_a_number_of_torch_or_numpy(number: Callable[[int], Any], tmp_path: Path) -> None:
-    """It can still be sent to another process, and stand in the audit."""
+    """It can be sent to another process, and written to the audit."""
     for cost_fn in (
         lambda row: number(len(row["input_ids"])),
         lambda row: Cost(number(len(row["input_ids"])), number(2), number(3), media=Media(number(2))),
@@ -314,14 +309,14 @@ def test_a_cost_may_be_a_number_of_torch_or_numpy(number: Callable[[int], Any], 
             assert rows_of(loader) == EVERY_ROW
 
 
-def test_what_torch_takes_reaches_torch() -> None:
-    """`drop_last=False` and the like come from frameworks that build a DataLoader anew."""
+def test_arguments_of_torch_reach_torch() -> None:
+    """Frameworks that build a DataLoader again pass `drop_last=False` and similar arguments."""
     with make(drop_last=False, num_workers=1, timeout=7, persistent_workers=True) as loader:
         assert (loader.timeout, loader.persistent_workers, loader.drop_last) == (7, True, False)
 
 
 def test_an_order_that_changes_between_epochs_is_followed() -> None:
-    """As torch does: of a curriculum, or of examples that are drawn by their losses."""
+    """Curricula, or examples that are drawn by their losses, work as in torch."""
     order = list(range(NUM_ROWS))
     with make(sampler=order, batch_size=NUM_ROWS) as loader:
         assert rows_of(loader) == EVERY_ROW
@@ -333,11 +328,16 @@ def test_an_order_that_changes_between_epochs_is_followed() -> None:
 
 
 class Repeats(BatchSampler):
-    """Has an order beside its own batches."""
+    """Yields every batch twice."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             yield from (batch, batch)
+
+
+class Weighted(DataLoader):
+    def __iter__(self) -> Any:
+        return ({**batch, "weight": 1.0} for batch in super().__iter__())
 
 
 def plain(dataset: Any = None, **options: Any) -> DataLoader:
@@ -351,7 +351,7 @@ def applied(loader: Any, **options: Any) -> Any:
 
 
 def in_four(accumulates: Callable[[Accelerator, dict[str, int]], Any]) -> Callable[[Accelerator], Any]:
-    """accelerate's own count would end optimizer steps elsewhere."""
+    """The count of accelerate would end optimizer steps elsewhere."""
     steps = {"gradient_accumulation_steps": 4}
     return lambda _: accumulates(Accelerator(cpu=True, **steps), steps)  # type: ignore[arg-type]
 
@@ -379,6 +379,10 @@ UNDER_ACCELERATE: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
         lambda _: applied(plain(batch_sampler=Repeats(SequentialSampler(Rows()), 4, False))),
         "a Repeats decides which samples share a batch, as odb does; give the order",
     ),
+    "its own iterator": (
+        lambda _: applied(Weighted(Rows(), batch_size=4, collate_fn=pad)),
+        "^apply_odb: Weighted has an `__iter__` of its own",
+    ),
     "split": (
         lambda _: applied(plain(batch_sampler=BatchSamplerShard(BATCHES, 2, 0, True))),
         "^split_batches: True would cut each batch apart .* divide batch_size by 2",
@@ -392,7 +396,7 @@ UNDER_ACCELERATE: dict[str, tuple[Callable[[Accelerator], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNDER_ACCELERATE)
-def test_what_cannot_be_under_accelerate_is_refused(name: str, accelerate_state: None) -> None:
+def test_wrong_uses_of_accelerate_are_refused(name: str, accelerate_state: None) -> None:
     loader_of, words = UNDER_ACCELERATE[name]
     accelerator = None if "accumulation" in name else Accelerator(cpu=True)
     with pytest.raises(ConfigError, match=words):
@@ -401,7 +405,7 @@ def test_what_cannot_be_under_accelerate_is_refused(name: str, accelerate_state:
 
 def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
     accelerator = Accelerator(cpu=True)
-    PartialState().device = torch.device("meta")  # where an accelerator would be
+    PartialState().device = torch.device("meta")  # in place of an accelerator
     with make() as loader:
         assert next(iter(loader))["input_ids"].device.type == "cpu"
         assert accelerator.prepare(loader) is loader
@@ -414,7 +418,7 @@ def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
 
 
 def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state: None) -> None:
-    """`accelerator.accumulate` would let a prepared optimizer step after each micro-batch, with no word."""
+    """`accelerator.accumulate` would let a prepared optimizer step after each micro-batch."""
     accelerator = Accelerator(cpu=True)
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = accelerator.prepare(torch.optim.SGD([parameter], lr=1.0))
@@ -429,7 +433,7 @@ def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state:
             info = pop_step_info(batch)
             if info.micro_batch == 0:
                 optimizer.zero_grad()
-                assert parameter.grad is None, "also if a step has only begun"
+                assert parameter.grad is None, "also after the first micro-batch of a step"
             accelerator.backward(parameter * info.loss_scale)
             if info.ends_optimizer_step:
                 assert parameter.grad.item() == pytest.approx(1.0)
@@ -440,7 +444,7 @@ def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state:
 
 
 def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) -> None:
-    """Of a last batch of fixed size it drops the rows that other ranks have to fill it."""
+    """It drops rows of a last batch of fixed size, which fill that up."""
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(Rows(num_rows=17), batch_size=16, collate_fn=pad))
     with apply_odb(prepared, token_budget=1024, global_batch_size=17):

@@ -1,4 +1,4 @@
-"""Loops of one's own on two ranks: who shares samples with whom, streams, states, leaving early."""
+"""Custom loops on two ranks: which ranks share samples, streams, states, leaving early."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows_of(loader: Any) -> list[int]:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What it returns, or the message of the error."""
+    """The result of the call, or the message of its error."""
     try:
         return call()
     except ODBError as error:
@@ -62,7 +62,7 @@ def of_all(value: Any) -> list[Any]:
 
 
 def made_before_the_process_group(rank: int, kept: str) -> None:
-    """I2: rank and world size are those of the first batch, or of a process group of one's own."""
+    """I2: rank and world size are those at the first batch, or those of `process_group`."""
     dist.destroy_process_group()
     loader = ODBDataLoader(Rows(), shuffle=True, **SETTINGS)
     early = outcome(lambda: iter(loader))
@@ -74,7 +74,7 @@ def made_before_the_process_group(rank: int, kept: str) -> None:
         infos = [pop_step_info(batch) for batch in loader]
     assert sum(info.samples_all_ranks for info in infos) == NUM_ROWS and infos[-1].progress == 1.0
     assert all((info.is_idle, info.samples, info.loss_scale) == (True, 0, 0.0) for info in infos if not info.ids)
-    # Of these groups each rank is in one: it has all samples to itself, and asks nobody.
+    # Each rank is alone in one of these groups: it has all samples, and waits for no other rank.
     alone = [dist.new_group([0]), dist.new_group([1])]
     stranger = outcome(lambda: ODBDataLoader(Rows(), process_group=alone[1 - rank], **SETTINGS))
     assert stranger.startswith("process_group: this rank is not in it"), stranger
@@ -96,21 +96,21 @@ class PartOfAStream(IterableDataset):
 REFUSED = {
     "part of a stream": "iterate different streams.* already_split=True",
     "stream, said to be a part": "ranks iterate the same stream",
-    # Each rank would take its share of that part alone, and the rest would be lost without a word.
+    # Each rank would take its share of that part alone, and the rest would be lost.
     "part of the rows": "the ranks differ in what the first and the last row of the dataset say",
     "own order": "different orders",
 }
 
 
 def shares(rank: int, kept: str, num_workers: int) -> None:
-    """I1, I2, I11: no row is lost or trained on twice because of who shares it out: streams, samplers and datasets that
-    all ranks have alike, or of which each has a part."""
-    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
+    """I1, I2, I11: no row is lost or trained on twice: streams, samplers and datasets that are the same on all ranks,
+    or of which each rank has a part."""
+    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for a single one
     accelerator = Accelerator(cpu=True)
     own_order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist()
 
     def masked(k: int) -> Any:
-        """As a dataset that draws its masks at random, on each rank others."""
+        """An item with a random mask, different on each rank."""
         return item(k) | {"mask": [random.randrange(1000 * (rank + 1)) for _ in range(9)]}
 
     def ours(dataset: Any, **options: Any) -> Any:
@@ -131,7 +131,7 @@ def shares(rank: int, kept: str, num_workers: int) -> None:
         "part of the rows": lambda: ours(Subset(Rows(), range(rank, NUM_ROWS, 2))),
         "own order": lambda: of_torch(sampler=own_order),
     }
-    if num_workers:  # which would inherit what this process had opened to compare rows
+    if num_workers:  # workers must not inherit the file that was opened to compare rows
         loaders["opened file"] = lambda: ours(Opening())
 
     def rows(make: Callable[[], Any]) -> list[int]:
@@ -170,20 +170,20 @@ def saved_by_accelerate(rank: int, kept: str) -> None:
         accelerator.register_for_checkpointing(loader)
         accelerator.save_state(f"{kept}/registered")
         states = of_all(loader.state_dict())
-    found = []
+    resumed = []
     for keeps in ("prepared", "registered"):
         accelerator, loader = made(keeps)
         with loader:
             accelerator.load_state(f"{kept}/{keeps}")
-            found.append(rows_of(loader))
+            resumed.append(rows_of(loader))
             loader.load_state_dict(states[1 - rank])
-            found.append(rows_of(loader))
-    assert found == [found[0]] * 4 != [[]] * 4, found
-    assert every_row_once(*of_all(before), *of_all(found[0]))
+            resumed.append(rows_of(loader))
+    assert resumed == [resumed[0]] * 4 != [[]] * 4, resumed
+    assert every_row_once(*of_all(before), *of_all(resumed[0]))
 
 
 def under_deepspeed(rank: int, kept: str) -> None:
-    """I9: accelerate has it step in `backward`, with every micro-batch unless it is told."""
+    """I9: under accelerate DeepSpeed steps in `backward`, by default after every micro-batch."""
     os.environ["LOCAL_RANK"] = str(rank)
     config = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     config |= {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
@@ -208,7 +208,7 @@ def under_deepspeed(rank: int, kept: str) -> None:
 
 
 def flat_in_a_group(rank: int, kept: str) -> None:
-    """A model is tried by the ranks of the process group alone; the third rank does something else."""
+    """Only the ranks of the process group check the model; the third rank does something else."""
     group, started = dist.new_group([0, 1]), time.monotonic()
     if rank < 2:
         settings = SETTINGS | {"collate_fn": collate, "layout": "flat"}
@@ -231,7 +231,7 @@ def flat_in_a_group(rank: int, kept: str) -> None:
     ],
 )
 def test_several_ranks(function: Callable[..., None], options: dict[str, Any], tmp_path: Path) -> None:
-    """What the docstring of the function says."""
+    """See the docstring of the function."""
     if function is under_deepspeed:
         need("deepspeed")
     name = f"loop.test_own_loop_ranks:{function.__name__}"
@@ -268,7 +268,7 @@ def leaves_early(rank: int, how: str) -> Any:
 
 
 def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
-    """By garbage collection, which waits for no rank and calls no collective, by a generator that is closed, or by
+    """It leaves by garbage collection, which waits for no rank and calls no collective, by a closed generator, or by
     `sys.exit(0)`."""
     for how in ("garbage", "generator", "exit"):
         first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)

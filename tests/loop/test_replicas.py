@@ -1,4 +1,4 @@
-"""Replicas of several ranks (tensor parallel), and shards with replicas, in a loop of one's own: a mesh of 2 x 2."""
+"""Replicas of several ranks (tensor parallel), and shards with replicas, in a custom loop: a mesh of 2 x 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from odb_factory import ODBDataLoader, ODBError, pop_step_info
 SETTINGS = {"token_budget": 128, "batch_size": 4, "global_batch_size": 16, "collate_fn": pad, "shuffle": True}
 RELATIVE = 1e-5
 HALVES = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-"""Of a layer's MLP, one on each rank of a replica."""
+"""The halves of a layer's MLP, for the two ranks of a replica."""
 REFUSED = (({"tp_size": 4}, "process_group="), ({"dp_shard_size": 2, "cp_size": 2}, "context or sequence parallel"))
 """Meshes without data-parallel ranks, or whose ranks share the tokens of a sample."""
 
@@ -38,21 +38,21 @@ def on_mesh(**sizes: int) -> Any:
 
 
 def losses(accelerator: Accelerator, model: Any, group: Any, audit_dir: Path) -> list[float]:
-    """Of each optimizer step, over the data-parallel ranks."""
-    found, total, optimizer = [], torch.zeros(()), torch.optim.SGD(model.parameters(), lr=0.1)
+    """The loss of each optimizer step, over the data-parallel ranks."""
+    step_losses, total, optimizer = [], torch.zeros(()), torch.optim.SGD(model.parameters(), lr=0.1)
     with accelerator.prepare(ODBDataLoader(Rows(), audit_dir=audit_dir, **SETTINGS)) as loader:
         for batch in loader:
             info = pop_step_info(batch)
             loss = model(**batch).loss * info.loss_scale
-            loss.backward()  # gradients are averaged in each: their sum is what counts
+            loss.backward()  # DDP averages the gradients of each
             total += loss.detach()
             if info.ends_optimizer_step:
                 dist.all_reduce(total, group=group)
-                found.append(total.item() / dist.get_world_size(group))
+                step_losses.append(total.item() / dist.get_world_size(group))
                 optimizer.step()
                 optimizer.zero_grad()
                 total.zero_()
-    return found
+    return step_losses
 
 
 def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
@@ -71,25 +71,25 @@ def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
         parallelize_module(layer.mlp, mesh["tp"], HALVES)
     assert made.model.layers[0].mlp.up_proj.weight.to_local().shape[0] == made.config.intermediate_size // 2
     replicas, group = DistributedDataParallel(made, device_mesh=mesh["dp"]), mesh["dp"].get_group()
-    found = {"2 x 2": losses(accelerator, replicas, group, audit_of("2 x 2"))}
+    by_mesh = {"2 x 2": losses(accelerator, replicas, group, audit_of("2 x 2"))}
     mesh = on_mesh(dp_replicate_size=2, dp_shard_size=2)
     for layer in (*sharded.model.layers, sharded):
         fully_shard(layer, mesh=mesh["dp_replicate", "dp_shard"])
-    return found | {"shards": losses(accelerator, sharded, None, audit_of("shards"))}
+    return by_mesh | {"shards": losses(accelerator, sharded, None, audit_of("shards"))}
 
 
 def test_losses_are_those_of_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
-    """The plan is by data-parallel group, and so are the weights of the loss and the audit."""
-    audits, found = tmp_path / "audits", []
+    """The plan, the weights of the loss and the audit follow the data-parallel group."""
+    audits, by_rank = tmp_path / "audits", []
     for world_size in (2, 4):
         arguments = {"world_size": world_size, "limit_s": 120, "model": str(tiny_text), "audits": str(audits)}
         ended = run_ranks("loop.test_replicas:trains", tmp_path, **arguments)
-        found += [rank.value for rank in ended]
-    expected = found[0]["2 ranks"]
+        by_rank += [rank.value for rank in ended]
+    expected = by_rank[0]["2 ranks"]
     assert len(expected) > 3 and expected[0] > expected[-1]
-    for rank in found:
-        for name, its in rank.items():
-            assert its == pytest.approx(expected, rel=RELATIVE), name
+    for rank in by_rank:
+        for name, found_losses in rank.items():
+            assert found_losses == pytest.approx(expected, rel=RELATIVE), name
     for name, count in {"2 x 2": 2, "shards": 4}.items():
         files = sorted((audits / name).iterdir())
         assert [path.name for path in files] == [f"odb_audit_rank{rank}.jsonl" for rank in range(count)]
