@@ -102,7 +102,7 @@ class DrawnOrder(Sampler[int]):
                     self._order = self._draw()
                 self._states = random_states()
             self._drawn_epoch = self.epoch
-        return iter(self._order.tolist())
+        return iter(self._order)
 
     def _draw(self) -> np.ndarray:
         end = MAX_DRAWN + (length_of(self.sampler) or 0)
@@ -270,9 +270,9 @@ class ShardSampler(Sampler[int]):
         """Draws the order at once."""
         self.order = np.fromiter(self.sampler, np.int64)
         self.fingerprint = zlib.crc32(self.order.tobytes())
-        end = min(len(self.order), self.stop)
-        positions = itertools.takewhile(end.__gt__, self.start.positions(self.rank, self.world_size))
-        return map(int, self.order[list(positions)])
+        held, firsts = self.start.of_ranks(self.world_size)
+        rest = np.arange(firsts[self.rank], min(len(self.order), self.stop), self.world_size)
+        return map(int, self.order[np.append(held[self.rank], rest)])
 
     def compare(self, fingerprints: Sequence[int]) -> str | None:
         """Why the ranks, with these fingerprints, cannot continue; None if they can."""

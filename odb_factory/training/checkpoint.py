@@ -91,22 +91,37 @@ def go_to_checkpoint(loader: ODBLoader, checkpoint: Checkpoint, *, restarts_epoc
 
     restarts_epoch: go to the start of its epoch (`ignore_data_skip`). Raises `DataError` that names what differs.
     """
+    steps, epochs, an_epoch = checkpoint.optimizer_steps, checkpoint.epochs, loader.num_optimizer_steps
     if restarts_epoch:
-        steps, an_epoch = checkpoint.optimizer_steps, loader.num_optimizer_steps
-        epoch = int(checkpoint.epochs) if an_epoch is None else steps // max(an_epoch, 1)  # as the Trainer counts
+        epoch = int(epochs) if an_epoch is None else steps // max(an_epoch, 1)  # as the Trainer counts
         loader.go_to(epoch)
         logger.warning("ignore_data_skip: epoch %d is restarted, whatever was done of it", epoch)
         return float(epoch)
-    if checkpoint.saved is None:
+    if checkpoint.saved is not None:
+        try:
+            loader.load_state_dict(checkpoint.saved["data"])
+        except DataError as error:
+            raise DataError(f"{checkpoint.folder}: {error}.") from None
+        return epochs
+    # Stock has written it: its optimizer steps must be those of this run, so kept, and of as many samples.
+    num_samples, size = loader.num_samples, loader.global_batch_size
+    if an_epoch is None or num_samples is None or size is None:
         raise DataError(
-            f"{checkpoint.folder}: it was written without odb, so its place in the data is unknown; train without odb, "
-            "or set `ignore_data_skip: true` to restart the epoch."
+            f"{checkpoint.folder}: it was written without odb, which continues such a checkpoint only with kept "
+            "optimizer steps of a dataset with a length; set `ignore_data_skip: true` to restart the epoch."
         )
-    try:
-        loader.load_state_dict(checkpoint.saved["data"])
-    except DataError as error:
-        raise DataError(f"{checkpoint.folder}: {error}.") from None
-    return checkpoint.epochs
+    epoch, done = divmod(steps, max(an_epoch, 1))
+    expected = done * size / num_samples
+    # Stock counts epochs in micro-steps, of which the last may have fewer samples, and rounds.
+    if abs(epochs - epoch - expected) > expected * size / max(num_samples - size, 1) + 1e-6:
+        raise DataError(
+            f"{checkpoint.folder}: it was written without odb, and has {epochs:.4g} epochs in {steps} optimizer steps, "
+            f"which with {size} samples each are {epoch + expected:.4g}: set global_batch_size to the samples that an "
+            "optimizer step had, or `ignore_data_skip: true` to restart the epoch."
+        )
+    loader.go_to(epoch, done)
+    logger.info("%s was written without odb, with the same optimizer steps: training continues", checkpoint.folder.name)
+    return epochs
 
 
 def load_sharded_optimizer(trainer: Any, folder: Path) -> None:

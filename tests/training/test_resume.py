@@ -85,15 +85,17 @@ def test_a_run_can_be_made_longer(tiny_text, tmp_path) -> None:
     assert [rows_of(tmp_path, epoch) for epoch in range(2)] == [EVERY_ROW] * 2
 
 
-def test_a_checkpoint_of_stock_is_refused_unless_its_epoch_restarts(tiny_text, tmp_path) -> None:
+def test_a_checkpoint_of_stock_continues_with_the_same_optimizer_steps_alone(tiny_text, tmp_path) -> None:
     """Also if stock has resumed a checkpoint of odb and keeps the cursor of an older optimizer step."""
     train(tiny_text, tmp_path, block=BLOCK, stop=2, num_train_epochs=1)
     stock = train(tiny_text, tmp_path, resume=True, stop=5, num_train_epochs=1)
-    assert stock.state.global_step == 5
-    with pytest.raises(DataError, match="written without odb.*ignore_data_skip"):
-        train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
-    again = train(tiny_text, tmp_path, resume=True, block=BLOCK, ignore_data_skip=True, stop=6, num_train_epochs=1)
-    assert again.state.global_step == audit(tmp_path)[-1]["optimizer_step"] == 6
+    trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, stop=6, num_train_epochs=1)
+    assert (stock.state.global_step, trainer.state.global_step) == (5, 6)
+    assert audit(tmp_path)[-1]["optimizer_step"] == 6 and len(audit(tmp_path)) == 2 + 1
+    train(tiny_text, tmp_path / "other", stop=10, num_train_epochs=1, per_device_train_batch_size=4)
+    for block in (BLOCK, FILL):
+        with pytest.raises(DataError, match="checkpoint-10.*ignore_data_skip"):
+            train(tiny_text, tmp_path / "other", resume=True, block=block, num_train_epochs=1)
 
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
