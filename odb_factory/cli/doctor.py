@@ -95,7 +95,11 @@ def _checks_of_imports() -> Iterator[Check]:
         activation.activate()  # so that the hooks can be checked
     for name in filter(installed_version, ("torchvision", "torchaudio")):
         if error := _error_of_import(name):
-            yield "note", f"{name} does not fit this torch: {error}", 'pip install -U "torch<2.13" torchvision "torchaudio<2.11.1"'
+            yield (
+                "note",
+                f"{name} does not fit this torch: {error}",
+                'pip install -U "torch<2.13" torchvision "torchaudio<2.11.1"',
+            )
     if installed_version("llamafactory"):
         needed = [hook for hook in HOOKS if not hook.without]
         modules = dict.fromkeys(hook.module for hook in needed)
