@@ -97,7 +97,7 @@ def why_not_here(family: Family) -> str | None:
     if family.plugin not in PLUGINS or family.template not in TEMPLATES:
         return f"LLaMA-Factory {version('llamafactory')} has no {family.template}"
     try:
-        family.make(make_tokenizer(family))
+        PROCESSORS[family.template](make_tokenizer(family))
     except AttributeError as error:
         return f"transformers {version('transformers')} cannot build it: {error}"
     return None
