@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from odb_factory.errors import ConfigError as ConfigError
     from odb_factory.errors import DataError as DataError
     from odb_factory.errors import ODBError as ODBError
-    from odb_factory.loop.dataloader import ODBDataLoader as ODBDataLoader
-    from odb_factory.loop.dataloader import ODBHandle as ODBHandle
-    from odb_factory.loop.dataloader import ODBStepInfo as ODBStepInfo
-    from odb_factory.loop.dataloader import apply_odb as apply_odb
-    from odb_factory.loop.dataloader import pop_step_info as pop_step_info
-    from odb_factory.loop.dataloader import weighted_loss as weighted_loss
-    from odb_factory.loop.dataloader import without_logits as without_logits
+    from odb_factory.loader import ODBDataLoader as ODBDataLoader
+    from odb_factory.loader import ODBHandle as ODBHandle
+    from odb_factory.loader import ODBStepInfo as ODBStepInfo
+    from odb_factory.loader import apply_odb as apply_odb
+    from odb_factory.loader import pop_step_info as pop_step_info
+    from odb_factory.loader import weighted_loss as weighted_loss
+    from odb_factory.loader import without_logits as without_logits
     from odb_factory.model.unpad import unpad as unpad
     from odb_factory.planner import Collation as Collation
     from odb_factory.planner import Cost as Cost
@@ -37,19 +37,19 @@ _HOMES = {
     "Cost": "odb_factory.planner",
     "DataError": "odb_factory.errors",
     "ODBConfig": "odb_factory.config",
-    "ODBDataLoader": "odb_factory.loop.dataloader",
+    "ODBDataLoader": "odb_factory.loader",
     "ODBError": "odb_factory.errors",
-    "ODBHandle": "odb_factory.loop.dataloader",
-    "ODBStepInfo": "odb_factory.loop.dataloader",
+    "ODBHandle": "odb_factory.loader",
+    "ODBStepInfo": "odb_factory.loader",
     "ODBTrainer": "odb_factory.training.trainer",
     "ODBTrainerMixin": "odb_factory.training.trainer",
-    "apply_odb": "odb_factory.loop.dataloader",
+    "apply_odb": "odb_factory.loader",
     "enable_odb": "odb_factory.training.trainer",
     "plan_micro_batches": "odb_factory.planner.micro_batches",
-    "pop_step_info": "odb_factory.loop.dataloader",
+    "pop_step_info": "odb_factory.loader",
     "unpad": "odb_factory.model.unpad",
-    "weighted_loss": "odb_factory.loop.dataloader",
-    "without_logits": "odb_factory.loop.dataloader",
+    "weighted_loss": "odb_factory.loader",
+    "without_logits": "odb_factory.loader",
 }
 
 __all__ = ["__version__", *_HOMES]

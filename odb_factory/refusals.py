@@ -1,6 +1,6 @@
 """Settings that cannot work, as tables with a row for each.
 
-The tables: for the block in `odb_factory.config`, for a loop in `odb_factory.loop.dataloader`, for LLaMA-Factory's YAML
+The tables: for the block in `odb_factory.config`, for a loop in `odb_factory.loader`, for LLaMA-Factory's YAML
 in `odb_factory.llamafactory.block`, for every Trainer in `odb_factory.training.checks`.
 """
 

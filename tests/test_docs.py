@@ -18,7 +18,7 @@ from odb_factory.accounting import statistics
 from odb_factory.cli.main import COMMANDS
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured
-from odb_factory.loop.dataloader import ODBStepInfo
+from odb_factory.loader import ODBStepInfo
 from odb_factory.planner import Media
 
 ROOT = Path(__file__).parents[1]

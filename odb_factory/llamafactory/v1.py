@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import IGNORE_INDEX, ItemError, RowDropped, count_media, count_supervised
 from odb_factory.errors import ConfigError
+from odb_factory.loader import STEP_INFO_KEY, ODBDataLoader, pop_step_info
 from odb_factory.log import get_logger
-from odb_factory.loop.dataloader import STEP_INFO_KEY, ODBDataLoader, pop_step_info
 from odb_factory.model.check import (
     NUM_SAMPLES,
     Layout,

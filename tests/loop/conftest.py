@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState, GradientState
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """Log messages, without the line of the first step."""
-    monkeypatch.setattr("odb_factory.loop.dataloader.log_first_step", lambda *_, **__: None)
+    monkeypatch.setattr("odb_factory.loader.log_first_step", lambda *_, **__: None)
     return caplog
 
 
