@@ -475,9 +475,8 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
                 "dataloader_num_workers to 1 or more (LLaMA-Factory cuts the stream into that many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
-        rows = list(
-            itertools.islice(stream, ROWS_IN_HEAD)
-        )  # of every stream: a conversion error ends the training here
+        # Of every stream: a conversion error ends the training here.
+        rows = list(itertools.islice(stream, ROWS_IN_HEAD))
         _head[:] = _head or rows
         return stream
     if not len(dataset):

@@ -242,9 +242,8 @@ class MediaObserver:
         if any(media):
             inputs |= self.plugin.get_mm_inputs(*media, *([len(kind)] for kind in media), [input_ids], self.processor)
         if audios and hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
-            inputs.setdefault(
-                "image_grid_thw", torch.zeros((0, 3), dtype=torch.long)
-            )  # counts frames of audio without padding, as for every batch of such a model
+            # Frames of audio are then counted without padding, as for every batch of such a model.
+            inputs.setdefault("image_grid_thw", torch.zeros((0, 3), dtype=torch.long))
         self._answers.clear()
         return count_media(inputs, self.patch_size)
 
