@@ -163,7 +163,7 @@ class ReadBacks(TorchDispatchMode):
         while frame is not None and "transformers" not in frame.f_code.co_filename:
             frame = frame.f_back
         is_host = frame is not None and frame.f_code.co_name in ON_THE_HOST and "unique" not in name
-        is_host |= frame is not None and frame.f_back.f_code.co_name == "_hand_in_windows"  # odb calls it there
+        is_host |= frame is not None and frame.f_back.f_code.co_name == "hand_in_windows"  # odb calls it there
         if self.is_on and not is_host:
             line = "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             self.lines[line] += 1
