@@ -1,6 +1,6 @@
 """Train with stock LLaMA-Factory and with an `odb:` block, and compare the two (I9).
 
-`CELLS` of a test module name trainings; `run_cells` runs them on one or several ranks, `check_cell` compares.
+`CELLS` of a test module names the trainings; `run_cells` runs them on one or several ranks, `check_cell` compares them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from support import CHECKPOINTS, noise, read_jsonl, training_config
 from odb_factory import memory
 
 RELATIVE = 1e-5
-"""Largest difference of losses and weights (float32)."""
+"""Largest relative difference of losses and weights (float32)."""
 EXACT = 1e-12
-"""Largest difference of any other figure: the order of a sum may differ."""
+"""Largest relative difference of any other figure: the order of a sum may differ."""
 PREFERENCES = {"rewards/": 2e-4, "logps/": 2e-3, "kl": 2e-3, "odds_ratio_loss": 2e-4, "sft_loss": 2e-4}
 """Largest absolute differences of the figures of preference trainers: log-probabilities of about -100, and their
 differences."""
-BY_THE_CUT = ("logits/",)
+INCLUDE_PADDING = ("logits/",)
 """Figures that include padding."""
-OF_THE_CLOCK = ("runtime", "per_second", "flops_per")
+SPEED_FIGURES = ("runtime", "per_second", "flops_per")
 """Parts of the names of figures that depend on speed."""
 NUM_TRAINED, NUM_EVAL, NUM_PICTURES = 22, 4, 14
-"""With 2 x 3 pairs an optimizer step the last step of an epoch has stock micro-batches of 3 and of 1."""
+"""With 2 x 3 pairs per optimizer step, the last step of an epoch has stock micro-batches of 3 pairs and of 1."""
 ODB = {"token_budget": 640, "eval_token_budget": "auto", "audit": True}
-"""The budget holds all pairs of the last optimizer step, if they had the same weight."""
+"""The budget could hold all pairs of the last optimizer step in one micro-batch, if their weights were equal."""
 WHOLE: dict[str, dict[str, Any]] = {"pt": {"packing": False}}
 """Stock's argument for whole documents, which odb sets by itself."""
 ROWS = {"pt": "documents", "sft": "talks", "kto": "judged"}
 HEAD_BIAS = "v_head.summary.bias"
 """A reward model's loss depends on differences of scores: the gradient of the head's bias is rounding, which Adam turns
-into whole steps."""
+into full steps."""
 LIMIT_S = 240
 
 Config = Callable[..., dict[str, Any]]
@@ -61,7 +61,7 @@ class Training:
     """The results of a training.
 
     rows: for each optimizer step the sorted checksums of the rows of all ranks, without idle micro-batches.
-    num_micro_batches: of each optimizer step, on each rank.
+    num_micro_batches: per optimizer step, on each rank.
     log: the Trainer's log history. weights: as saved at the end. folders: the remaining checkpoints.
     engine: classes of the wrapped model and optimizer. audit: the lines of all ranks; empty for stock.
     """
@@ -97,7 +97,7 @@ class Deviation:
 
 
 def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
-    """Run real LLaMA-Factory on `config` to its end: in this process, or in others for several ranks or another
+    """Run real LLaMA-Factory on `config`: in this process, or in new processes for several ranks or another
     environment."""
     output_dir = Path(config["output_dir"])
     record = output_dir.with_name(f"{output_dir.name}_record")
@@ -147,10 +147,10 @@ def read(output_dir: Path, num_ranks: int) -> Training:
     rows: list[list[int]] = [[] for _ in ranks[0]]
     for rank, lines in enumerate(ranks):
         assert [len(line["micro_batches"]) for line in lines] == [len(line["micro_batches"]) for line in ranks[0]], "I1"
-        own = audit[rank] if audit and lines else []
-        of_steps = Counter(line["optimizer_step"] for line in own)
-        assert not own or [*of_steps.values()] == [len(line["micro_batches"]) for line in lines], "all are audited"
-        is_idle = iter([line["idle"] for line in own])
+        logs = audit[rank] if audit and lines else []
+        counts = Counter(line["optimizer_step"] for line in logs)
+        assert not logs or [*counts.values()] == [len(line["micro_batches"]) for line in lines], "all are audited"
+        is_idle = iter([line["idle"] for line in logs])
         for step, line in zip(rows, lines):
             for batch in line["micro_batches"]:
                 step.extend([] if next(is_idle, False) else batch)
@@ -173,21 +173,21 @@ def read(output_dir: Path, num_ranks: int) -> Training:
 
 
 def deviation(ours: Training, stock: Training) -> Deviation:
-    """Raises `AssertionError` if the two do not have the same figures at the same optimizer steps."""
+    """Compare two trainings; `AssertionError` if they do not log the same figures at the same optimizer steps."""
     losses: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
     figures, preferences = dict[str, float](), dict[str, float]()
     assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
-    for mine, its in zip(ours.log, stock.log):
-        names = {name for name in its if not name.startswith("odb/")}
-        assert {name for name in mine if not name.startswith("odb/")} == names
+    for our_entry, stock_entry in zip(ours.log, stock.log):
+        names = {name for name in stock_entry if not name.startswith("odb/")}
+        assert {name for name in our_entry if not name.startswith("odb/")} == names
         for name in names:
             figure, kind = name.removeprefix("eval_"), "loss" if name == "train_loss" else name
-            if any(part in name for part in OF_THE_CLOCK) or figure.startswith(BY_THE_CUT):
+            if any(part in name for part in SPEED_FIGURES) or figure.startswith(INCLUDE_PADDING):
                 continue
             prefix = next((prefix for prefix in PREFERENCES if figure.startswith(prefix)), None)
-            difference = _relative(mine[name], its[name])
+            difference = _relative(our_entry[name], stock_entry[name])
             if prefix is not None:
-                preferences[prefix] = max(preferences.get(prefix, 0.0), abs(mine[name] - its[name]))
+                preferences[prefix] = max(preferences.get(prefix, 0.0), abs(our_entry[name] - stock_entry[name]))
             elif kind in losses:
                 losses[kind] = max(losses[kind], difference)
             elif difference > EXACT:
@@ -197,16 +197,16 @@ def deviation(ours: Training, stock: Training) -> Deviation:
             figures[f"state.{name}"] = _relative(ours.state[name], stock.state[name])
     assert ours.weights.keys() == stock.weights.keys()
     weights = 0.0
-    if names := stock.weights.keys() - {HEAD_BIAS}:  # FSDP has saved none here
-        mine, its = (
+    if names := stock.weights.keys() - {HEAD_BIAS}:  # FSDP saves no weights here
+        our_vector, stock_vector = (
             torch.cat([run.weights[name].double().flatten() for name in sorted(names)]) for run in (ours, stock)
         )
-        weights = ((mine - its).norm() / its.norm()).item()
+        weights = ((our_vector - stock_vector).norm() / stock_vector.norm()).item()
     return Deviation(**losses, weights=weights, figures=figures, preferences=preferences)
 
 
-def _relative(one: float, other: float) -> float:
-    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
 
 
 def check_same_training(
@@ -215,18 +215,18 @@ def check_same_training(
     *,
     shards_parameters: bool = False,
     counts_other_tokens: bool = False,
-    of_all_ranks: bool = True,
+    compares_preferences: bool = True,
 ) -> Deviation:
     """I9: the same rows in every optimizer step, the same figures, the same model except for rounding.
 
-    shards_parameters: the Trainer counts FLOPs by the parameters that happen to be gathered, also in stock.
-    of_all_ranks: stock's figures of preferences include all ranks, so they can be compared.
+    shards_parameters: the Trainer counts FLOPs from the parameters that are gathered at that moment, also in stock.
+    compares_preferences: if stock's preference figures include all ranks.
     counts_other_tokens: tokens and FLOPs differ: odb counts the longer of the two rows of a KTO example, and another
-    batch size of stock pads to other lengths.
+    stock batch size pads to other lengths.
     """
     assert len(ours.rows) == len(stock.rows) > 0
-    for number, (mine, its) in enumerate(zip(ours.rows, stock.rows)):
-        assert mine == its, f"optimizer step {number} has other rows"
+    for number, (our_rows, stock_rows) in enumerate(zip(ours.rows, stock.rows)):
+        assert our_rows == stock_rows, f"optimizer step {number} has other rows"
     assert ours.learning_rates == stock.learning_rates, "to the last digit"
     assert all(tensor.dtype in (torch.float32, torch.float64) for tensor in stock.weights.values())
     differences = deviation(ours, stock)
@@ -234,10 +234,10 @@ def check_same_training(
     not_compared |= {"num_input_tokens_seen"} if counts_other_tokens else set()
     assert not {name.removeprefix("state.") for name in differences.figures} - not_compared, differences
     keys = ("current_steps", "total_steps", "percentage", "epoch")
-    mine, its = ([[line.get(key) for key in keys] for line in run.progress] for run in (ours, stock))
-    assert mine == its and ours.folders == stock.folders
+    our_progress, stock_progress = ([[line.get(key) for key in keys] for line in run.progress] for run in (ours, stock))
+    assert our_progress == stock_progress and ours.folders == stock.folders
     assert max(differences.loss, differences.eval_loss, differences.weights) < RELATIVE, differences
-    if of_all_ranks:
+    if compares_preferences:
         assert all(size < PREFERENCES[name] for name, size in differences.preferences.items()), differences
     return differences
 
@@ -272,17 +272,17 @@ class Cell:
 def run_cells(
     cells: Mapping[str, Cell], config_of: Config, folder: Path, num_ranks: int = 1, **more: Any
 ) -> dict[str, tuple[Training, Training]]:
-    """The trainings with odb and with stock of each cell: in this process, or in the processes of one launch. more:
-    arguments of `launch`."""
+    """Run each cell with odb and with stock, in this process or in the processes of one launch. more: arguments of
+    `launch`."""
     configs, folders, counted = [], {}, []
     for number, (name, cell) in enumerate(cells.items()):
         common = {"ddp_find_unused_parameters": cell.stage == "rm"} if num_ranks > 1 else {}
         common |= {"model": cell.model, "num_ranks": num_ranks, **cell.changes}
         folders[name] = folder / f"{number}_odb", folder / f"{number}_stock"
-        of_odb = {"odb": ODB | {"layout": "flat"} | dict(cell.block)}
-        of_stock = WHOLE.get(cell.stage, {}) | dict(cell.stock)
-        for output_dir, own in zip(folders[name], (of_odb, of_stock)):
-            configs.append(config_of(cell.stage, output_dir, **common | own))
+        odb_changes = {"odb": ODB | {"layout": "flat"} | dict(cell.block)}
+        stock_changes = WHOLE.get(cell.stage, {}) | dict(cell.stock)
+        for output_dir, changes in zip(folders[name], (odb_changes, stock_changes)):
+            configs.append(config_of(cell.stage, output_dir, **common | changes))
         counted += [configs[-2]["output_dir"]] if cell.counts_memory else []
     if num_ranks == 1:
         for config in configs:
@@ -297,22 +297,22 @@ def run_cells(
 def check_cell(
     name: str, cell: Cell, ours: Training, stock: Training, num_ranks: int = 1, shards_parameters: bool = False
 ) -> Deviation:
-    """The trainings are the same, and odb's micro-batches have several samples within their budgets; flat ones have no
-    padding."""
+    """Check that both trainings are the same, and that odb's micro-batches have several samples within their budgets;
+    flat micro-batches have no padding."""
     is_kto = cell.stage == "kto"
-    options = {"counts_other_tokens": is_kto or bool(cell.stock), "of_all_ranks": not is_kto or num_ranks == 1}
+    options = {"counts_other_tokens": is_kto or bool(cell.stock), "compares_preferences": not is_kto or num_ranks == 1}
     differences = check_same_training(ours, stock, shards_parameters=shards_parameters, **options)
     report(name, differences)
     several = [line for line in ours.audit if len(line["ids"]) > 1]
     assert several
     for line in ours.audit if cell.is_flat else ():
-        # KTO computes two rows of an example one after the other, and the longer row counts.
+        # KTO computes the two rows of an example one after the other; the audit has the length of the longer row.
         padding = line["length"] - sum(line["segments"])
         assert line["rows"] == 1 and (padding == 0 or (is_kto and padding > 0)), f"no padding: {line}"
     budget = dict(ODB) | dict(cell.block)
     assert all(line["rows"] * line["length"] <= budget["token_budget"] for line in several), "I4"
-    most = budget.get("max_patches")
-    assert most is None or 0 < max(line["patches"] for line in several) <= most, "I4"
+    max_patches = budget.get("max_patches")
+    assert max_patches is None or 0 < max(line["patches"] for line in several) <= max_patches, "I4"
     return differences
 
 
@@ -328,14 +328,14 @@ def configurations(models: Callable[[str], Path], rows_dir: Path) -> Config:
         steps |= {"num_train_epochs": 2, "gradient_accumulation_steps": 2}
         schedule = {"learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 2}
         evaluation = {"per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 3}
-        of_stage = {
+        stage_changes = {
             "stage": stage,
             "dataset": ROWS.get(stage, "pairs"),
             "include_num_input_tokens_seen": stage != "kto",
             "disable_gradient_checkpointing": stage != "sft" or not CHECKPOINTS,
         }
         return training_config(
-            models(model), rows_dir, output_dir, **of_stage | steps | schedule | evaluation | changes
+            models(model), rows_dir, output_dir, **stage_changes | steps | schedule | evaluation | changes
         )
 
     return config_of
@@ -404,7 +404,7 @@ def write_rows(folder: Path) -> Path:
 
 
 def with_media(row: dict[str, Any], column: str, files: list[Any]) -> dict[str, Any]:
-    """The conversation with a tag for each medium before its question."""
+    """A conversation with a tag for each medium before the question."""
     asked, answer = row["conversations"]
     asked = asked | {"value": f"<{column.removesuffix('s')}>" * len(files) + asked["value"]}
     return row | {"conversations": [asked, answer], column: files}

@@ -1,4 +1,4 @@
-"""Dataset, model and collator that LLaMA-Factory makes of a configuration."""
+"""Dataset, model and collator that LLaMA-Factory builds from a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamafactory.model import load_model, load_tokenizer
 
 @dataclass(frozen=True)
 class Stock:
-    """tokenizer_module: tokenizer and processor. datasets: of `get_dataset`. collator: as in `run_sft`."""
+    """tokenizer_module: tokenizer and processor. datasets: the result of `get_dataset`. collator: as in `run_sft`."""
 
     tokenizer_module: dict[str, Any]
     template: Any
@@ -22,7 +22,7 @@ class Stock:
 
 
 def load_data(config: dict[str, Any], stage: str = "sft") -> dict[str, Any]:
-    """The result of `get_dataset`, with the plugin if `config` has an `odb:` block, which is forgotten afterwards."""
+    """The result of `get_dataset`, with the plugin if `config` has an `odb:` block, which is then cleared."""
     model_args, data_args, training_args, _, _ = get_train_args(dict(config))
     tokenizer_module = load_tokenizer(model_args)
     template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)

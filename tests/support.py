@@ -1,4 +1,4 @@
-"""Helpers of the tests: datasets, configurations, runs of real LLaMA-Factory and their logs."""
+"""Test helpers: datasets, configurations, runs of real LLaMA-Factory and their logs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIMS), os.environ.
 os.environ["ODB_TEST_SHIM_DEEPSPEED_ON_GLOO"] = "1"  # see `shimmed`
 
 CHECKPOINTS = Version(version("transformers")) < Version("5.18")
-"""Whether LLaMA-Factory 0.9.5's gradient checkpointing works: stock itself fails with newer releases."""
+"""Whether LLaMA-Factory 0.9.5's gradient checkpointing works: stock fails with newer releases of transformers."""
 
 RUN_TIMEOUT_S = 240
 MARK = "ODB_TEST_RUN"
-"""An environment variable of all processes of a run; torchrun puts each rank into a session of its own."""
+"""An environment variable that marks all processes of a run: torchrun starts each rank in its own session."""
 
 
 def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Path:
@@ -62,7 +62,7 @@ def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Pa
 
 
 def noise(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    """A grey picture of noise, width x height; the same in each run, unlike Pillow's `effect_noise`."""
+    """A grey noise image, width x height; identical in each run, unlike Pillow's `effect_noise`."""
     values = np.random.default_rng(seed).normal(128, 60, size[::-1])
     return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
@@ -125,12 +125,12 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 WAITS += ("repeat_interleave",)
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 ON_THE_HOST = ("fast_pos_embed_interpolate", "get_window_index", "get_vision_window_index")
-"""Functions of transformers that read tensors which are on the host also on a machine with a GPU."""
+"""Functions of transformers that read host tensors, also on a machine with a GPU."""
 
 
 class ReadBacks(TorchDispatchMode):
-    """Counts by line, while `is_on`, operations that wait for a GPU: reads of values, and results whose size only the
-    device knows."""
+    """Counts per source line, while `is_on`, the operations that wait for a GPU: reads of values, and results whose
+    size depends on values on the device."""
 
     def __init__(self, is_on: bool = True):
         super().__init__()
@@ -163,14 +163,14 @@ class ReadBacks(TorchDispatchMode):
         while frame is not None and "transformers" not in frame.f_code.co_filename:
             frame = frame.f_back
         is_host = frame is not None and frame.f_code.co_name in ON_THE_HOST and "unique" not in name
-        is_host |= frame is not None and frame.f_back.f_code.co_name == "hand_in_windows"  # odb calls it there
+        is_host |= frame is not None and frame.f_back.f_code.co_name == "hand_in_windows"  # odb calls on the host
         if self.is_on and not is_host:
             line = "?" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             self.lines[line] += 1
 
 
 def free_port() -> int:
-    """A free port below 32,768, from where the kernel takes ports for any connection."""
+    """A free port below 32,768, where the ephemeral ports of the kernel begin."""
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -179,26 +179,26 @@ def free_port() -> int:
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A cache that also remembers errors, so that a slow failure is not repeated for each cell."""
-    made: dict[tuple[Any, ...], tuple[Any, BaseException | None]] = {}
+    """Cache results and errors of `make`, so that a slow failure is not repeated for each cell."""
+    cache: dict[tuple[Any, ...], tuple[Any, BaseException | None]] = {}
 
     @functools.wraps(make)
-    def known(*args: Any) -> Any:
-        if args not in made:
+    def cached(*args: Any) -> Any:
+        if args not in cache:
             try:
-                made[args] = make(*args), None
+                cache[args] = make(*args), None
             except BaseException as error:
-                made[args] = None, error
-        value, error = made[args]
+                cache[args] = None, error
+        value, error = cache[args]
         if error is not None:
             raise error
         return value
 
-    return known
+    return cached
 
 
 def shimmed(name: str) -> dict[str, str]:
-    """The environment in which every process first imports this module of SHIMS."""
+    """Environment variables with which every process first imports this module of SHIMS."""
     return {f"ODB_TEST_SHIM_{name.upper()}": "1"}
 
 
@@ -235,7 +235,7 @@ def marked_processes(mark: str) -> dict[int, list[str]]:
 def end_of(
     words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with its output; none of its processes outlives the call."""
+    """Run a command to its end and capture its output; none of its processes outlives the call."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         words,
@@ -280,7 +280,7 @@ def end_marked_processes(mark: str) -> None:
 
 
 def proc_words(pid: int, file: str) -> list[str]:
-    """The words of a file of /proc in which a zero ends each word; none if the process is gone."""
+    """The words of a /proc file with NUL-terminated words; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").split("\0")[:-1]
     except (FileNotFoundError, ProcessLookupError, PermissionError):

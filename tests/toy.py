@@ -1,5 +1,5 @@
-"""Samples whose values show their row: datasets, a collator and the core's loader, which worker processes of any start
-method can import."""
+"""Samples whose token ids identify their row: datasets, a collator and the core's loader, which worker processes of any
+start method can import."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NUM_ROWS = 60
 
 
 def item(k: int) -> dict[str, Any]:
-    """Row k: 2 to 40 times the id k + 1, so that a batch shows its rows."""
+    """Row k: 2 to 40 copies of the id k + 1, which identifies the row in a batch."""
     ids = [k + 1] * (2 + k * 7 % 39)
     return {"input_ids": ids, "labels": ids}
 
 
 class Rows(Dataset):
-    """`make(k)` is item k."""
+    """A dataset whose item k is `make(k)`."""
 
     def __init__(self, make: Any = item, num_rows: int = NUM_ROWS):
         self.make, self.num_rows = make, num_rows
@@ -46,7 +46,7 @@ class Rows(Dataset):
 
 
 class Opening(Rows):
-    """Must be read by a single process, like an open file."""
+    """A dataset that only one process may read, like an open file."""
 
     opened_by: int | None = None
 
@@ -62,7 +62,7 @@ class Stream(IterableDataset):
 
 
 def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Collates two keys, and drops all others."""
+    """Collate `input_ids` and `labels`, and drop all other keys."""
     rows = [np.asarray(item["input_ids"]).reshape(-1) for item in items]
     length = max(map(len, rows))
     padded = np.stack([np.pad(row, (0, length - len(row))) for row in rows])
@@ -79,9 +79,9 @@ def cost_of(size: int | Cost) -> Cost:
 
 
 class Observer:
-    """Observes rows (number, tokens or cost, fate): every id of row k is k + 1. A row without tokens is dropped.
+    """Observer of rows (number, tokens or cost, fate): every id of row k is k + 1. A row without tokens is dropped.
 
-    hangs: the (row, epoch) that never returns.
+    hangs: the (row, epoch) whose observation never returns.
     """
 
     def __init__(self, hangs: tuple[int, int] | None = None):
@@ -110,7 +110,7 @@ class Observer:
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """`pad`, unless the fate of a row is an error."""
+    """`pad`; raises the error that is the fate of a row."""
     fates = {item["fate"] for item in items}
     if "uncollatable" in fates:
         raise OSError("image file is truncated\nat byte 17")
@@ -129,17 +129,17 @@ def core_loader(
     resolved: str | None = None,
     **options: Any,
 ) -> Iterator[ODBLoader]:
-    """`ODBLoader` over rows (of `Observer`, or only lengths), closed at the end.
+    """`ODBLoader` over rows (rows of `Observer`, or only lengths), closed at the end.
 
-    stream: an iterable dataset, in place of `rows`. resolved: the resolved `layout`. options: of the config (default:
-    `fill`), of `OptimizerStepRule`, `DataLoaderParts` and `ODBLoader`.
+    stream: an iterable dataset that replaces `rows`. resolved: the resolved `layout`. options: fields of `ODBConfig`
+    (default: `fill`), `OptimizerStepRule` and `DataLoaderParts`, and arguments of `ODBLoader`.
     """
 
-    def of(kind: Any) -> dict[str, Any]:
+    def take(kind: Any) -> dict[str, Any]:
         return {key: options.pop(key) for key in kind.__dataclass_fields__ if key in options}
 
-    config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False} | of(ODBConfig)
-    rule = OptimizerStepRule(**of(OptimizerStepRule))
+    config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False} | take(ODBConfig)
+    rule = OptimizerStepRule(**take(OptimizerStepRule))
     parts: dict[str, Any] = {
         "dataset": [row if isinstance(row, tuple) else (k, row) for k, row in enumerate(rows)],
         "sampler": range(len(rows)),
@@ -149,7 +149,7 @@ def core_loader(
         parts["sampler"] = SeedableRandomSampler(rows, generator=torch.Generator(), data_seed=seed)  # type: ignore[arg-type]
     if stream is not None:
         parts |= {"dataset": stream, "sampler": None, "already_split": stream.is_split}
-    parts |= of(DataLoaderParts)
+    parts |= take(DataLoaderParts)
     if parts.get("num_workers"):
         parts = {"multiprocessing_context": "fork"} | parts
     layout: Any = resolved or config.get("layout", "padded")
@@ -162,7 +162,7 @@ def core_loader(
 
 
 def a_micro_batch(**changes: Any) -> MicroBatch:
-    """A micro-batch of two samples: the only one of the only optimizer step of its epoch."""
+    """A micro-batch of two samples: the only micro-batch of the only optimizer step of its epoch."""
     totals: dict[str, Any] = {"samples": 2, "tokens": 5, "padded_tokens": 6, "units": 3, "active_ranks": 1}
     place: dict[str, Any] = {"epoch": 0, "index": 0, "num_micro_batches": 1, "done": 2, "progress": 1.0, "last": True}
     place |= {"rejected": Counter(), "overlong": 0, "remainder": 0, "epoch_steps": 1}

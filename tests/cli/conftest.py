@@ -14,7 +14,7 @@ TIMEOUT_S = 180
 
 
 class Command:
-    """`odb-factory ARGUMENTS` in a process group of its own, started at once; `end` waits for it."""
+    """`odb-factory ARGUMENTS` in its own process group, started at once; `end` waits for it."""
 
     def __init__(self, *arguments: str, cwd: Path | None = None, **environment: str):
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`odb-factory compare`: the folders of real trainings, and broken ones."""
+"""`odb-factory compare`: the folders of real trainings, and broken folders."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STATE = {"global_step": 1, "max_steps": 2, "log_history": []}
 
 @pytest.fixture(scope="session")
 def folders(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Of a training with odb and of stock."""
-    found = []
+    """The output folders of a training with odb and of a stock training."""
+    paths = []
     for name, block in (("odb", {"token_budget": 256}), ("stock", None)):
         folder = tmp_path_factory.mktemp("runs") / name
         options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "save_strategy": "epoch"}
         trainer = make(tiny_text, folder, block=block, **options)
         trainer.train()
         trainer.save_state()
-        found.append(str(folder))
-    return found[0], found[1]
+        paths.append(str(folder))
+    return paths[0], paths[1]
 
 
 def compare(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[str, str]:
@@ -38,17 +38,17 @@ def compare(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[str, str]:
 
 
 def test_two_trainings_as_json(folders: tuple[str, str], capsys) -> None:
-    found = json.loads(compare(capsys, *folders, "--json")[0])
-    figures = found["figures"]
+    output = json.loads(compare(capsys, *folders, "--json")[0])
+    figures = output["figures"]
     states = [json.loads(Path(folder, "trainer_state.json").read_text()) for folder in folders]
     assert figures["optimizer steps"] == [8, 8] == [state["global_step"] for state in states]
     losses = [[entry["loss"] for entry in state["log_history"] if "loss" in entry] for state in states]
-    assert figures["last loss"] == [of_run[-1] for of_run in losses]
+    assert figures["last loss"] == [run_losses[-1] for run_losses in losses]
     mean = sum(abs(a - b) for a, b in zip(*losses)) / 8
     assert figures["mean loss difference"] == [None, pytest.approx(mean)] and 0 < mean < 1e-4
     assert figures["train_runtime"] == [state["log_history"][-1]["train_runtime"] for state in states]
     assert figures["odb/tokens_per_second"][0] > 0 and figures["odb/tokens_per_second"][1] is None
-    assert found["differences"] == {"odb": ["on", None]}
+    assert output["differences"] == {"odb": ["on", None]}
     assert not any(list(Path(folder).glob("*.html")) for folder in folders)
 
 
@@ -61,7 +61,7 @@ def texts_of(page: Path) -> set[str]:
 
 
 def test_the_page_has_the_table_and_the_curves(folders, tmp_path: Path, capsys) -> None:
-    """A run that is named with HTML, colours of a terminal and mathematics; the other one is under way."""
+    """One run has HTML, terminal colours and mathematics in its name; the other run has not ended."""
     evil, running = tmp_path / "<script>\x1b[31m $x_", tmp_path / "running"
     for folder, source in zip((evil, running), folders):
         folder.mkdir()
@@ -139,7 +139,7 @@ def test_without_matplotlib_the_table_alone(folders, capsys, monkeypatch: pytest
 
 
 def test_a_reader_that_stops_is_no_error(folders) -> None:
-    """As `odb-factory compare A B | head -1` does."""
+    """For example `odb-factory compare A B | head -1`."""
     command = [sys.executable, "-u", "-m", "odb_factory.cli.main", "compare", *folders]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None

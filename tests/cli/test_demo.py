@@ -1,4 +1,4 @@
-"""`odb-factory demo`: both trainings run, with the same losses; a training that fails is one line."""
+"""`odb-factory demo`: both trainings run, with the same losses; a training that fails ends in one line."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ AUDIO, TORCH = ("torchaudio.py", "raise OSError('libaudio')"), ("torch.py", "rai
 AUTOLOAD, DISABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD", "ODB_FACTORY_DISABLE"
 
 CASES = {
-    # files on sys.path, environment, exit code, status of the checks that name a word
+    # files on sys.path, environment, exit code, status of the checks that contain a word
     "sound": ((OTHER,), {}, 0, {"online-dynamic-batching": "note", "import torch": "ok", "are hooked": "ok"}),
     "autoload off": ((OLD,), {AUTOLOAD: "0"}, 1, {AUTOLOAD: "problem", "0.9.3": "problem", "are hooked": "ok"}),
     "broken media": ((AUDIO,), {}, 1, {"torchaudio does not fit": "note", "be imported: llamafactory": "problem"}),
@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def doctors(odb_factory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess]:
-    """The command in each environment, side by side, in a working folder with a file that has a package's name."""
+    """Run the command in all environments at once, in a working folder with a file that is named like a package."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "torch.py").write_text(TORCH[1])
     started = {}
@@ -54,6 +54,6 @@ def test_every_defect_is_named_with_a_fix(doctors: dict[str, CompletedProcess], 
     assert all(check["fix"] for check in checks if check["status"] == "problem")
 
 
-def test_text_has_a_line_a_check_and_a_verdict(odb_factory, tmp_path: Path) -> None:
+def test_text_has_a_line_per_check_and_a_verdict(odb_factory, tmp_path: Path) -> None:
     lines = odb_factory("doctor", cwd=tmp_path).end().stdout.splitlines()
     assert any("kernel" in line or "sdpa" in line for line in lines) and "ready" in lines[-1]

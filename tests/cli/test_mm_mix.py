@@ -1,4 +1,4 @@
-"""The built-in MM-Mix has the shape it claims and says only what is true."""
+"""The built-in MM-Mix has the documented lengths, and its answers are true."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(folder: Path, name: str = "mm_mix") -> list[dict]:
 
 
 def test_rows_are_well_formed_and_true(mix: Path) -> None:
-    """A placeholder for each picture, roles in turn, every file there, sizes as answered."""
+    """A placeholder for each picture, alternating roles, no missing file, true sizes in the answers."""
     sizes = set()
     for row in load(mix) + load(mix, "mm_mix_val"):
         contents = [message["content"] for message in row["messages"]]

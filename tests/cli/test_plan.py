@@ -1,4 +1,4 @@
-"""`odb-factory plan`: its figures are those of the training, its recommendation those of its table."""
+"""`odb-factory plan`: its figures agree with the training, and its recommendation with its table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILL = {"global_batch_size": "fill"}
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_process_of_its_own() -> Iterator[None]:
+def restored_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -45,7 +45,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture) -> Plan:
-    """`plan(config, "--ranks", "2")`: the figures that it prints."""
+    """`plan(config, "--ranks", "2")`: the printed figures."""
 
     def plan(config: dict[str, Any], *arguments: str) -> dict[str, Any]:
         path = tmp_path / "my.yaml"
@@ -61,8 +61,8 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture) -> Plan:
     ("stage", "dataset", "layout"),
     [("sft", "talks", "flat"), ("pt", "documents", "padded"), ("dpo", "pairs", "padded"), ("kto", "judged", "padded")],
 )
-def test_the_plan_is_that_of_the_training(stage, dataset, layout, plan, tiny_text, rows_dir, tmp_path) -> None:
-    """K and padding, to rounding, of rows in the order of the data set."""
+def test_the_plan_agrees_with_the_training(stage, dataset, layout, plan, tiny_text, rows_dir, tmp_path) -> None:
+    """K and padding, except for rounding, with rows in the order of the data set."""
     block = {"token_budget": 300, "layout": layout}
     config = training_config(tiny_text, rows_dir, tmp_path / "out", stage=stage, dataset=dataset, odb=block, **BATCHES)
     if stage == "pt":
@@ -124,7 +124,7 @@ def test_a_training_for_another_machine(tiny_text, uneven, tmp_path, monkeypatch
     assert memory is not None and shared is not None and shared[0] < memory[0] and shared[1:] == memory[1:]
 
 
-def test_memory_is_near_what_one_gpu_measured(tiny_text, uneven, tmp_path) -> None:
+def test_memory_is_near_the_measurement_on_one_gpu(tiny_text, uneven, tmp_path) -> None:
     """Qwen3-1.7B in pure bf16, 16,384 tokens: 17.4 GiB on an H200; stock, one row of 8,192 tokens: 27.8 GiB."""
     from transformers import Qwen3Config
 
@@ -136,9 +136,9 @@ def test_memory_is_near_what_one_gpu_measured(tiny_text, uneven, tmp_path) -> No
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     memory = memory_of(read(tmp_path / "my.yaml"))
     assert memory is not None
-    fixed, a_token, logits = memory
-    assert (fixed + 16384 * a_token) / 2**30 == pytest.approx(17.4, rel=0.1)
-    assert (fixed + 8192 * (a_token + logits)) / 2**30 == pytest.approx(27.8, rel=0.1)
+    fixed, per_token, logits = memory
+    assert (fixed + 16384 * per_token) / 2**30 == pytest.approx(17.4, rel=0.1)
+    assert (fixed + 8192 * (per_token + logits)) / 2**30 == pytest.approx(27.8, rel=0.1)
 
 
 def test_a_stream_and_rows_that_are_left_out(plan, tiny_text, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""The tiny models load offline as real ones do, and their parts agree with one another."""
+"""The tiny models load offline like real models, and their parts agree."""
 
 from __future__ import annotations
 

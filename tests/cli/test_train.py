@@ -1,4 +1,4 @@
-"""`odb-factory` and `odb-factory train`: the explicit way in trains with odb where torch does not activate it."""
+"""`odb-factory` and `odb-factory train`: the explicit command trains with odb if torch does not activate it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def workplace(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainings(odb_factory, workplace: Path) -> dict[str, subprocess.CompletedProcess]:
-    """Real runs side by side: two of two optimizer steps, with torch's own activation switched off; one refused."""
+    """Real runs at the same time: two of two optimizer steps, with torch's activation switched off; a refused run."""
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     two_steps = ("max_steps=2", "gradient_accumulation_steps=1", "odb.token_budget=512")
     started = {
@@ -87,14 +87,14 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train"]])
-def test_what_is_not_understood_exits_with_2(arguments: list[str]) -> None:
+def test_unknown_arguments_exit_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
 
 
 def test_start_imports_nothing_heavy() -> None:
-    """So every command starts in a moment."""
+    """Every command starts fast."""
     code = "import sys; from odb_factory.cli.main import main; main(['compare', 'nowhere']); print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     heavy = {"torch", "transformers", "llamafactory", "rich", "numpy", "matplotlib"}

@@ -1,4 +1,4 @@
-"""Processes that are forked from a server with the imports done: imports take most of the time of a rank of a test.
+"""Processes forked from a server that has done the imports, which take most of the time of a rank in a test.
 
 `start` sends a request to the server, which imports the modules of the request and forks. The child leads a process
 group, has the environment of the request, and ends like any Python process, with its atexit functions and threads,
@@ -81,12 +81,12 @@ def serve(answers: int) -> dict[str, Any] | None:
     """
     alive: dict[int, str] = {}
     while True:
-        is_asked, *_ = select.select([sys.stdin], [], [], POLL_S if alive else None)
+        has_request, *_ = select.select([sys.stdin], [], [], POLL_S if alive else None)
         for pid in list(alive):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 Path(alive.pop(pid)).write_text(str(os.waitstatus_to_exitcode(status)))
-        if not is_asked:
+        if not has_request:
             continue
         line = sys.stdin.readline()
         if not line:
@@ -108,7 +108,7 @@ def serve(answers: int) -> dict[str, Any] | None:
 
 
 def run(request: dict[str, Any]) -> None:
-    """In the child."""
+    """Run a request in the child."""
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -121,7 +121,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
+    sys.path.remove(str(Path(__file__).parent))  # its modules are imported as distributed.*
     faulthandler.enable()
     gc.disable()  # the server only imports
     answers = os.dup(1)

@@ -32,21 +32,21 @@ def check_audits(
 ) -> None:
     """I1, I2, I4, I7 and the weights. ids: the usable rows.
 
-    accumulation, batch: micro-batches of an optimizer step of stock on each rank, and their rows. fill: an optimizer
+    accumulation, batch: stock's micro-batches per optimizer step and rank, and their rows. fill: an optimizer
     step has `accumulation` micro-batches of the budget.
     """
     steps = _optimizer_steps(audits)
     assert sorted(steps) == list(range(1, len(steps) + 1))
-    for number, of_ranks in steps.items():
-        lengths = [len(lines) for lines in of_ranks]
+    for number, by_rank in steps.items():
+        lengths = [len(lines) for lines in by_rank]
         assert len(set(lengths)) == 1, f"I1, micro-batches of optimizer step {number} on each rank: {lengths}"
-        for lines in of_ranks:
+        for lines in by_rank:
             assert [line["micro_batch"] for line in lines] == list(range(lengths[0]))
             assert all(line["micro_batches"] == lengths[0] for line in lines)
     by_epoch = [[s for s in steps.values() if s[0][0]["epoch"] == epoch] for epoch in range(epochs)]
     assert sum(map(len, by_epoch)) == len(steps)
-    for of_epoch in by_epoch:
-        sizes = [len(s[0]) if fill else sum(len(line["ids"]) for lines in s for line in lines) for s in of_epoch]
+    for epoch_steps in by_epoch:
+        sizes = [len(s[0]) if fill else sum(len(line["ids"]) for lines in s for line in lines) for s in epoch_steps]
         size = accumulation * (1 if fill else batch * len(audits))
         assert all(0 < count <= size for count in sizes), f"I9, {sizes} of {size}"
         assert sum(size - count for count in sizes[:-1]) <= 0, f"I9, {sizes} of {size}"
@@ -65,8 +65,8 @@ def check_audits(
             idle = [line["idle"] for line in audit if line["epoch"] == epoch]
             assert not fill or idle == sorted(idle), f"I7, rank {rank} idles before its end in epoch {epoch}: {idle}"
 
-    for number, of_ranks in steps.items():
-        lines = [line for lines in of_ranks for line in lines]
+    for number, by_rank in steps.items():
+        lines = [line for lines in by_rank for line in lines]
         if any(isinstance(line["weight"], list) for line in lines):
             continue  # samples have different weights, and the audit has no units of each sample
         assert sum(line["weight"] for line in lines) / len(audits) == pytest.approx(1), f"optimizer step {number}"

@@ -1,7 +1,7 @@
 """Runs of the real `llamafactory-cli train` with several ranks, from one or more launchers ("nodes").
 
 Every process of a run has a mark in its environment, also its ranks and their workers: torchrun puts each rank into
-another session, so a process group would not find them.
+another session, so a process group does not contain them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Node:
-    """The place of one launcher: a command in front of it, and its environment."""
+    """The launcher of a node: a command in front of the launcher, and its environment."""
 
     prefix: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Marked:
         return marked_processes(self.mark)
 
     def rank_pid(self, rank: int) -> int:
-        """The main process of a rank; there must be one."""
+        """The main process of a rank, which must exist."""
         ranks = {pid for pid in self.processes() if f"RANK={rank}" in proc_words(pid, "environ")}
         return next(pid for pid in ranks if parent(pid) not in ranks)
 
@@ -112,7 +112,7 @@ class Marked:
                 pytest.fail(f"no end within {timeout_s} s; alive until killed:\n{hung}\n{self.so_far()}")
 
     def kill(self) -> None:
-        """End every process of the run, stopped ones too; by their ids."""
+        """End every process of the run by its id, also stopped processes."""
         end_marked_processes(self.mark)
         for launcher in self.launchers:
             launcher.wait(10)
@@ -147,9 +147,9 @@ class Run(Marked):
         }
         try:
             for number, node in enumerate(nodes):
-                mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
+                node_env = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
                 words = [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path)]
-                self.launch(words, self.folder / f"launcher{number}.log", common | mine | node.env | dict(env))
+                self.launch(words, self.folder / f"launcher{number}.log", common | node_env | node.env | dict(env))
         except BaseException:
             self.kill()
             raise
@@ -161,11 +161,11 @@ class Run(Marked):
     def so_far(self) -> Ended:
         launchers = [(self.folder / f"launcher{n}.log").read_text() for n in range(len(self.launchers))]
         codes = [launcher.poll() for launcher in self.launchers]
-        ranks = [self.said(rank) for rank in range(self.num_ranks)]
+        ranks = [self.output(rank) for rank in range(self.num_ranks)]
         return Ended(codes, ranks, launchers)
 
-    def said(self, rank: int) -> str:
-        """The output of a rank until now, stdout and then stderr."""
+    def output(self, rank: int) -> str:
+        """The output of a rank so far, stdout and then stderr."""
         per_node = self.num_ranks // len(self.launchers)
         node, local = divmod(rank, per_node)
         files = sorted((self.folder / f"node{node}").glob(f"*/attempt_0/{local}/std*.log"), reverse=True)
@@ -173,7 +173,7 @@ class Run(Marked):
 
     def wait_for(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Return once a rank has written `text`."""
-        self.wait_until(lambda: text in self.said(rank), f"rank {rank} never wrote {text!r}", timeout_s)
+        self.wait_until(lambda: text in self.output(rank), f"rank {rank} never wrote {text!r}", timeout_s)
 
 
 def parent(pid: int) -> int:

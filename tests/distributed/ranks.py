@@ -1,4 +1,4 @@
-"""Ranks without a training: processes that each run one function, and a toy loader for it."""
+"""Ranks without a training: processes that each run one function, and a toy loader for such a function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from odb_factory.data.ranks import Ranks
 
 TESTS = Path(__file__).parents[1]
 GROUP_TIMEOUT = "ODB_TEST_GROUP_TIMEOUT"
-"""In the environment: the timeout of the default process group (seconds), as `ddp_timeout` sets it."""
+"""Environment variable: the timeout of the default process group (seconds), as set by `ddp_timeout`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Outcome:
 
     returncode: int
     value: Any
-    said: str
+    output: str
 
 
 def run_ranks(
@@ -52,7 +52,7 @@ def run_ranks(
     env: Mapping[str, str] = {},
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Run `module:function(rank, **kwargs)` in one process a rank, with gloo between them.
+    """Run `module:function(rank, **kwargs)` in one process per rank, connected by gloo.
 
     kwargs and the returned value have JSON types. Fails the test if a rank has not ended in time, or has failed (unless
     it `may_fail`). env: in addition to the environment of this process.
@@ -90,12 +90,12 @@ def run_ranks(
     finally:
         for process in processes:
             _kill_group(process)
-    said = [log.read_text(errors="replace") for log in logs]
+    outputs = [log.read_text(errors="replace") for log in logs]
     if hung:
-        pytest.fail(f"ranks {hung} did not end within {limit_s} s:\n" + "\n".join(text[-4000:] for text in said))
+        pytest.fail(f"ranks {hung} did not end within {limit_s} s:\n" + "\n".join(text[-4000:] for text in outputs))
     values = [json.loads(path.read_text()) if path.exists() else None for path in results]
-    assert may_fail or not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in said)
-    return [Outcome(process.returncode, *rest) for process, *rest in zip(processes, values, said)]
+    assert may_fail or not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in outputs)
+    return [Outcome(process.returncode, *rest) for process, *rest in zip(processes, values, outputs)]
 
 
 def _kill_group(process: forks.Forked) -> None:
@@ -119,9 +119,9 @@ def toy_loader(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> AbstractContextManager[ODBLoader]:
-    """Rows of 2 to 40 tokens, dealt out in turn. bad: a row that cannot be collated; hangs: of `Observer`."""
+    """Rows of 2 to 40 tokens, dealt out in turn. bad: a row that cannot be collated; hangs: as in `Observer`."""
     rows = [(k, 2 + k * 7 % 39, "uncollatable" if k == bad else "") for k in range(num_rows)]
-    if "stock_mean" in options:  # JSON knows its name only
+    if "stock_mean" in options:  # JSON has only its name
         options["stock_mean"] = StockMean(options["stock_mean"])
     defaults = {"num_workers": 1, "persistent_workers": True, "accumulation": 2, "seed": 0}
     observer, ranks = Observer(tuple(hangs) if hangs else None), Ranks(process_group, timeout_s)

@@ -24,7 +24,7 @@ def row(words: int, images: list[str] | None = None, videos: list[list[str]] | N
 
 
 def write_uneven_rows(folder: Path, num_rows: dict[str, int]) -> Path:
-    """Rows of 3 to 100 words, no two of a dataset alike; in `mixed` and `pictures` some have one picture or two."""
+    """Rows of 3 to 100 words, all different in a dataset; some of `mixed` and `pictures` have one or two pictures."""
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
         noise(size).convert("RGB").save(folder / f"{name}.png")
     rows = {

@@ -56,7 +56,7 @@ MAY_DIFFER = {"exchange_timeout_s": 30, "audit": False}, {"exchange_timeout_s": 
 
 
 def each_difference(rank: int, *, differences: list[tuple[dict, dict]]) -> list[dict[str, Any]]:
-    """One after the other in the same processes: after a failed agreement the ranks can begin again."""
+    """Take all epochs in the same processes: after a failed agreement the ranks can start again."""
     return [take_epoch(**pair[rank]) for pair in differences]
 
 
@@ -71,14 +71,14 @@ def test_settings_that_differ(tmp_path: Path) -> None:
             assert words in value["error"] and "\n" not in value["error"] and len(value["error"]) < 1200, value
 
 
-def kept(rank: int, **options: Any) -> dict[str, Any]:
+def take_kept_epoch(rank: int, **options: Any) -> dict[str, Any]:
     return take_epoch(batch_size=3, stock_mean="micro_batch", **KEEP | options)
 
 
 @pytest.mark.parametrize(("options", "world_size"), [({"balance": True, "layout": "flat"}, 5), ({"balance": False}, 3)])
 def test_kept_optimizer_steps(tmp_path: Path, options: dict[str, Any], world_size: int) -> None:
     """I1, I2 over gloo, on odd numbers of ranks."""
-    ended = run_ranks("distributed.test_agreement:kept", tmp_path, world_size=world_size, **options)
+    ended = run_ranks("distributed.test_agreement:take_kept_epoch", tmp_path, world_size=world_size, **options)
     values = [outcome.value for outcome in ended]
     assert len({value["batches"] for value in values}) == 1 and values[0]["batches"] > 1, ended
     assert sorted(itertools.chain.from_iterable(value["rows"] for value in values)) == list(range(NUM_ROWS))

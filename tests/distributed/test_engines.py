@@ -1,4 +1,4 @@
-"""Full fine-tuning by several ranks: each engine as one stock process; a rank without rows."""
+"""Full fine-tuning by several ranks: each engine trains as one stock process; a rank may have no rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support import need, noise, once, shimmed, training_config, write_dataset
 ACCUMULATION, BATCH = 2, 2
 TOKEN_BUDGET, MAX_PATCHES = 256, 140
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
-"""Relative. DeepSpeed adds up the squares of all gradients in one float32 tensor."""
+"""Relative tolerances. DeepSpeed adds up the squares of all gradients in one float32 tensor."""
 WITH_VIDEO = {k for k in range(30) if k % 5 >= 3 and k % 3}
 """Rows with a video; half of them have pictures, too."""
 LAYERS = ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]
@@ -36,12 +36,12 @@ class Engine:
 
 
 KNOWN = {"ACCELERATE_TORCH_DEVICE": "cpu"}
-"""The host knows the integers of a micro-batch, as on an accelerator. To FSDP, cpu:0 would be another device."""
+"""The host knows the integers of a micro-batch, as on an accelerator. FSDP would treat cpu:0 as another device."""
 
 
 def zero(stage: int, balance: bool = True) -> Engine:
     states = "zero_pp_rank_1_mp_rank_00_model_states.pt" if stage == 3 else "*zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    # Not `use_cpu`: with it transformers leaves DeepSpeed out of the process group. There is no other device here.
+    # No `use_cpu`, with which transformers leaves DeepSpeed out of the process group: the CPU is the only device.
     evidence = f"checkpoint-*/global_step*/{states}"
     return Engine({"use_cpu": False}, evidence, KNOWN, stage, balance)
 
@@ -109,7 +109,7 @@ def stock(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def configuration(model: Path, data: Path, out: Path, num_ranks: int, **changes: Any) -> dict[str, Any]:
-    """8 rows an optimizer step on up to 4 ranks, in micro-batches of 2: 30 rows are 4 steps, the last of 6."""
+    """8 rows per optimizer step on up to 4 ranks, in micro-batches of 2: 30 rows are 4 steps, the last of 6."""
     return training_config(
         model,
         data,
@@ -173,8 +173,8 @@ def test_engine_trains_as_one_stock_process(train, stock, name: str, num_ranks: 
 
 
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path) -> None:
-    """I1, I2 and I7 with an empty share under ZeRO-3, which gathers parameters in every forward, with pictures or
-    without. With `disable_shuffling` row i goes to rank i % 2."""
+    """I1, I2 and I7 with an empty share under ZeRO-3, which gathers parameters in every forward, with or without
+    pictures. With `disable_shuffling` row i goes to rank i % 2."""
     noise((96, 64)).convert("RGB").save(tmp_path / "picture.png")
     rows = [row(3 + (k * 11) % 38, ["picture.png"] * (k % 2)) for k in range(12)]
     write_dataset(tmp_path, {"rows": [item for usable in rows for item in (usable, INVALID)]})

@@ -1,4 +1,4 @@
-"""Faults of one of two ranks: both end within a minute, and log why.
+"""A fault of one of two ranks ends both within a minute, and both log the cause.
 
 Each rank has its own launcher, as on two nodes: a single torchrun would end the other ranks itself as soon as a rank
 has failed.
@@ -18,9 +18,9 @@ from distributed.rows import row
 from support import proc_words, training_config, write_dataset
 
 LIMIT_S = 60
-"""From the fault to the end of the last launcher."""
+"""Seconds from the fault to the end of the last launcher."""
 ENDS_S = 20
-"""From the end of a rank to that of the other."""
+"""Seconds from the end of one rank to the end of the other."""
 NODES = (Node(), Node())
 
 
@@ -41,7 +41,7 @@ def config(tiny_text, tmp_path) -> dict[str, Any]:
 
 
 def under_way(run: Run) -> None:
-    """Return once rank 1 has taken some steps."""
+    """Return once rank 1 has computed some steps."""
     audit = run.output_dir / "odb_audit_rank1.jsonl"
     run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8, "no step was taken")
 
@@ -54,7 +54,7 @@ def both_fail(run: Run, limit_s: float = LIMIT_S) -> Ended:
     return ended
 
 
-def last_line_says(ended: Ended, rank: int, *texts: str) -> None:
+def check_last_line(ended: Ended, rank: int, *texts: str) -> None:
     """Ignores the lines that torch writes when a process ends, and the rank or progress bar before a line."""
     written = (line[max(line.find("[odb]"), 0) :] for line in ended.ranks[rank].splitlines())
     lines = [line for line in written if line.startswith(("[odb]", "Traceback", "odb_factory."))]
@@ -88,12 +88,12 @@ def test_rank_killed(config, victim: int, moment: Callable[[Run], None]) -> None
         run.wait_until(lambda: not proc_words(survivor, "cmdline"), "the other rank lives on", ENDS_S)
         assert time.monotonic() - killed < ENDS_S
         ended = both_fail(run)
-    last_line_says(ended, 1 - victim, f"rank {victim} has ended without a word", "out-of-memory killer")
+    check_last_line(ended, 1 - victim, f"rank {victim} has ended without a word", "out-of-memory killer")
     assert "SIGKILL" in ended.launchers[victim]
 
 
 def test_launcher_killed(config) -> None:
-    """The ranks go on and watch each other, without the store that their launcher served."""
+    """The ranks continue and watch each other without the store of their launcher."""
     with Run(config) as run:
         under_way(run)
         (agent,) = {parent(run.rank_pid(rank)) for rank in range(2)}
@@ -105,4 +105,4 @@ def test_launcher_killed(config) -> None:
         while (left := run.processes()) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, f"{left}\n{run.so_far()}"
-        last_line_says(run.so_far(), 1, "rank 0 has ended without a word")
+        check_last_line(run.so_far(), 1, "rank 0 has ended without a word")

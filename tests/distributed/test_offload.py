@@ -42,7 +42,7 @@ def offloading(stage: int, offloaded: str, folder: Path) -> str:
     ],
 )
 def test_offload(stage: int, offloaded: str, config_of: Config, tmp_path: Path) -> None:
-    """On two ranks: with both budgets, and stock."""
+    """On two ranks: odb with both budgets, and stock."""
     common: dict[str, Any] = {
         "deepspeed": offloading(stage, offloaded, tmp_path),
         "use_cpu": False,
@@ -58,12 +58,12 @@ def test_offload(stage: int, offloaded: str, config_of: Config, tmp_path: Path) 
     if (stage, offloaded) == (2, "optimizer") and release < Version(SUMS_OFFLOADED_GRADIENTS):
         for outcome in launch(configs, tmp_path, limit_s=LIMIT_S, may_fail=True):
             assert outcome.returncode != 0
-            assert "deepspeed.zero_optimization.offload_optimizer: " in outcome.said
+            assert "deepspeed.zero_optimization.offload_optimizer: " in outcome.output
         assert not (tmp_path / "one").exists(), "refused before a file is written"
         return
     launch(configs, tmp_path, limit_s=LIMIT_S)
-    one, several, stock = (read(tmp_path / name, 2) for name in (*BUDGETS, "stock"))
-    assert max(one.num_micro_batches) == 1 < min(several.num_micro_batches)
-    for name, ours in (("one", one), ("several", several)):
+    with_one, with_several, stock = (read(tmp_path / name, 2) for name in (*BUDGETS, "stock"))
+    assert max(with_one.num_micro_batches) == 1 < min(with_several.num_micro_batches)
+    for name, ours in (("one", with_one), ("several", with_several)):
         deviation = check_same_training(ours, stock, shards_parameters=stage == 3)
         report(f"ZeRO-{stage}, {offloaded} offloaded, {name} micro-batches", deviation)

@@ -1,4 +1,4 @@
-"""I12 in loops of several ranks: a living rank is waited for, a dead rank ends all waits, and the last line of every
+"""I12 in loops of several ranks: ranks wait for a living rank, a dead rank ends all waits, and the last line of every
 rank has the first cause."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from odb_factory.data.ranks import BEAT_S, Channel
 STEP = 4
 BORDER = 0.5
 NOTICED_S = 10.0
-"""Longest time until the end of a rank ends the waits of the others."""
+"""Longest time (s) from the end of a rank to the end of the waits of the others."""
 THAW_S = 20
 NUM_ROWS = 400
 
@@ -44,7 +44,7 @@ def fail() -> None:
 
 
 def fail_later() -> None:
-    """The planner waits for another rank by then."""
+    """Fail when the planner already waits for another rank."""
     time.sleep(3)
     fail()
 
@@ -60,7 +60,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 class Hanging(Rows):
-    """Row `hangs` never comes, and row `bad` cannot be collated."""
+    """Reading row `hangs` never ends, and row `bad` cannot be collated."""
 
     def __init__(self, hangs: int | None, bad: int | None):
         super().__init__(num_rows=NUM_ROWS)
@@ -93,7 +93,7 @@ def train(
     **options: Any,
 ) -> int:
     """Optimizer steps that end in a collective of all ranks. The `victims` have the fault at `step`, before their first
-    batch (-1), or between two steps (+ BORDER). started: a file whose time is that of the fault. hangs, bad: of
+    batch (-1), or between two steps (+ BORDER). started: a file that is touched at the fault. hangs, bad: as in
     `Hanging`."""
 
     def act(number: float) -> None:
@@ -111,7 +111,7 @@ def train(
     with ODBDataLoader(
         rows, collate_fn=rows.collate, num_workers=1, **{"token_budget": 64, "batch_size": 4} | options
     ) as loader:
-        time.sleep(3)  # in place of loading a model; meanwhile the ranks connect
+        time.sleep(3)  # the time to load a model, during which the ranks connect
         if rank in victims and fault == "ends its program":
             Path(started).touch()
             return 0
@@ -125,13 +125,13 @@ def train(
 
 @dataclass(frozen=True)
 class Cell:
-    """fault: of the `victims`. said, other: words in the last lines of the other ranks and of the victims. ends_s: the
-    latest end of the other ranks, after the fault. options: of `train`."""
+    """fault: of the `victims`. words, victim_words: in the last line of the other ranks, and of the victims. ends_s:
+    latest end of the other ranks (s after the fault). options: of `train`."""
 
     fault: str = ""
     step: float = STEP
-    said: tuple[str, ...] = ()
-    other: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    victim_words: tuple[str, ...] = ()
     victims: tuple[int, ...] = (1,)
     world_size: int = 2
     ends_s: float = NOTICED_S
@@ -140,14 +140,14 @@ class Cell:
 
 
 GONE = ("rank 1 has ended without a word", "out-of-memory killer")
-FROZEN = {"ends_s": 25, "options": {"exchange_timeout_s": 3}, "other": ("CollectiveError",)}
+FROZEN = {"ends_s": 25, "options": {"exchange_timeout_s": 3}, "victim_words": ("CollectiveError",)}
 PATIENT = {"ends_s": 45, "options": {"exchange_timeout_s": 3}, "group_timeout_s": 15}
-"""A rank that hangs is alive: it is waited for as long as the process group's timeout says."""
+"""A hanging rank is alive: the others wait until the timeout of the process group."""
 FIVE = {"world_size": 5, "options": {"balance": True, "layout": "flat"}}
 RANK_1_FAILS = ("rank 1 left the training: ValueError: it cannot go on",)
 CELLS = {
     "killed in a step": Cell("is killed", STEP, GONE),
-    # The timeout of its threads or that of a collective of the training may come first, so the last line varies.
+    # The timeout of the threads or of a collective of the training may come first, so the last line varies.
     "asleep for ever": Cell("sleeps for ever", STEP, **PATIENT),
     "a row never comes": Cell(**PATIENT | {"options": {"exchange_timeout_s": 3, "hangs": 61}}),
     "rank 0 frozen": Cell("is frozen", STEP, ("rank 0 gave no sign of life for 10 s",), victims=(0,), **FROZEN),
@@ -161,24 +161,26 @@ CELLS = {
     ),
     "ends its program": Cell("ends its program", -1, ("rank 1 has ended its program",)),
     # The other rank waits in a collective of the training, and its planner has nothing to plan.
-    "a row cannot be collated": Cell(said=("row 61",), other=("row 61",), options={"bad": 61}),
-    # Whatever the planners do at that step.
+    "a row cannot be collated": Cell(words=("row 61",), victim_words=("row 61",), options={"bad": 61}),
+    # In any state of the planners at that step.
     **{f"step {k} raises": Cell("raises", k, RANK_1_FAILS) for k in range(3, 9)},
-    # Every rank finds the cause, not the errors that followed from it.
+    # Every rank reports the cause, not the errors that followed from it.
     **{
-        f"rank {k} of three raises": Cell("raises", said=(f"rank {k} left the training: ",), victims=(k,), world_size=3)
+        f"rank {k} of three raises": Cell(
+            "raises", words=(f"rank {k} left the training: ",), victims=(k,), world_size=3
+        )
         for k in range(3)
     },
     # Ranks that are no neighbours receive the cause too: in the training, in collation, while samples travel.
-    "one of five raises": Cell("raises", said=("it cannot go on",), victims=(3,), **FIVE),
-    "one of five cannot collate": Cell(said=("row 61",), **FIVE | {"options": {"bad": 61, **FIVE["options"]}}),
-    "one of five cannot send": Cell("cannot send", said=("no room",), other=("no room",), victims=(2,), **FIVE),
-    # The other rank is in the exchange already, where it receives no metadata.
-    "one of two cannot send": Cell("cannot send", said=("redistributing samples: MemoryError: no room",)),
+    "one of five raises": Cell("raises", words=("it cannot go on",), victims=(3,), **FIVE),
+    "one of five cannot collate": Cell(words=("row 61",), **FIVE | {"options": {"bad": 61, **FIVE["options"]}}),
+    "one of five cannot send": Cell("cannot send", words=("no room",), victim_words=("no room",), victims=(2,), **FIVE),
+    # The other rank is already in the exchange, in which it receives no metadata.
+    "one of two cannot send": Cell("cannot send", words=("redistributing samples: MemoryError: no room",)),
     # No rank listens any more; no rank waits long.
-    "all raise": Cell("raises", other=("it cannot go on",), victims=(0, 1)),
-    # The collective of its planner never ends, because rank 1 hangs in its data; the process ends all the same, and so
-    # frees rank 1 from a collective of the training.
+    "all raise": Cell("raises", victim_words=("it cannot go on",), victims=(0, 1)),
+    # The collective of rank 0's planner never ends, because rank 1 hangs in its data; the process of rank 0 still ends,
+    # which frees rank 1 from a collective of the training.
     "one raises while its planner waits": Cell(
         "raises late", 1, ("rank 0 left the training: ValueError",), victims=(0,), ends_s=20, options={"hangs": 161}
     ),
@@ -189,7 +191,7 @@ EACH_CHANGE |= {"one of five cannot send", "one of two cannot send", "all raise"
 
 
 def last_line(outcome: Outcome) -> str:
-    return outcome.said.rstrip().rpartition("\n")[2]
+    return outcome.output.rstrip().rpartition("\n")[2]
 
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell) -> tuple[list[Outcome], float]:
@@ -220,14 +222,14 @@ def test_the_last_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     cell = CELLS[name]
     ended, seconds = run(tmp_path, monkeypatch, cell)
     for rank, outcome in enumerate(ended):
-        words = cell.other if rank in cell.victims else cell.said
+        words = cell.victim_words if rank in cell.victims else cell.words
         assert rank in cell.victims or outcome.returncode == 1, outcome
         assert all(text in last_line(outcome) for text in words), (rank, last_line(outcome), outcome)
     assert seconds <= cell.ends_s, ended
 
 
-def test_a_rank_that_sleeps_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than exchange_timeout_s, which counts for ranks without a sign of life."""
+def test_ranks_wait_for_a_sleeping_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than exchange_timeout_s, which applies to ranks without a sign of life."""
     (first, second), _ = run(tmp_path, monkeypatch, Cell("sleeps", STEP + BORDER, options={"exchange_timeout_s": 3}))
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     assert first.value == second.value > 2 * STEP
@@ -248,8 +250,8 @@ def lives_on(rank: int) -> float:
     return ended
 
 
-def test_a_failed_rank_that_lives_on_is_not_waited_for(tmp_path: Path) -> None:
-    """After it has sent the reason of its end, no rank waits for its answer."""
+def test_no_rank_waits_for_a_failed_rank_that_lives_on(tmp_path: Path) -> None:
+    """After a rank has sent the reason of its end, no rank waits for its answer."""
     first, _ = run_ranks("distributed.test_patience:lives_on", tmp_path, may_fail=True)
     assert first.value < 40, first
 
@@ -268,4 +270,4 @@ def ends_after_a_pause(rank: int, first: int, fails: bool) -> None:
 def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
     """Rank 0 serves a store that the other rank reads now and then."""
     for outcome in run_ranks("distributed.test_patience:ends_after_a_pause", tmp_path, first=first, fails=fails):
-        assert "Exception" not in outcome.said and "[odb]" not in outcome.said
+        assert "Exception" not in outcome.output and "[odb]" not in outcome.output

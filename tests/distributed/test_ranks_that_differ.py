@@ -40,7 +40,7 @@ RELEASES = {"torch": "2.1.0", "deepspeed": "0.1.2", "peft": None, "Python": "3.9
 
 @contextmanager
 def another_release(package: str, version: str | None) -> Iterator[None]:
-    """This process reads another release of a package."""
+    """A context in which this process reads another release of a package."""
     real = metadata.version
 
     def release_of(name: str) -> str:
@@ -57,7 +57,7 @@ def another_release(package: str, version: str | None) -> Iterator[None]:
     agreement.releases.cache_clear()
 
 
-def ended(config: dict[str, Any]) -> str:
+def end_of_arguments(config: dict[str, Any]) -> str:
     from llamafactory.hparams import get_train_args
 
     try:
@@ -67,8 +67,8 @@ def ended(config: dict[str, Any]) -> str:
     return "went on"
 
 
-def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
-    """All in one process: after a failed agreement the ranks can begin again."""
+def each_argument(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
+    """Read all arguments in one process: after a failed agreement the ranks can start again."""
     from odb_factory import memory
     from odb_factory.llamafactory import activation
 
@@ -76,18 +76,18 @@ def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     os.environ["LOCAL_RANK"] = str(rank)
     ends = {}
     for words, (both, differs) in ARGUMENTS.items():
-        ends[words] = ended(config | both | (differs if rank else {}))
+        ends[words] = end_of_arguments(config | both | (differs if rank else {}))
     for name, version in RELEASES.items():
         with another_release(name if rank else "none", version):
-            ends[f"release of {name} ("] = ended(config)
+            ends[f"release of {name} ("] = end_of_arguments(config)
     with another_release("torch", "2.1.0+cpu" if rank else "2.1.0+cu126"):
-        ends["build"] = ended(config)
+        ends["build"] = end_of_arguments(config)
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
-    ends["paths"] = ended(config | paths)
+    ends["paths"] = end_of_arguments(config | paths)
     with mock.patch.object(memory, "find_meter", return_value=None if rank else CPUMeter(1)):
-        ends["one refused"] = ended(config | {"odb": {"token_budget": "auto"}})
+        ends["one refused"] = end_of_arguments(config | {"odb": {"token_budget": "auto"}})
     both_refused = {"accelerator_config": {"dispatch_batches": True}}
-    ends["both refused"] = ended(config | both_refused)
+    ends["both refused"] = end_of_arguments(config | both_refused)
     return ends
 
 
@@ -153,7 +153,7 @@ def test_trainers_without_llamafactory_compare_their_settings(tiny_text: Path, t
 
 def test_settings_of_the_model_are_compared_before_it_is_loaded(tiny_text, data_dir, tmp_path) -> None:
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 1024}, ddp_backend="gloo")
-    ranks = run_ranks("distributed.test_ranks_that_differ:each", tmp_path, limit_s=200, config=config)
+    ranks = run_ranks("distributed.test_ranks_that_differ:each_argument", tmp_path, limit_s=200, config=config)
     first, second = (outcome.value for outcome in ranks)
     assert first == second, "both end for the same reason"
     for words in (*ARGUMENTS, *(f"release of {name} (" for name in RELEASES)):
@@ -163,4 +163,4 @@ def test_settings_of_the_model_are_compared_before_it_is_loaded(tiny_text, data_
     assert first["build"] == first["paths"] == "went on"
     assert first["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
     assert first["both refused"].startswith("accelerator_config.dispatch_batches: True")
-    assert not any("the ranks differ in" in outcome.said for outcome in ranks), "paths and builds may differ"
+    assert not any("the ranks differ in" in outcome.output for outcome in ranks), "paths and builds may differ"

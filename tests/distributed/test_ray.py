@@ -23,12 +23,12 @@ ROOT = Path(__file__).parents[2]
 START_S, END_S = 200, 30
 pytestmark = pytest.mark.timeout(3 * START_S)
 RAY = {"ray_num_workers": 2, "ray_init_kwargs": {"num_cpus": 20, "object_store_memory": 80_000_000}}
-"""LLaMA-Factory reserves 10 CPUs for each worker; Ray does not need so many real ones."""
+"""LLaMA-Factory reserves 10 CPUs for each worker; the machine may have fewer."""
 CLI = (str(BIN / "llamafactory-cli"), "train")
 
 
 class Command(Marked):
-    """A command that uses Ray. It starts its own cluster, even if the address of another one is known."""
+    """A command that uses Ray. It starts its own cluster, even if the address of another is set."""
 
     def __init__(self, words: Sequence[str], log: Path, **env: str):
         super().__init__()
@@ -56,16 +56,16 @@ class Command(Marked):
 
 @pytest.fixture
 def config_of(tiny_text, tiny_vl, tmp_path) -> Callable[..., dict[str, Any]]:
-    made = configurations({"text": tiny_text, "vl": tiny_vl}.__getitem__, write_rows(tmp_path / "rows"))
+    make_config = configurations({"text": tiny_text, "vl": tiny_vl}.__getitem__, write_rows(tmp_path / "rows"))
 
     def config_of(stage: str = "sft", **changes: Any) -> dict[str, Any]:
         odb = {"token_budget": 640, "audit": True} | changes.pop("odb", {})
-        return made(stage, tmp_path / "out", num_ranks=2, **changes) | {"odb": odb}
+        return make_config(stage, tmp_path / "out", num_ranks=2, **changes) | {"odb": odb}
 
     return config_of
 
 
-def written(config: dict[str, Any], folder: Path) -> str:
+def write_config(config: dict[str, Any], folder: Path) -> str:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return str(path)
@@ -89,7 +89,7 @@ VISION |= {"odb": {"token_budget": 500, "max_patches": 300}}
 @pytest.mark.parametrize(("stage", "changes"), [("sft", VISION), pytest.param("dpo", {}, marks=pytest.mark.nightly)])
 def test_workers_train_as_under_torchrun(config_of, tmp_path, stage: str, changes: dict[str, Any]) -> None:
     config = config_of(stage, **changes)
-    with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
+    with Command([*CLI, write_config(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
         assert run.end() == 0, run.log[-6000:]
         assert "online dynamic batching is on" in run.log
     ours, expected = losses(Path(config["output_dir"])), under_torchrun(config, tmp_path / "torchrun")
@@ -101,7 +101,7 @@ def test_workers_train_as_under_torchrun(config_of, tmp_path, stage: str, change
 def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
     config = config_of(num_train_epochs=500, eval_strategy="no")
     audit = Path(config["output_dir"], "odb_audit_rank1.jsonl")
-    with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
+    with Command([*CLI, write_config(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
         run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8, "no step was taken")
         os.kill(run.rank_pid(victim), signal.SIGKILL)
         assert run.end(END_S) != 0
@@ -109,28 +109,28 @@ def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
         (ours,) = [
             number for number, line in enumerate(lines) if line.startswith("[odb] ") and f"rank {victim}" in line
         ]
-        of_ray = any("ray.exceptions." in line for line in lines[ours:])
-        # The other worker may be the first to report it.
-        assert of_ray or "has ended without a word" in lines[ours], "\n".join(lines)
+        has_ray_error = any("ray.exceptions." in line for line in lines[ours:])
+        # The other worker may be the first to report the end.
+        assert has_ray_error or "has ended without a word" in lines[ours], "\n".join(lines)
 
 
 @pytest.mark.nightly
-def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
-    """The refusal depends on the workers."""
+def test_a_refused_training_ends_in_one_line(config_of, tmp_path) -> None:
+    """The refusal depends on the number of workers."""
     config = config_of(odb={"oom": "skip"}, torch_compile=True)
-    with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
+    with Command([*CLI, write_config(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
         assert run.end() != 0
         assert run.own_lines()[-1].startswith("[odb] odb.oom: 'skip' works in one process"), run.log[-6000:]
         assert not any(line.startswith("Traceback") for line in run.own_lines())
 
 
 def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:
-    """examples/ray_train.py on two nodes, of which one dies: losses equal those of a run without a failure."""
+    """examples/ray_train.py on two nodes; after a node dies, losses equal those of a run without a failure."""
     config = config_of(
         num_train_epochs=10, eval_strategy="no", save_strategy="steps", save_steps=5, odb={"global_batch_size": 8}
     )
     storage, mark = tmp_path / "storage", uuid.uuid4().hex
-    words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), written(config, tmp_path), str(storage)]
+    words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), write_config(config, tmp_path), str(storage)]
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # the second worker has no node any more
     cluster = ray_cluster.Cluster(

@@ -22,7 +22,7 @@ from support import training_config, without_clock, write_dataset
 NUM_ROWS = 200
 SAVE_STEPS = 3
 ENV = {"ACCELERATE_TORCH_DEVICE": "cpu"}
-"""torch cannot load an optimizer of cpu:0."""
+"""torch cannot load an optimizer that was saved on cpu:0."""
 
 
 def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     return training_config(model, folder, folder / "out", **defaults | changes)
 
 
-def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audits]:
-    """Kill all processes at once. Returns the optimizer step of the last checkpoint, and the audits."""
+def kill_after_checkpoints(config: dict[str, Any], num_ranks: int) -> tuple[int, Audits]:
+    """Train, and kill all processes at once. Returns the optimizer step of the last checkpoint, and the audits."""
     out = Path(config["output_dir"])
     with Run(config, num_ranks=num_ranks, env=ENV) as run:
         run.wait_until(lambda: checkpoint_of(out) >= 3 * SAVE_STEPS, "no checkpoint came")
@@ -43,7 +43,7 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audi
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.end(60)
-    # A checkpoint that is cut off would be refused.
+    # A truncated checkpoint would be refused.
     for folder in out.glob("checkpoint-*"):
         state = folder / "trainer_state.json"
         if not (state.exists() and state.read_text().endswith("}\n")):
@@ -57,7 +57,7 @@ def killed_on_the_way(config: dict[str, Any], num_ranks: int) -> tuple[int, Audi
 
 
 def checkpoint_of(out: Path) -> int:
-    """The optimizer step of the last whole checkpoint, 0 if there is none."""
+    """The optimizer step of the last complete checkpoint, 0 if there is none."""
     whole = [path.parent.name for path in out.glob("checkpoint-*/trainer_state.json")]
     return max((int(name.rpartition("-")[2]) for name in whole), default=0)
 
@@ -68,12 +68,12 @@ def checkpoint_of(out: Path) -> int:
     [("ddp", 2), *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in (("none", 1), ("zero2", 2)))],
 )
 def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: int) -> None:
-    """Every row once; only steps after the last checkpoint are repeated, unchanged; the same weights at the end."""
+    """Every row once; only steps after the last checkpoint are repeated, unchanged; equal weights at the end."""
     changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False} if engine == "zero2" else {}
     whole = configuration(tiny_text, tmp_path / "whole", save_strategy="no", **changes)
     launch([whole], tmp_path / "whole", num_ranks, env=ENV)
     config = configuration(tiny_text, tmp_path / "killed", **changes)
-    checkpoint, first = killed_on_the_way(config, num_ranks)
+    checkpoint, first = kill_after_checkpoints(config, num_ranks)
     with Run(config, num_ranks=num_ranks, env=ENV) as run:
         ended = run.end()
         assert ended.returncodes == [0], str(ended)
@@ -90,14 +90,14 @@ def test_killed_and_started_again(tiny_text, tmp_path, engine: str, num_ranks: i
         lost = [line for line in before if line["optimizer_step"] > checkpoint]
         assert lost == rest[: len(lost)], "repeated unchanged"
     assert together == read_audits(Path(whole["output_dir"]), num_ranks)
-    ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (out, whole["output_dir"]))
-    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    resumed, expected = (load_file(Path(folder) / "model.safetensors") for folder in (out, whole["output_dir"]))
+    assert all((resumed[name] == expected[name]).all() for name in expected)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     """The moments of an optimizer under FSDP, which restart in stock. (accelerate fails on a path with the word
-    optimizer, so the name of this test does without the word.)"""
+    optimizer, so the name of this test avoids the word.)"""
     changes = dict(ENGINES[engine].changes)
     changes["fsdp_config"] = changes["fsdp_config"] | {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
     changes |= {"max_steps": SAVE_STEPS + 2, "learning_rate": 1e-2}

@@ -21,7 +21,7 @@ EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
 
 def as_rank(rank: int) -> list[str]:
-    """Be this rank; returns the list to which its log lines are added."""
+    """Set up this process as a rank; returns the list that collects its log lines."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # torch cannot load an optimizer of cpu:0
     lines: list[str] = []
@@ -43,8 +43,8 @@ class SignalledTwice(Signalled):
 def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """For each cell the steps, checkpoints and log of the stopped run, and the history of the resumed run.
 
-    cells: `at`: for each rank the event and the optimizer steps done at SIGTERM (None: no signal); `twice`: once more
-    during the save; the rest are training arguments.
+    cells: `at`: for each rank the event and the optimizer steps done at SIGTERM (None: no signal); `twice`: a second
+    SIGTERM during the save; the rest are training arguments.
     """
     lines = as_rank(rank)
     results: dict[str, Any] = {"": history(train(Path(model), Path(out_dir, "whole"), block=KEEP, **EPOCH))}
@@ -93,15 +93,15 @@ PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
 
 @pytest.mark.timeout(600)
 def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
-    """`enable_jit_checkpoint: true` on two ranks: one checkpoint, and the rest of an unbroken run after it."""
+    """`enable_jit_checkpoint: true` on two ranks: one checkpoint, from which a run resumes as if unbroken."""
     cells = {name: cell for name, (cell, _, _) in PREEMPTIONS.items()}
     options = {"model": str(tiny_text), "out_dir": str(tmp_path), "cells": cells}
     outcomes = run_ranks("distributed.test_saving_ranks:preempted", tmp_path, limit_s=500, **options)
     for rank, outcome in enumerate(outcomes):
-        for name, (_, step, asking) in PREEMPTIONS.items():
+        for name, (_, step, ranks) in PREEMPTIONS.items():
             result = outcome.value[name]
             assert (result["steps"], result["left"]) == (step, [f"checkpoint-{step}"]), (rank, name)
-            assert [line.split(":")[0] for line in result["logged"]] == [f"SIGTERM on rank {asking[0]}"], (rank, name)
+            assert [line.split(":")[0] for line in result["logged"]] == [f"SIGTERM on rank {ranks[0]}"], (rank, name)
             assert result["history"] == outcome.value[""], (rank, name)
 
 
@@ -111,4 +111,4 @@ def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, t
     reasons = {re.sub(r"^rank \d left the training: ", "", outcome.value) for outcome in outcomes}
     (reason,) = reasons  # a rank may report the error of the other rank
     assert "samples was 60, is 50" in reason and "\n" not in reason
-    assert not any("sign of life" in outcome.said for outcome in outcomes)
+    assert not any("sign of life" in outcome.output for outcome in outcomes)

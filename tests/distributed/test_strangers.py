@@ -1,4 +1,4 @@
-"""Strangers that connect to the port at which a rank hears of the others: no training is disturbed (I12)."""
+"""Strangers that connect to the port at which a rank listens for other ranks do not disturb the training (I12)."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ SENT: dict[str, bytes] = {
 
 
 def own_ports() -> list[tuple[str, int]]:
-    """Where this process listens on IPv4 (/proc)."""
+    """The IPv4 addresses at which this process listens (/proc)."""
     sockets = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             sockets.add(os.readlink(path))
-    found = []
+    addresses = []
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        place, state, inode = (line.split()[k] for k in (1, 3, 9))
+        address, state, inode = (line.split()[k] for k in (1, 3, 9))
         if state == "0A" and f"socket:[{inode}]" in sockets:
-            host, port = place.split(":")
-            found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
-    return found
+            host, port = address.split(":")
+            addresses.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return addresses
 
 
 def intrude(before: set[tuple[str, int]], over: threading.Event, kept: list[socket.socket], count: list[int]) -> None:
-    """Connect to the first port that opens, as long as the training lasts; every third stranger stays, up to a number:
-    this process has a descriptor for each end."""
-    while not (places := sorted(set(own_ports()) - before)):
+    """Connect to the first port that opens, as long as the training lasts; every third stranger stays, up to MOST_KEPT:
+    this process has a descriptor for each end of a connection."""
+    while not (addresses := sorted(set(own_ports()) - before)):
         time.sleep(0.001)
     while not over.is_set():
         for content in SENT.values():
             count[0] += 1
             try:
-                stranger = socket.create_connection(places[0], 5)
+                stranger = socket.create_connection(addresses[0], 5)
             except OSError:
                 continue
             stranger.settimeout(5)
@@ -69,7 +69,7 @@ def intrude(before: set[tuple[str, int]], over: threading.Event, kept: list[sock
 
 
 def train(rank: int) -> dict[str, Any]:
-    """Rank 0 is beset from the moment on at which it listens; rank 1 connects to it later."""
+    """Strangers connect to rank 0 as soon as it listens; rank 1 connects later."""
     ids: list[int] = []
     over, kept, count = threading.Event(), [], [0]
     if rank == 0:
@@ -92,7 +92,7 @@ def train(rank: int) -> dict[str, Any]:
 def test_strangers_at_the_port_disturb_no_training(tmp_path: Path) -> None:
     ranks = run_ranks("distributed.test_strangers:train", tmp_path, limit_s=120)
     for outcome in ranks:
-        assert "Traceback" not in outcome.said and "stranger" not in outcome.said, outcome.said[-4000:]
-        assert "watches" not in outcome.said and "cannot read" not in outcome.said, outcome.said[-4000:]
-    assert sorted(id for one in ranks for id in one.value["ids"]) == list(range(1, 401))
+        assert "Traceback" not in outcome.output and "stranger" not in outcome.output, outcome.output[-4000:]
+        assert "watches" not in outcome.output and "cannot read" not in outcome.output, outcome.output[-4000:]
+    assert sorted(id for outcome in ranks for id in outcome.value["ids"]) == list(range(1, 401))
     assert ranks[0].value["strangers"] >= CONNECTIONS

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ run with small arguments, and their figures belong together."""
+"""The scripts of benchmarks/ run with small arguments, and their figures are consistent."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LIMIT_S, GRID_LIMIT_S = 280, 1200
 
 
 def run(script: str, path: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
-    """What the script prints, and the lines of its JSON file."""
+    """The output of the script, and the lines of its JSON file."""
     command = [sys.executable, str(FOLDER / script), *arguments, "--json", str(path)]
-    printed = run_command(command, LIMIT_S)
-    return printed, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    output = run_command(command, LIMIT_S)
+    return output, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 SMALL = ("--samples", "256", "--ranks", "2", "--batch-size", "32", "--rows", "1", "4")
 
 
 def test_methods(tmp_path: Path) -> None:
-    """I9, I4: odb cuts stock's optimizer steps, within the budget, better than the methods that know all lengths."""
+    """I9, I4: odb cuts stock's optimizer steps, within the budget, better than methods that read all lengths first."""
     methods = ("standard", "sorted", "hfg", "gmt", "bmt", "neat_packing", "batch_rebalance", "odb", "odb, padded")
     printed, rows = run("methods.py", tmp_path / "m", *SMALL, "--methods", *methods, "odb, balance: false", "odb, fill")
     best: dict[str, dict[str, Any]] = {}
@@ -71,7 +71,7 @@ def test_scale(tmp_path: Path) -> None:
 
 
 GRID = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + LIMIT_S)]
-"""Some twenty trainings: all contestants of a model."""
+"""About twenty trainings: all methods for a model."""
 
 
 @pytest.mark.skipif(not CHECKPOINTS, reason="LLaMA-Factory's own checkpointing fails here, in stock too")
@@ -86,20 +86,21 @@ GRID = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + LIMIT_S)]
     ],
 )
 def test_the_gpu_run_at_tiny_scale(options: list[str], limit_s: int, tmp_path: Path) -> None:
-    """One table of what has run; what has its figures is not run again."""
+    """One table of all runs; a run that has its figures is not repeated."""
     script = FOLDER / "gpu.py"
     command = [sys.executable, str(script), "--tiny", *options, "--output-dir", str(tmp_path)]
-    said = run_command([*command, "--limit", str(limit_s)], limit_s + 20)
-    assert "all is done" in said
-    found = {
-        one["name"]: one for one in map(json.loads, (path.read_text("utf-8") for path in tmp_path.glob("*/*.json")))
+    output = run_command([*command, "--limit", str(limit_s)], limit_s + 20)
+    assert "all is done" in output
+    results = {
+        result["name"]: result
+        for result in map(json.loads, (path.read_text("utf-8") for path in tmp_path.glob("*/*.json")))
     }
-    assert not [one for one in found.values() if "failed" in one and "batch_rebalance" not in one["name"]]
-    stock, ours = found["mix/stock, 4 rows"], found["mix/odb"]
+    assert not [result for result in results.values() if "failed" in result and "batch_rebalance" not in result["name"]]
+    stock, ours = results["mix/stock, 4 rows"], results["mix/odb"]
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2)  # bf16; a mean over other micro-batches
     assert ours["micro_batches"] < stock["micro_batches"]
     assert ours["forward_tokens"] == 2 * ours["computed_tokens"], "a CPU recomputes all"
-    assert all(f"| {name.partition('/')[2]} |" in said for name in found if "/" in name)
+    assert all(f"| {name.partition('/')[2]} |" in output for name in results if "/" in name)
     parts = json.loads((tmp_path / "parts.json").read_text("utf-8"))
     assert all("ms" in parts[name]["odb"] for name in ("patch_embedding", "attention", "head, 64 x 32"))
     assert "all is done" in run_command(command, LIMIT_S)

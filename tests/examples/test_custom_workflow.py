@@ -1,4 +1,4 @@
-"""The commands of examples/custom_workflow/README.md, run as they stand there from the root of the repository."""
+"""The commands of examples/custom_workflow/README.md, run unchanged from the root of the repository."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL, GRPO = COMMANDS
 
 
 def run(command: str, output: Path, *options: str) -> str:
-    """What it prints. None of its processes outlives the call."""
+    """The output of a command. None of its processes outlives the call."""
     words = shlex.split(command)
     if words[0] == "torchrun":  # any free port, so that two runs on one machine do not meet
         words[1:1] = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
@@ -40,14 +40,14 @@ def every_row(num_rows: int, epochs: int = 1) -> Counter:
 
 
 def losses(printed: str) -> list[float]:
-    """Of each optimizer step."""
+    """The loss of each optimizer step."""
     return [float(loss) for loss in re.findall(r"^epoch .* loss ([\d.]+)$", printed, re.MULTILINE)]
 
 
 def shows(printed: str, command: str) -> bool:
-    """What the README says is printed last: the last piece of code in the command's line.
+    """Whether `printed` has the last output in the README: the last piece of code in the command's table row.
 
-    Its numbers are those of one release of Python, whose help topics are the data.
+    Numbers may differ: the data are the help topics of the installed Python.
     """
     text = (EXAMPLE / "README.md").read_text("utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith(f"| `{command}` |")]
@@ -55,8 +55,8 @@ def shows(printed: str, command: str) -> bool:
     return re.search(r"\d+".join(map(re.escape, words)), printed) is not None
 
 
-def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """I2: every row once an epoch; the loss falls; what the README shows is what comes."""
+def test_a_custom_loop(tmp_path: Path) -> None:
+    """I2: every row once per epoch; the loss falls; the output is as in the README."""
     printed = run(ONE_RANK, tmp_path)
     assert shows(printed, ONE_RANK)
     rows = int(re.search(r"samples of (\d+) rows", printed)[1])
@@ -68,9 +68,9 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
-    """I2, I8, I9: with the same global batch one rank and two log the same losses, idle micro-batches and all.
+    """I2, I8, I9: with the same global batch one rank and two log the same losses, also with idle micro-batches.
 
-    Resumed, it is as if it had been stopped behind the only checkpoint it has made, in the middle of an epoch.
+    A resumed loop repeats the losses after the only checkpoint, which is in the middle of an epoch.
     """
     data = tmp_path / "data.jsonl"
     lines = [{"prompt": f"Count to {k}.", "answer": " ".join(map(str, range(1, k + 1)))} for k in range(1, 60)]
@@ -124,7 +124,7 @@ def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
 
 @pytest.mark.nightly
 def test_qwen_vl_on_two_ranks(qwen_vl_run: tuple[Path, str], tmp_path: Path) -> None:
-    """DDP without find_unused_parameters runs through groups of text alone, whose only pictures are the smallest."""
+    """DDP without find_unused_parameters trains on groups of text rows, whose only pictures have the smallest size."""
     model, data = (str(qwen_vl_run[0] / name) for name in ("tiny_qwen3_vl", "mm_mix_data/mm_mix.json"))
     printed = run(TWO_RANKS.replace("ddp_loop", "qwen_vl"), tmp_path, "--model", model, "--data", data)
     emitted = int(re.search(r"done: (\d+) samples", printed)[1])
@@ -141,7 +141,7 @@ def load(name: str) -> ModuleType:
 
 
 def test_grpo_in_micro_batches_has_the_loss_and_gradient_of_the_batch(tmp_path: Path) -> None:
-    """Of each way in which TRL takes the mean, with answers of different lengths, one of them masked."""
+    """For each of TRL's ways to take the mean, with answers of different lengths and a masked answer."""
     pytest.importorskip("trl")
     trl_grpo = load("trl_grpo")
     trainer = trl_grpo.make(None, tmp_path, max_steps=1)
@@ -152,7 +152,7 @@ def test_grpo_in_micro_batches_has_the_loss_and_gradient_of_the_batch(tmp_path: 
     batch["num_items_in_batch"] = batch["completion_mask"].sum()
     trainer.current_gradient_accumulation_steps = 1
     for trainer.loss_type in ("grpo", "dr_grpo", "bnpo", "dapo"):
-        found = []
+        results = []
         for parts in ([(batch, 1.0)], trainer.micro_batches(batch)):
             model.zero_grad()
             total = 0.0
@@ -160,15 +160,15 @@ def test_grpo_in_micro_batches_has_the_loss_and_gradient_of_the_batch(tmp_path: 
                 loss = trainer._compute_loss(model, part) * weight
                 loss.backward()
                 total += loss.item()
-            found.append((total, torch.cat([one.grad.flatten() for one in model.parameters()])))
-        assert len(parts) > 3 and found[0][1].norm() > 0
-        assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
-        assert (found[1][1] - found[0][1]).norm() < 1e-5 * found[0][1].norm()
+            results.append((total, torch.cat([weight.grad.flatten() for weight in model.parameters()])))
+        assert len(parts) > 3 and results[0][1].norm() > 0
+        assert results[1][0] == pytest.approx(results[0][0], abs=1e-6)
+        assert (results[1][1] - results[0][1]).norm() < 1e-5 * results[0][1].norm()
 
 
 @pytest.mark.nightly
 def test_grpo_trains(tmp_path: Path) -> None:
-    """With the losses and gradient norms of TRL's own step."""
+    """Losses and gradient norms equal those of TRL's own step."""
     pytest.importorskip("trl")
     steps = [re.findall(r"^step .*$", run(GRPO, tmp_path, *more), re.MULTILINE) for more in ([], ["--unsplit"])]
     figures = [[float(number) for line in lines for number in re.findall(r"\d\.\d+", line)] for lines in steps]

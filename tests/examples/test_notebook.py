@@ -1,4 +1,4 @@
-"""The notebook runs from a fresh kernel and shows what it says."""
+"""The notebook runs in a fresh kernel, and its outputs agree with its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers_of(text: str, name: str) -> list[float]:
 
 
 @pytest.mark.nightly
-def test_it_runs_and_shows_what_it_says(tmp_path: Path) -> None:
+def test_the_outputs_agree_with_the_text(tmp_path: Path) -> None:
     notebook = nbformat.from_dict({**COMMITTED})
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources).execute()

@@ -1,4 +1,4 @@
-"""examples/slurm.sh as a job of two nodes, with stand-ins for the two commands of Slurm's that it calls."""
+"""examples/slurm.sh as a job of two nodes, with stand-ins for the two Slurm commands that it calls."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ shift
 for node in 0 1; do SLURM_NODEID=$node "$@" & tasks+=($!); done
 for task in "${tasks[@]}"; do wait $task || exit 1; done
 """
-NOTES_WHAT_IT_IS_GIVEN = '#!/bin/bash\n{ env; printf "%s\\n" "$@"; } > "${0%/*}/node$NODE_RANK"\n'
+RECORDS_ITS_INPUT = '#!/bin/bash\n{ env; printf "%s\\n" "$@"; } > "${0%/*}/node$NODE_RANK"\n'
 OVERRIDE = "odb.global_batch_size=16"
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., None]:
-    """Runs the script on a YAML, with these commands in place of those of PATH."""
-    given = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "NPROC_PER_NODE": "1"}
+    """Runs the script on a YAML, with the given commands first on PATH."""
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "two", "SLURM_NNODES": "2", "NPROC_PER_NODE": "1"}
 
     def run(settings: Path, **commands: str) -> None:
         for name, text in {"scontrol": SCONTROL, "srun": SRUN, **commands}.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-        run_command([str(SCRIPT), str(settings), OVERRIDE], 200, environment=os.environ | given | {"PATH": path})
+        run_command([str(SCRIPT), str(settings), OVERRIDE], 200, environment=os.environ | slurm | {"PATH": path})
 
     return run
 
 
-def test_each_node_is_told_its_part(job: Callable[..., None], tmp_path: Path) -> None:
-    """By what LLaMA-Factory's launcher reads, as in tests/distributed/test_two_nodes.py."""
-    job(tmp_path / "my.yaml", **{"llamafactory-cli": NOTES_WHAT_IT_IS_GIVEN})
+def test_each_node_gets_its_rank_and_the_address(job: Callable[..., None], tmp_path: Path) -> None:
+    """In variables that LLaMA-Factory's launcher reads, as in tests/distributed/test_two_nodes.py."""
+    job(tmp_path / "my.yaml", **{"llamafactory-cli": RECORDS_ITS_INPUT})
     port = 20000 + os.getpid() % 20000
     shared = {"FORCE_TORCHRUN=1", "NNODES=2", "NPROC_PER_NODE=1", "MASTER_ADDR=localhost", f"MASTER_PORT={port}"}
     for node in range(2):

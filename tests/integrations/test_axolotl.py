@@ -1,4 +1,4 @@
-"""axolotl's own plugin manager and configuration take `ODBPlugin`, and what it does to a trainer trains online."""
+"""axolotl's own plugin manager and configuration accept `ODBPlugin`, and its trainer forms batches online."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_the_trainer_forms_batches_online(manager: Any, tiny_text: Path, tmp_pat
     assert trainer.state.global_step == -(-NUM_ROWS // 8)
 
 
-def test_its_command_line_trains_the_same_with_and_without(tiny_text: Path, tmp_path: Path) -> None:
-    """One process: with several axolotl asks for a CUDA device, whatever it is told to train on."""
+def test_the_command_line_trains_the_same_with_and_without_odb(tiny_text: Path, tmp_path: Path) -> None:
+    """In one process: with several, axolotl requires a CUDA device, whatever `device` is."""
     rows = [row(3 + (k * 23) % 97) for k in range(32)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     weights = {}
@@ -109,6 +109,6 @@ def test_its_command_line_trains_the_same_with_and_without(tiny_text: Path, tmp_
     assert distance(weights["odb"], weights["stock"]) < 1e-5 < 1e-3 < distance(before, weights["stock"])
 
 
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The most by which any value differs."""
-    return max(float((one[name] - tensor).abs().max()) for name, tensor in other.items())
+def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference of any value."""
+    return max(float((weights[name] - tensor).abs().max()) for name, tensor in others.items())

@@ -35,15 +35,15 @@ SAMPLES = 16
 STEPS = EPOCHS * -(-NUM_ROWS // SAMPLES)
 CLIP = 0.5
 RELATIVE = 1e-5
-"""Of weights and losses (float32)."""
+"""Largest relative difference of weights and losses (float32)."""
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False}
 QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 @pytest.fixture(autouse=True)
-def environment_of_its_own() -> Iterator[None]:
-    """A training of several ranks leaves its process group behind, and MASTER_PORT and the like, by which
-    others would join it."""
+def restored_environment() -> Iterator[None]:
+    """Remove the process group of a training of several ranks, and variables such as MASTER_PORT: later trainings
+    would join the group."""
     before = dict(os.environ)
     yield
     if dist.is_initialized():
@@ -58,7 +58,7 @@ def optimizer_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.o
 
 
 class Module(lightning.LightningModule):
-    """As one writes it without odb."""
+    """A module as written without odb."""
 
     def __init__(self, path: str):
         super().__init__()
@@ -94,7 +94,7 @@ class Losses(lightning.Callback):
 def train(
     path: str, folder: Path, *, ranks: int = 1, ckpt_path: str | None = None, kind: Any = Module, layout: Any = "padded"
 ) -> tuple[Any, list[float]]:
-    """Returns the trained module and the losses; a checkpoint behind every optimizer step is left in `folder`."""
+    """Returns the trained module and the losses; `folder` gets a checkpoint after every optimizer step."""
     module, losses = kind(path), Losses()
     checkpoints = lightning.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
@@ -144,7 +144,7 @@ def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
 
 
 def in_a_rank(rank: int, path: str, out: str) -> dict[str, Any]:
-    """The training, then the rest of it from a checkpoint in its second epoch."""
+    """Train, then train again from a checkpoint in the second epoch."""
     os.environ["LOCAL_RANK"] = str(rank)  # so Lightning starts no process of its own
     module, losses = train(path, Path(out, "whole"), ranks=2)
     rest, later = train(path, Path(out, "rest"), ranks=2, ckpt_path=f"{out}/whole/step=6.ckpt")
@@ -158,7 +158,7 @@ def alone(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, *train(str(tiny_text), folder)
 
 
-def test_one_rank_is_a_plain_loop(alone: tuple[Path, Any, list[float]], tiny_text: Path) -> None:
+def test_one_rank_trains_as_a_plain_loop(alone: tuple[Path, Any, list[float]], tiny_text: Path) -> None:
     """I8, I9."""
     folder, module, losses = alone
     steps = audit_of(folder, 1)
@@ -174,7 +174,7 @@ def test_one_rank_is_a_plain_loop(alone: tuple[Path, Any, list[float]], tiny_tex
 
 
 def test_dataloaders_that_lightning_reloads_skip_no_epoch(tiny_text: Path) -> None:
-    """It takes two iterators of each, and trains on those of the second."""
+    """Lightning takes two iterators of each dataloader, and trains on the second."""
     epochs: dict[int, list[int]] = {}
 
     class Steps(OptimizerSteps):
@@ -195,15 +195,15 @@ def test_dataloaders_that_lightning_reloads_skip_no_epoch(tiny_text: Path) -> No
     assert all(sorted(rows) == list(range(NUM_ROWS)) for rows in epochs.values()), "I2"
 
 
-def test_two_ranks_are_one(alone: tuple[Path, Any, list[float]], tiny_text: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(alone: tuple[Path, Any, list[float]], tiny_text: Path, tmp_path: Path) -> None:
     folder, module, losses = alone
     ranks = run_ranks(
         "integrations.test_lightning:in_a_rank", tmp_path, limit_s=150, path=str(tiny_text), out=str(tmp_path)
     )
     assert audit_of(tmp_path / "whole", 2) == audit_of(folder, 1)
-    for rank, one in enumerate(ranks):
-        assert one.value["losses"] == pytest.approx(losses, rel=RELATIVE)
-        assert one.value["later"] == one.value["losses"][6:] and one.value["rest"] < 1e-7
+    for rank, outcome in enumerate(ranks):
+        assert outcome.value["losses"] == pytest.approx(losses, rel=RELATIVE)
+        assert outcome.value["later"] == outcome.value["losses"][6:] and outcome.value["rest"] < 1e-7
         assert distance(torch.load(tmp_path / f"weights{rank}.pt"), module.model.state_dict()) < RELATIVE
     rest, later = train(str(tiny_text), tmp_path / "alone", ckpt_path=str(tmp_path / "whole" / "step=3.ckpt"))
     assert later == pytest.approx(losses[3:], rel=RELATIVE), "from a checkpoint of two ranks"
@@ -211,8 +211,8 @@ def test_two_ranks_are_one(alone: tuple[Path, Any, list[float]], tiny_text: Path
 
 
 @pytest.mark.parametrize("step", range(1, STEPS))
-def test_resume_behind_every_step(alone: tuple[Path, Any, list[float]], tiny_text: Path, tmp_path: Path, step) -> None:
-    """Also behind the last of an epoch; Lightning fetches a step ahead, which must not be lost."""
+def test_resume_after_every_step(alone: tuple[Path, Any, list[float]], tiny_text: Path, tmp_path: Path, step) -> None:
+    """Also after the last step of an epoch; Lightning prefetches a step, which must not be lost."""
     folder, module, losses = alone
     rest, later = train(str(tiny_text), tmp_path, ckpt_path=str(folder / f"step={step}.ckpt"))
     assert audit_of(tmp_path, 1) == audit_of(folder, 1)[step:]
@@ -221,7 +221,7 @@ def test_resume_behind_every_step(alone: tuple[Path, Any, list[float]], tiny_tex
 
 
 def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[float]], tiny_text, tmp_path) -> None:
-    """I10. The step infos of two optimizer steps are taken out before the first forward; a step may take its number."""
+    """I10. Two step infos are removed before the first forward; `training_step` may take the number of the batch."""
     module, losses = train(str(tiny_text), tmp_path, kind=NumberedModule, layout="flat")
     assert sorted(set(module.numbers)) == list(range(STEPS // EPOCHS))
     assert losses == pytest.approx(alone[2], rel=RELATIVE)
@@ -234,7 +234,7 @@ def test_flat_micro_batches_are_the_same_training(alone: tuple[Path, Any, list[f
     ("settings", "key"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: 2"),
-        # sets it when the training begins
+        # the callback sets the value when the training begins
         ({"callbacks": [OnlineBatching(), GradientAccumulationScheduler({0: 2})]}, "accumulate_grad_batches: 2"),
         ({"callbacks": []}, "OnlineBatching"),
         ({"automatic": False}, "automatic_optimization: False"),
@@ -256,7 +256,7 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], key: str,
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
 def test_strategies_that_shard_are_refused(strategy: type, tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning makes no Trainer with them where there is no accelerator, so they are put into one here."""
+    """Without an accelerator Lightning builds no Trainer with these strategies, so the test sets the strategy later."""
     trainer = lightning.Trainer(**QUIET, enable_checkpointing=False)
     monkeypatch.setattr(trainer._accelerator_connector, "strategy", strategy())
     with pytest.raises(ConfigError, match=f"strategy: {strategy.__name__}") as raised:

@@ -27,7 +27,7 @@ BLOCK = {"token_budget": 640, "audit": True, "layout": "padded"}
 FLAT = {"token_budget": 320, "audit": True, "layout": "flat"}
 NUM_PAIRS, MAX_LENGTH = 22, 60
 RELATIVE, FIGURES = 1e-5, {"rewards/": 2e-4, "logps/": 2e-3}
-"""Largest differences: of losses, gradients and weights, and of figures, themselves."""
+"""Largest differences: relative for losses, gradients and weights; absolute for figures."""
 
 
 def pairs() -> datasets.Dataset:
@@ -45,7 +45,7 @@ def pairs() -> datasets.Dataset:
 
 def make(model: Path, folder: Path, **changes: Any) -> Any:
     policy: Any = AutoModelForCausalLM.from_pretrained(model)
-    policy.warnings_issued = {}  # trl 0.24 looks for it, and transformers 5 has none
+    policy.warnings_issued = {}  # trl 0.24 reads the attribute, which transformers 5 lacks
     arguments = {"output_dir": str(folder), "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     arguments |= {"num_train_epochs": 1, "max_length": MAX_LENGTH, "learning_rate": 3e-4, "max_grad_norm": 1e9}
     arguments |= {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1}
@@ -58,22 +58,22 @@ def make(model: Path, folder: Path, **changes: Any) -> Any:
 
 
 def compare(ours: list[dict[str, float]], stock: list[dict[str, float]], num_steps: int) -> dict[str, float]:
-    """Checks each entry of the log; returns the largest differences of losses and gradients (relative) and figures.
+    """Check each entry of the log; returns the largest differences of losses and gradients (relative) and figures.
 
-    num_steps: of optimizer steps whose figures are compared. In the last one of an epoch stock's leave pairs out: they
-    are cut to the length of its last micro-batch (accelerate's `gather_for_metrics`).
+    num_steps: optimizer steps whose figures are compared. Stock's figures of the last step of an epoch leave pairs out:
+    accelerate's `gather_for_metrics` cuts them to the length of the last micro-batch.
     """
     assert [entry["step"] for entry in ours] == [entry["step"] for entry in stock]
-    found = dict.fromkeys(("loss", "grad_norm", *FIGURES), 0.0)
-    for mine, theirs in zip(ours, stock):
-        assert {key for key in mine if not key.startswith("odb/")} == set(theirs)
-        for kind in found if theirs["step"] <= num_steps else ("loss", "grad_norm"):
-            for key in theirs:
+    largest = dict.fromkeys(("loss", "grad_norm", *FIGURES), 0.0)
+    for our_entry, stock_entry in zip(ours, stock):
+        assert {key for key in our_entry if not key.startswith("odb/")} == set(stock_entry)
+        for kind in largest if stock_entry["step"] <= num_steps else ("loss", "grad_norm"):
+            for key in stock_entry:
                 if key == kind or (kind in FIGURES and key.startswith(kind)):
-                    difference = abs(mine[key] - theirs[key]) / (1 if kind in FIGURES else theirs[key])
-                    found[kind] = max(found[kind], difference)
-    assert all(difference < FIGURES.get(kind, RELATIVE) for kind, difference in found.items()), found
-    return found
+                    difference = abs(our_entry[key] - stock_entry[key]) / (1 if kind in FIGURES else stock_entry[key])
+                    largest[kind] = max(largest[kind], difference)
+    assert all(difference < FIGURES.get(kind, RELATIVE) for kind, difference in largest.items()), largest
+    return largest
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -84,7 +84,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("layout", "changes"), [("padded", {}), *(("flat", changes) for changes in VARIANTS)])
-def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
+def test_odb_trains_as_stock(tiny_text: Path, tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
     """I8, I9; flat I10: policy and reference compute both answers of a pair in one row, without padding."""
     block = FLAT if layout == "flat" else BLOCK
     stock = make(tiny_text, tmp_path / "stock", **changes)
@@ -92,19 +92,19 @@ def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path, layout: str, c
     ours = make(tiny_text, tmp_path / "odb", **changes)
     shapes, collator = [], ours.data_collator
 
-    def see(embedding: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def record_shape(embedding: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         if ours.odb.computing is not None:
             shapes.append(tuple(inputs[0].shape))
 
-    ours.model.get_input_embeddings().register_forward_pre_hook(see)
+    ours.model.get_input_embeddings().register_forward_pre_hook(record_shape)
     enable_odb_dpo(ours, **block).train()
     assert {"log", "get_batch_loss_metrics"}.isdisjoint(vars(ours)) and ours.data_collator is collator
-    found = compare(ours.state.log_history, stock.state.log_history, 3)
+    differences = compare(ours.state.log_history, stock.state.log_history, 3)
     weights = dict(stock.model.named_parameters())
     norms = [float((p - weights[name]).norm()) for name, p in ours.model.named_parameters()]
-    off = math.hypot(*norms) / math.hypot(*(float(p.norm()) for p in weights.values()))
-    print(f"DPOTrainer: {found}, weights {off:.1e}")
-    assert off < RELATIVE
+    weight_difference = math.hypot(*norms) / math.hypot(*(float(p.norm()) for p in weights.values()))
+    print(f"DPOTrainer: {differences}, weights {weight_difference:.1e}")
+    assert weight_difference < RELATIVE
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
     assert [(line["rows"], line["length"]) for line in audit] == shapes, "what was planned is what is computed"
     assert all(line["units"] == len(line["ids"]) for line in audit)
@@ -119,7 +119,7 @@ def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path, layout: str, c
 
 @pytest.mark.timeout(600)
 def test_an_optimizer_step_that_is_restarted_counts_once(tiny_text: Path, tmp_path: Path) -> None:
-    """`oom: split`: memory ends in the last micro-batch of the second optimizer step, whose first is then cut."""
+    """`oom: split`: the last micro-batch of the second optimizer step runs out of memory; its first is then split."""
     logs = []
     for fails in (False, True):
         trainer = make(tiny_text, tmp_path / str(fails), max_steps=2)
@@ -177,8 +177,8 @@ assert "llamafactory" not in sys.modules
 """
 
 
-def test_a_process_in_which_nothing_imports_llamafactory(tiny_text: Path, tmp_path: Path) -> None:
-    """That corrects transformers for trl, too."""
+def test_a_process_without_llamafactory(tiny_text: Path, tmp_path: Path) -> None:
+    """An import of LLaMA-Factory would also patch transformers for trl."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     run_command(
         [sys.executable, "-c", SCRIPT, str(tiny_text), str(tmp_path)],
@@ -202,7 +202,7 @@ def in_a_rank(rank: int, path: str, out: str) -> list[list[dict[str, float]]]:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
-    """The figures are those of both ranks."""
+    """The figures include both ranks."""
     ranks = run_ranks(
         "integrations.test_trl_dpo:in_a_rank", tmp_path, limit_s=500, path=str(tiny_text), out=str(tmp_path)
     )

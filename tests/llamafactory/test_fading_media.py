@@ -45,7 +45,7 @@ def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path
     ids = Counter(id for audit in audits for line in audit for id in line["ids"])
     assert ids == Counter(set(range(NUM_ROWS)) - LOST.keys()), "I2"
     check_books(folder, audits, left_out={"collation": 2})
-    assert sum(rank.said.count("left out (collation): ") for rank in ended) == 2
+    assert sum(rank.output.count("left out (collation): ") for rank in ended) == 2
     # The other optimizer steps are stock's.
     stock = configured(tiny_vl, tmp_path / "stock")
     del stock["odb"]

@@ -1,7 +1,7 @@
-"""A training of LLaMA-Factory's v1 (`USE_V1=1`) with a block is its strategy `normal`, without padding (I8, I9).
+"""LLaMA-Factory's v1 (`USE_V1=1`) trains with a block as with its strategy `normal`, without padding (I8, I9).
 
-`CELLS` names the trainings; those of a launch (release, ranks) run one after the other in its processes. The wide grid:
-`pytest -s -m nightly tests/llamafactory/test_v1.py`; -s shows how far each training is from v1's.
+`CELLS` names the trainings; the trainings of a launch (release, ranks) run one after the other in its processes. The
+wide grid: `pytest -s -m nightly tests/llamafactory/test_v1.py`; -s shows the difference of each training from v1's.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ GRID: dict[str, tuple[str, int, list[str]]] = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the rows of `sft` and `pictures`, and the YAML that v1 reads of each."""
-    folder, drawn = tmp_path_factory.mktemp("v1"), random.Random(0)
+    """A folder with the rows of `sft` and `pictures`, and the YAML of each for v1."""
+    folder, rng = tmp_path_factory.mktemp("v1"), random.Random(0)
 
     def text(*lengths: int) -> str:
-        return " ".join(drawn.choices(WORDS, k=drawn.choice(lengths)))
+        return " ".join(rng.choices(WORDS, k=rng.choice(lengths)))
 
     sft = [{"instruction": text(2, 9, 20), "input": "", "output": text(2, 3, 5, 8, 40, 90)} for _ in range(50)]
     pictures = []
     for number in range(26):
         names = [str(folder / f"{number}_{image}.png") for image in range((1, 0, 2, 0)[number % 4])]
         for name in names:
-            size = (drawn.randrange(40, 300), drawn.randrange(40, 300))
-            Image.new("RGB", size, tuple(drawn.randrange(256) for _ in range(3))).save(name)
+            size = (rng.randrange(40, 300), rng.randrange(40, 300))
+            Image.new("RGB", size, tuple(rng.randrange(256) for _ in range(3))).save(name)
         tags = "<image>" * len(names)
         pictures.append({"instruction": tags + text(2, 9), "input": "", "output": text(2, 5, 40), "images": names})
     for name, data in (("sft", sft), ("pictures", pictures)):
@@ -88,7 +88,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
-    """`environment("main")`: variables with which LLaMA-Factory is its main branch; skips if there is no wheel."""
+    """`environment("main")`: variables that select LLaMA-Factory's main branch; skips if there is no wheel."""
 
     def get(release: str) -> dict[str, str]:
         path = [str(ROOT), os.environ["PYTHONPATH"]]
@@ -112,7 +112,7 @@ def arguments(rows: Path, tiny_text, tiny_vl, tmp_path_factory) -> Callable[...,
     models = TinyModels(tiny_text, tiny_vl, tmp_path_factory.mktemp("v1_models"))
 
     def get(output_dir: Path, **changes: Any) -> dict[str, Any]:
-        made = {
+        options = {
             "model": "text",
             "model_class": "llm",
             "train_dataset": "sft",
@@ -126,9 +126,9 @@ def arguments(rows: Path, tiny_text, tiny_vl, tmp_path_factory) -> Callable[...,
             "enable_activation_checkpointing": False,
             "output_dir": str(output_dir),
         } | changes
-        made["model"] = str(models(made["model"]))  # v1 cannot resume a model with a tied head
-        made["train_dataset"] = str(rows / f"{made['train_dataset']}.yaml")
-        return made
+        options["model"] = str(models(options["model"]))  # v1 cannot resume a model with a tied head
+        options["train_dataset"] = str(rows / f"{options['train_dataset']}.yaml")
+        return options
 
     return get
 
@@ -153,7 +153,7 @@ def padding(output_dir: str) -> int:
 
 
 @pytest.mark.parametrize("launch", [*LAUNCHES, *(pytest.param(name, marks=pytest.mark.nightly) for name in GRID)])
-def test_losses_are_those_of_v1(launch: str, environment: Any, arguments: Any, tmp_path: Path) -> None:
+def test_losses_equal_those_of_v1(launch: str, environment: Any, arguments: Any, tmp_path: Path) -> None:
     release, ranks, names = (LAUNCHES | GRID)[launch]
     trainings = []
     for name in names:
@@ -174,8 +174,8 @@ def test_losses_are_those_of_v1(launch: str, environment: Any, arguments: Any, t
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_resumed_training_is_the_unbroken_one(ranks: int, environment: Any, arguments: Any, tmp_path: Path) -> None:
-    """In the middle of an epoch (of 6 optimizer steps), and at its end, which v1 iterates once more."""
+def test_a_resumed_run_equals_the_unbroken_one(ranks: int, environment: Any, arguments: Any, tmp_path: Path) -> None:
+    """From the middle of an epoch (of 6 optimizer steps), and from its end, when v1 iterates the epoch once more."""
     block = {"odb": {"token_budget": 600}}
     unbroken = arguments(tmp_path / "unbroken", save_steps=2, **block)
     resumed = {
@@ -207,7 +207,7 @@ def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments
 @pytest.mark.parametrize("change", sorted(path.stem for path in (ROOT / "patches" / "upstream").glob("*.diff")))
 @pytest.mark.parametrize("tries", ["applies", pytest.param("its tests", marks=pytest.mark.nightly)])
 def test_a_change_for_upstream(environment: Any, tmp_path: Path, change: str, tries: str) -> None:
-    """The diffs are against the repository of LLaMA-Factory, whose `src` the wheel has."""
+    """The diffs are for the repository of LLaMA-Factory; the wheel contains its `src`."""
     env = environment("main")
     shutil.copytree(Path(env["PYTHONPATH"].split(os.pathsep)[0]) / "llamafactory", tmp_path / "src" / "llamafactory")
     diff = str(ROOT / "patches" / "upstream" / f"{change}.diff")

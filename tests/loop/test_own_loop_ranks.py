@@ -274,6 +274,6 @@ def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
         first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)
         left, ended = "left the epoch before its end", "rank 1 has ended its program while others go on"
         assert left in first.value or (how == "garbage" and ended in first.value), how
-        assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
+        assert "long ago" not in first.output + second.output and "SystemExit" not in first.output + second.output
         assert "GeneratorExit" not in first.value
         assert second.value < 15

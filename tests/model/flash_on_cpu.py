@@ -1,7 +1,7 @@
-"""torch's variable-length flash kernel without a GPU: a CPU kernel in its place.
+"""A CPU kernel that replaces torch's variable-length flash kernel, for tests without a GPU.
 
-The CPU kernel checks what the CUDA kernel checks (dtypes, shapes, strides, ends), and that the ends fill the row. It
-computes in float64 and returns the dtype that it is given. The formula of autograd around it is torch's own.
+The CPU kernel repeats the checks of the CUDA kernel (dtypes, shapes, strides, ends), and checks that the ends fill the
+row. It computes in float64 and returns the dtype of its inputs. The autograd formula around the kernel is torch's own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from odb_factory.model import attention
 
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-"""What torch dispatches to outside of a kernel: autograd, too."""
+"""The dispatch keys that torch includes and excludes outside of a kernel, where autograd is active."""
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor, cum_k: Tensor, max_q: int, max_k: int, dropout: float
 ) -> Any:
-    """[(first token, end)] of each sample, once the arguments have passed the checks."""
+    """Check the arguments; returns (first token, end) of each sample."""
     assert q.dim() == k.dim() == v.dim() == 3
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in (torch.bfloat16, torch.float16)
@@ -60,9 +60,9 @@ def _attended(
         )
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
         left, right = (end if n is None or n < 0 else n for n in (window_size_left, window_size_right))
-        seen = (distance <= left) & (-distance <= (0 if causal else right))
+        visible = (distance <= left) & (-distance <= (0 if causal else right))
         scores = query @ key.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        parts.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value).transpose(0, 1).to(q.dtype))
+        parts.append((scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(0, 1).to(q.dtype))
     return torch.cat(parts)
 
 
@@ -70,7 +70,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *more: Any, **kwargs: Any) -> tupl
     *ends, causal, debug = more
     assert not debug
     state = torch.zeros(2, dtype=torch.uint64)
-    sums = q.new_zeros(q.shape[1], len(q), dtype=torch.float)  # of exponentials: the backward here needs none
+    sums = q.new_zeros(q.shape[1], len(q), dtype=torch.float)  # of exponentials; unused by the backward here
     return _attended(q, k, v, *ends, causal, **kwargs), sums, state, state.clone(), q.new_empty(0)
 
 
@@ -85,7 +85,7 @@ def _backward(
 
 @contextlib.contextmanager
 def flash_on_cpu() -> Iterator[list[str]]:
-    """The CPU kernel in the place of torch's, for calls by `odb_varlen`, too; yields a list with each call of it."""
+    """Replace torch's kernel with the CPU kernel, also for calls by `odb_varlen`; yields the list of its calls."""
     calls: list[str] = []
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Ranks share the work of the vision tower: loss and gradients stay, whichever rank holds the images."""
+"""Ranks share the work of the vision tower: loss and gradients do not depend on which rank has the images."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from odb_factory.model.tower import FAMILIES, images_at_once, one_pass
 from odb_factory.planner import EncoderCost, EncoderPlan, plan_encoders
 
 RELATIVE, IN_FLOAT32, IN_BF16 = 1e-9, 1e-5, 2e-2
-"""Of the norm of all gradients, in float64 (GLM-4V interpolates positions in float32); of models with experts; of a
-model in bfloat16, whose sums depend on which images share a run of the tower."""
+"""Largest difference, relative to the norm of all gradients: in float64 (GLM-4V interpolates positions in float32), for
+models with experts, and in bfloat16, whose sums depend on which images share a run of the tower."""
 LIMIT_S = 240
 SMALL: list[Grid] = [(1, 2, 2)]
 Media = tuple[list[Grid], list[Grid]]
@@ -37,11 +37,11 @@ SCENES: dict[str, list[Media]] = {
     "two for three": [([(1, 8, 8), (1, 4, 4)], []), ([], []), (SMALL, [])],
 }
 MOVES = {"all on one rank, a dummy on the other", "videos only"}
-"""Scenes in which images move in every family; with few images another cut may not be better."""
+"""Scenes in which images move in every family; with few images another assignment may not be better."""
 
 
 def make(family: str) -> Any:
-    """A tiny model in float64; with experts in float32, which torch's kernel for them takes."""
+    """A tiny model in float64; in float32 with experts, because torch's kernel for experts needs it."""
     if family in CLASSES:
         model = make_model(family).train()
         return model if "moe" in family else model.double()
@@ -76,9 +76,9 @@ def train(model: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
     return loss.item(), gradients
 
 
-def gather(own: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, value)
     return gathered
 
 
@@ -105,11 +105,11 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
         with one_pass(model):
             loss, gradients = train(model, batch)
             door = EncoderDoor(find_tower(model), group, gather, assign)
-            has_images = any(map(any, SCENES[name]))  # else the tower has no gradient, which DDP would wait for
+            has_images = any(map(any, SCENES[name]))  # if not, the tower has no gradients, and DDP would wait
             no_pixels = {"pixel_values": torch.ones(0)} if "pixels of no image" in name else {}
             known = with_known_integers(no_pixels | batch, torch.device("cpu"))
             with door.balanced(), images_at_once(model):
-                shared, of_shared = train(DistributedDataParallel(model) if has_images else model, known)
+                shared, shared_gradients = train(DistributedDataParallel(model) if has_images else model, known)
             with_gradient = gather([name for name, p in model.named_parameters() if p.grad is not None])
             assert all(names == with_gradient[0] for names in with_gradient), "else DDP waits"
             plan = plans.pop()
@@ -119,7 +119,7 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
         assert again == loss
         results[name] = {
             "loss": abs(shared - loss) / loss,
-            "gradient": ((of_shared - gradients).norm() / gradients.norm()).item(),
+            "gradient": ((shared_gradients - gradients).norm() / gradients.norm()).item(),
             "moves": plan.moves,
             "patches": plan.patches.tolist(),
         }
@@ -144,7 +144,7 @@ MARKED = [pytest.param(family, marks=[] if family == "qwen3_vl" else pytest.mark
 
 
 @pytest.mark.parametrize("family", MARKED)
-def test_loss_and_gradients_are_those_of_ranks_that_encode_their_own(family: str, tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_those_without_sharing(family: str, tmp_path: Path) -> None:
     """In float64, on two ranks."""
     scenes = [name for name, media in SCENES.items() if len(media) == 2]
     if family not in FAMILIES:  # images and videos are not in one micro-batch
@@ -156,7 +156,7 @@ def test_loss_and_gradients_are_those_of_ranks_that_encode_their_own(family: str
 
 
 @pytest.mark.parametrize("tuning", [pytest.param("text", marks=pytest.mark.nightly), "merger", "bf16"])
-def test_a_frozen_tower_and_one_in_bfloat16(tuning: str, tmp_path: Path) -> None:
+def test_a_frozen_and_a_bfloat16_tower(tuning: str, tmp_path: Path) -> None:
     """text: neither tower nor merger is trained."""
     check("qwen3_vl", tmp_path, tuning=tuning)
 
@@ -177,7 +177,7 @@ def test_other_families_have_no_known_tower() -> None:
 
 
 def test_costs_follow_the_config() -> None:
-    """Windows cost no square of the image."""
+    """The cost of windows is not quadratic in the size of the image."""
     (module, _) = find_tower(make_model("qwen2_5_vl"))  # type: ignore[misc]
     windowed, frozen = (cost_of(module.config, trains_tower=trains) for trains in (True, False))
     module.config.vision_config.fullatt_block_indexes = [0, 1, 2]  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""I10: every kernel of the table computes, through the product's own call, what each sample alone gives.
+"""I10: every kernel, called as in a training, has the results of each sample alone.
 
-Without a GPU: real numbers by a CPU kernel in the place of torch's, shapes on the device "meta", and a forward on fake
-CUDA tensors, in which reading a value back from the device raises.
+Without a GPU, real numbers come from a CPU kernel in place of torch's, and shapes from a forward on fake CUDA tensors,
+in which reading a value back from the device raises.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from odb_factory.model.flat_row import flat_row
 SAMPLES = (5, 9, 9, 3, 20, 1)
 HEADS = 4
 ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-8}
-"""Difference that is rounding, relative to the largest value. A fault in mask, scale or ends makes more than 0.1."""
+"""Largest rounding difference, relative to the largest value. A wrong mask, scale or end causes more than 0.1."""
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped": {"key_heads": 2},
@@ -78,39 +78,39 @@ def attend(
 def alone(
     states: list[Tensor], window: int | None = None, scale: float | None = None, causal: bool = True, **_: Any
 ) -> Tensor:
-    """The same in float64, one sample after the other."""
+    """Attention in float64, one sample after the other."""
     outs = []
-    for q, k, v in zip(*(one.double().split(SAMPLES, 2) for one in states)):
-        k, v = (one.repeat_interleave(HEADS // one.shape[1], 1) for one in (k, v))
+    for q, k, v in zip(*(state.double().split(SAMPLES, 2) for state in states)):
+        k, v = (state.repeat_interleave(HEADS // state.shape[1], 1) for state in (k, v))
         n = q.shape[2]
-        seen = torch.ones(n, n, dtype=torch.bool)
-        seen = seen.tril() if causal else seen
-        seen = seen if window is None else seen.triu(1 - window)
+        visible = torch.ones(n, n, dtype=torch.bool)
+        visible = visible.tril() if causal else visible
+        visible = visible if window is None else visible.triu(1 - window)
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        outs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v)
+        outs.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v)
     return torch.cat(outs, 2).transpose(1, 2)
 
 
 def deviation(case: dict[str, Any]) -> float:
-    """Of the output and of each gradient, relative to its largest value, of a gradient that is 0 to the largest of
-    all."""
+    """Largest difference of the output and of each gradient, relative to its largest value; if a gradient is 0,
+    relative to the largest value of all."""
     inputs = states(**case)
-    found, expected = attend(inputs, **case), alone(inputs, **case)
-    assert found.shape == expected.shape and found.dtype == inputs[0].dtype
+    output, expected = attend(inputs, **case), alone(inputs, **case)
+    assert output.shape == expected.shape and output.dtype == inputs[0].dtype
     weight = torch.randn_like(expected)
-    pairs = [(found, expected)]
+    pairs = [(output, expected)]
     pairs += zip(
-        torch.autograd.grad((found * weight).sum(), inputs), torch.autograd.grad((expected * weight).sum(), inputs)
+        torch.autograd.grad((output * weight).sum(), inputs), torch.autograd.grad((expected * weight).sum(), inputs)
     )
-    largest = [float(other.detach().abs().max()) for _, other in pairs]
-    differences = [float((one - other).detach().abs().max()) for one, other in pairs]
-    return max(difference / (own or max(largest)) for difference, own in zip(differences, largest))
+    largest = [float(reference.detach().abs().max()) for _, reference in pairs]
+    differences = [float((actual - reference).detach().abs().max()) for actual, reference in pairs]
+    return max(difference / (size or max(largest)) for difference, size in zip(differences, largest))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("by_flash", [True, False], ids=["the operator of torch", "runs of equal length"])
 def test_each_kernel_computes_samples_alone(by_flash: bool, case: str) -> None:
-    """The operator is called once, not for one sample after the other."""
+    """The operator is called once, not once per sample."""
     rounding = ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
     with flash_on_cpu() if by_flash else contextlib.nullcontext([]) as calls:
         assert deviation(CASES[case]) < (rounding if by_flash else 2 * rounding)
@@ -129,10 +129,10 @@ def test_autocast_decides_the_dtype() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("has_flash", [True, False])
-def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None:
-    """However many samples a row has, and however long they are; the first row is computed before, as in the check.
+def test_only_a_new_row_length_compiles(has_flash: bool) -> None:
+    """For any number and lengths of the samples in a row; an uncompiled row comes first, as in the layout check.
 
-    Without flash a graph breaks at every attention, and the first row of a length has all its parts.
+    Without flash the graph breaks at every attention, and the first row of each length compiles all parts.
     """
     rows = ((5, 20, 7), (16, 16), (9, 9, 9, 5), (32,), (1, 2, 3, 4, 22)), ((40, 24), (8,) * 8, (60, 4), (64,))
     model = make_model("qwen2", torch.bfloat16 if has_flash else torch.float32)
@@ -159,8 +159,8 @@ def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None
         compiled = torch.compile(model, backend=compiles)
         loss(model, (3, 4))
         numbers = []
-        for of_length in rows:
-            for segments in of_length:
+        for rows_of_length in rows:
+            for segments in rows_of_length:
                 torch.testing.assert_close(loss(compiled, segments), loss(model, segments))
                 numbers.append(len(graphs))
     if has_flash:
@@ -169,15 +169,15 @@ def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None
         assert numbers[0] == numbers[4] and numbers[-1] <= numbers[5] + 1
 
 
-# The choice
+# Choice of the kernel
 
 
 CUDA: dict[str, Any] = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16}
 HOPPER = {"capability": (9, 0), "built": True, "hip": None}
 
 
-def see_a_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], built: bool, hip: str | None) -> None:
-    """A torch with CUDA that sees a GPU of this compute capability."""
+def fake_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], built: bool, hip: str | None) -> None:
+    """Make torch report a GPU of this compute capability."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     patch.setattr(torch.version, "hip", hip)
@@ -199,14 +199,14 @@ def see_a_gpu(patch: pytest.MonkeyPatch, capability: tuple[int, int], built: boo
 def test_the_choice_and_its_reason(
     gpu: dict[str, Any], changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    see_a_gpu(monkeypatch, **HOPPER | gpu)
+    fake_gpu(monkeypatch, **HOPPER | gpu)
     kernel = attention.kernel_of(**CUDA | changes)
     assert kernel == FLASH if not reason else kernel.startswith(f"{RUNS}, because ") and reason in kernel
 
 
-def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown schema is not called: the samples go run by run."""
-    see_a_gpu(monkeypatch, **HOPPER)
+def test_an_operator_with_an_unknown_schema_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future torch may change the schema: the samples are then computed run by run."""
+    fake_gpu(monkeypatch, **HOPPER)
     operator = SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=())))
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
     monkeypatch.setattr(attention, "FLASH_FORWARD", attention.find_flash_forward())
@@ -219,12 +219,12 @@ def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_whole_models(kind: str, checkpointing: bool | None) -> None:
-    """In bfloat16 the flat row is about as far from float64 as padded rows are. One call of the kernel for each layer,
-    and one more where the layer is computed again."""
+    """In bfloat16 the flat row is about as far from float64 as padded rows are. Each layer calls the kernel once, and
+    once more if it is recomputed."""
     rows = samples()
     exact = make_model(kind, torch.float64)
     with torch.no_grad():
-        exact.load_state_dict({name: one.bfloat16().double() for name, one in exact.state_dict().items()})
+        exact.load_state_dict({name: weight.bfloat16().double() for name, weight in exact.state_dict().items()})
     model = make_model(kind, torch.bfloat16)
     model.load_state_dict(exact.state_dict())
     expected = sum_of_losses(exact, padded_batch(rows)), gradients(exact)
@@ -243,7 +243,7 @@ def test_whole_models(kind: str, checkpointing: bool | None) -> None:
 
 @contextlib.contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors of the device "cuda" have shapes and no values; reading one back raises."""
+    """Tensors of the device "cuda" have shapes and no values; reading a value back raises."""
     monkeypatch.setattr("odb_factory.model.flat_row._devices", set())  # other tests have no such device
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # has no fake kernel
@@ -256,7 +256,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def to_device(model: torch.nn.Module) -> None:
-    """What `model.cuda()` does, which fake tensors do not allow."""
+    """Move a model to the device: fake tensors do not support `model.cuda()`."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
@@ -267,14 +267,14 @@ def to_device(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
 def test_a_forward_on_fake_cuda_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer by a kernel of torch, on the device, and nothing is read back from it."""
+    """Every layer calls torch's kernel on the device, and no value is read back."""
     calls, flash = [], attention.flash
     monkeypatch.setattr(attention, "flash", lambda *args: calls.append(args) or flash(*args))
     model = make_model(kind, torch.bfloat16)
     attention.install(model)
     with fake_cuda(monkeypatch):
         to_device(model)
-        batch = {name: one.cuda() for name, one in flat_batch(samples()).items() if name != "labels"}
+        batch = {name: tensor.cuda() for name, tensor in flat_batch(samples()).items() if name != "labels"}
         with flat_row(LENGTHS):
             logits = model(**batch).logits
         assert logits.device.type == "cuda" and logits.shape[:2] == (1, sum(LENGTHS)) and logits.requires_grad
@@ -283,11 +283,11 @@ def test_a_forward_on_fake_cuda_tensors(kind: str, monkeypatch: pytest.MonkeyPat
     assert len(calls) == model.config.num_hidden_layers
 
 
-# Where it acts: in a flat row of the language model alone
+# Scope: flat rows of the language model
 
 
-def test_the_language_model_alone_takes_it(tiny_vl: Any, tmp_path: Any) -> None:
-    """The vision tower keeps its own function; neither a checkpoint nor the model afterwards knows of it."""
+def test_only_the_language_model_gets_the_attention(tiny_vl: Any, tmp_path: Any) -> None:
+    """The vision tower keeps its own function; a checkpoint and the restored model do not name odb's function."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_vl)
     undo = attention.install(model)
     assert model.model.language_model.config._attn_implementation == attention.NAME
@@ -299,17 +299,17 @@ def test_the_language_model_alone_takes_it(tiny_vl: Any, tmp_path: Any) -> None:
 
 
 def test_a_row_of_another_length_is_refused() -> None:
-    """It must not attend across samples, and nothing else tells it where they end."""
+    """Attention must not cross samples, and their ends come only from `flat_row`."""
     model, rows = make_model("llama"), samples()
     attention.install(model)
     with pytest.raises(ConfigError, match="not the flat row of 66 tokens.*`layout: padded`"):
         sum_of_losses(model, flat_batch(rows), (40, 26))
-    sum_of_losses(model, padded_batch(rows))  # outside of a flat row it is sdpa again
+    sum_of_losses(model, padded_batch(rows))  # outside of a flat row, sdpa computes attention
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe", "qwen2"])
 def test_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention of Phi-MoE and Qwen2-MoE is not told the window, which only the mask knows: they keep their kernel."""
+    """Phi-MoE and Qwen2-MoE pass the window only to the mask, not to attention: they keep their kernel."""
     window = SLIDING | {"use_sliding_window": True, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
     monkeypatch.setitem(ALLOWED, kind, MOE | window | {"num_local_experts": 4, "shared_expert_intermediate_size": 16})
     model, rows = make_model(kind, torch.float64), samples()
@@ -325,13 +325,13 @@ def test_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch's kernel runs nowhere else")
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_the_kernel_of_torch(kind: str) -> None:
-    """In bfloat16 it differs from each sample alone by no more than two padded layouts do; no step waits for it."""
+    """In bfloat16 the kernel is about as close to samples alone as padded rows are; no step waits for the device."""
     model, rows = make_model(kind, torch.bfloat16).cuda(), samples()
 
     def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {key: value.cuda() for key, value in batch.items()}
 
-    alone = [sum_of_losses(model, on_device(padded_batch([one]))) for one in rows]
+    alone = [sum_of_losses(model, on_device(padded_batch([row]))) for row in rows]
     padded = sum_of_losses(model, on_device(padded_batch(rows)))
     expected = gradients(model)
     attention.install(model)

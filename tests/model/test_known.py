@@ -1,6 +1,6 @@
-"""Integers that the host knows: the same results, losses and gradients, and nobody reads from the device.
+"""Integers known on the host: the same results, losses and gradients, without a read from the device.
 
-The device of most tests is "meta", which has no values: whoever reads from it fails, as on a GPU it would wait.
+Most tests use the device "meta", which has no values: a read from it fails, while a read from a GPU would wait.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMPUTED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_what_is_computed_from_known_integers_is_known(name: str) -> None:
+def test_results_of_known_integers_are_known(name: str) -> None:
     compute = COMPUTED[name]
     assert compute(Known(GRID, META), Known(IDS, META)) == compute(GRID, IDS)
 
@@ -77,7 +77,7 @@ def _assigned(values: torch.Tensor, mask: Any, rows: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("name", SELECTED)
 def test_known_masks_select_the_same_values_and_gradients(name: str) -> None:
-    """On the CPU bit for bit; on "meta", which cannot tell the number of places, they have the same shape."""
+    """Bit for bit on the CPU; the same shapes on "meta", which cannot count the places of a mask."""
     values, mask = torch.randn(2, 5, 3), IDS == 90
 
     def run(device: torch.device, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,17 +88,17 @@ def test_known_masks_select_the_same_values_and_gradients(name: str) -> None:
     try:
         run(CPU, mask)
     except IndexError as error:
-        pytest.skip(f"this torch cannot do it either: {error}")  # 2.8, a slice beside a mask of two dimensions
-    for found, expected in zip(run(CPU, Known(mask, CPU)), run(CPU, mask), strict=True):
-        assert torch.equal(found, expected)
-    assert [one.shape for one in run(META, Known(mask, META))] == [one.shape for one in run(CPU, mask)]
+        pytest.skip(f"this torch cannot do it either: {error}")  # torch 2.8: a slice after a mask of two dimensions
+    for result_of_known, expected in zip(run(CPU, Known(mask, CPU)), run(CPU, mask), strict=True):
+        assert torch.equal(result_of_known, expected)
+    assert [x.shape for x in run(META, Known(mask, META))] == [x.shape for x in run(CPU, mask)]
 
 
 def test_writes_reach_all_views_on_both_sides() -> None:
-    """From known values on the host; from others by a read from the device."""
+    """Known values are written on the host; other values are read from the device."""
     host = IDS.clone()
     ids = Known(host, CPU)
-    row, second = ids[1], ids.ordinary()
+    row, copy_on_device = ids[1], ids.ordinary()
     ids[:, 0] = 1
     row[2:4] += 1
     ids[ids == 90] = -100
@@ -110,7 +110,7 @@ def test_writes_reach_all_views_on_both_sides() -> None:
     assert torch.equal(ordinary(ids), expected) and torch.equal(ordinary(row), expected[1])
     row.copy_(torch.arange(5))
     assert ids[1].tolist() == list(range(5)) and torch.equal(ordinary(ids)[1], torch.arange(5))
-    assert second.shape == ids.shape
+    assert copy_on_device.shape == ids.shape
     with pytest.raises(TypeError):
         ids.unsqueeze_(0)
 
@@ -133,7 +133,7 @@ def test_a_copy_on_the_device_is_made_once_and_again_after_a_write(monkeypatch: 
     assert ordinary(wide).shape == wide.shape and copies[-1] == (2, 5, 1)
 
 
-def test_the_device_computes_what_is_no_integer_and_draws_random_numbers() -> None:
+def test_the_device_computes_floats_and_random_numbers() -> None:
     ids = Known(IDS, META)
     for result in (ids / 2, ids.float(), ids.to(torch.bfloat16), torch.zeros_like(ids, dtype=torch.float), ids.sqrt()):
         assert type(result) is torch.Tensor and result.device == META
@@ -144,19 +144,19 @@ def test_the_device_computes_what_is_no_integer_and_draws_random_numbers() -> No
     assert torch.equal(torch.randint_like(Known(IDS, CPU), 7), expected)
 
 
-def test_whoever_needs_the_memory_gets_an_ordinary_tensor() -> None:
+def test_access_to_the_memory_gives_an_ordinary_tensor() -> None:
     ids = Known(IDS, CPU)
     assert ids.data_ptr() == ids.ordinary().data_ptr() and ordinary(IDS) is IDS
-    for made in (copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
-        assert type(made) is torch.Tensor and torch.equal(made, IDS)
+    for duplicate in (copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
+        assert type(duplicate) is torch.Tensor and torch.equal(duplicate, IDS)
 
 
-def test_of_a_batch_integers_and_masks_are_known() -> None:
+def test_integers_and_masks_of_a_batch_are_known() -> None:
     batch = {"ids": IDS, "mask": IDS == 90, "pixels": torch.zeros(2), "rows": {"ids": IDS}, "text": "a", "none": None}
-    made = with_known_integers(batch, META)
-    kinds = {key: type(value) for key, value in made.items()}
+    known = with_known_integers(batch, META)
+    kinds = {key: type(value) for key, value in known.items()}
     assert kinds == {"ids": Known, "mask": Known, "pixels": torch.Tensor, "rows": dict, "text": str, "none": type(None)}
-    assert type(made["rows"]["ids"]) is Known and with_known_integers(made, META)["ids"] is made["ids"]
+    assert type(known["rows"]["ids"]) is Known and with_known_integers(known, META)["ids"] is known["ids"]
 
 
 def test_integers_are_known_on_accelerators_and_not_in_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,25 +189,25 @@ def gemma3() -> tuple[Any, dict[str, Any]]:
     return transformers.Gemma3ForConditionalGeneration(config), batch
 
 
-def of_qwen(family: str) -> tuple[Any, dict[str, Any]]:
+def qwen(family: str) -> tuple[Any, dict[str, Any]]:
     model = make_model(family)
-    model.set_attn_implementation({"vision_config": "sdpa"})  # as a training has it
+    model.set_attn_implementation({"vision_config": "sdpa"})  # as in a training
     return model, make_batch(IMAGES, VIDEOS)
 
 
 READS = {"qwen2_5_vl": 4}
 if find_spec("transformers.vision_utils") is not None:
     READS = {"qwen2_vl": 2, "qwen3_vl": 2, "qwen3_5": 2, "qwen2_5_vl": 2}
-"""Read-backs of a forward and backward with two runs of the tower, where that reads integers which it makes itself on
-the device: windows, or in newer releases of transformers the size of a merged patch."""
+"""Read-backs of a forward and backward with two runs of a tower that reads integers which it computes on the device:
+windows, or in newer releases of transformers the size of a merged patch."""
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_loss_and_gradients_are_the_same_and_nothing_is_read(family: str) -> None:
-    """Bit for bit; forward and backward, also with checkpoints, are computed by a device that cannot be read."""
+    """Bit for bit; forward and backward, also with checkpointing, run on a device that cannot be read."""
     torch.manual_seed(0)
-    model, batch = gemma3() if family == "gemma3" else of_qwen(family)
+    model, batch = gemma3() if family == "gemma3" else qwen(family)
     model.train()
 
     def run(model: Any, batch: Any) -> list[torch.Tensor]:
@@ -215,7 +215,7 @@ def test_loss_and_gradients_are_the_same_and_nothing_is_read(family: str) -> Non
         torch.manual_seed(0)
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+        return [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
     for is_reentrant in (True, False):
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
@@ -225,7 +225,7 @@ def test_loss_and_gradients_are_the_same_and_nothing_is_read(family: str) -> Non
             with images_at_once(model):
                 with_known = run(model, with_known_integers(batch, CPU))
         assert read_backs.lines.total() == READS.get(family, 0), read_backs.lines
-        assert all(torch.equal(one, other) for one, other in zip(with_known, stock, strict=True))
+        assert all(torch.equal(known, expected) for known, expected in zip(with_known, stock, strict=True))
         if family not in READS:
-            there = {key: value if value.dtype == torch.long else value.to(META) for key, value in batch.items()}
-            run(copy.deepcopy(model).to(META), with_known_integers(there, META))
+            meta_batch = {key: value if value.dtype == torch.long else value.to(META) for key, value in batch.items()}
+            run(copy.deepcopy(model).to(META), with_known_integers(meta_batch, META))

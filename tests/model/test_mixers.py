@@ -1,4 +1,4 @@
-"""Mixers that carry state along the row, inside a flat row: each sample computes what it computes alone (I10)."""
+"""Mixers that carry state along a flat row: each sample has the same results as alone (I10)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from odb_factory.model.flat_row import call_all
 from odb_factory.model.mixers import EQUAL_GROUPS, SMALL, WASTE, PaddedGroups
 
 ROUNDING = 2e-7
-"""Of gradients: some families compute a part of their mixer in float32 whatever the weights are. Where more of it shows
-on a processor (Zamba: 3e-6), it shows in padded rows as well, and flat ones may differ twice as much as those."""
+"""Allowed difference of gradients: some families compute a part of their mixer in float32, whatever the weights are. If
+a processor rounds more (Zamba: 3e-6), padded rows differ too, and flat rows may differ twice as much as padded rows."""
 
 
-def both_doors(model: Any) -> Callable[[], None]:
+def install_both(model: Any) -> Callable[[], None]:
     undo = [mixers.install(model)]
     if model.config._attn_implementation == "sdpa" and attention.why_unusable(model) is None:
         undo.append(attention.install(model))
@@ -44,7 +44,7 @@ def both_doors(model: Any) -> Callable[[], None]:
 
 def alone(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of the samples one by one."""
-    total, summed = 0.0, {name: torch.zeros_like(one) for name, one in model.named_parameters()}
+    total, summed = 0.0, {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
     for row in samples():
         total += float(sum_of_losses(model, flat_batch([row])))
         for name, gradient in gradients(model).items():
@@ -58,10 +58,10 @@ def check_flat_is_alone(model: Any) -> None:
     padded = largest_difference(gradients(model), gradient)
     assert padded < 1e-5
     limit = max(ROUNDING, 2 * padded)
-    undo = both_doors(model)
+    undo = install_both(model)
     assert float(sum_of_losses(model, flat_batch(samples()), LENGTHS)) == pytest.approx(loss, rel=limit)
-    found = gradients(model)
-    assert largest_difference(found, {name: gradient[name] for name in found}) < limit
+    flat_gradient = gradients(model)
+    assert largest_difference(flat_gradient, {name: gradient[name] for name in flat_gradient}) < limit
     undo()
 
 
@@ -82,20 +82,20 @@ def test_gradient_checkpointing(kind: str, reentrant: bool) -> None:
 
 
 def test_lora_in_a_mixer_under_autocast() -> None:
-    """Flat differs from alone by no more than padded does, where both round to bfloat16."""
+    """Flat rows differ from samples alone by no more than padded rows do; both round to bfloat16."""
     model = make_model("qwen3_5_text")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["in_proj_qkv", "out_proj", "q_proj"]))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, 0, 0.2)
     with torch.autocast("cpu", torch.bfloat16):
-        _, truth = alone(adapted)
-        truth = {name: gradient for name, gradient in truth.items() if "lora" in name}
+        _, expected = alone(adapted)
+        expected = {name: gradient for name, gradient in expected.items() if "lora" in name}
         sum_of_losses(adapted, padded_batch(samples()))
-        rounding = largest_difference(gradients(adapted), truth)
-        both_doors(model)
+        rounding = largest_difference(gradients(adapted), expected)
+        install_both(model)
         sum_of_losses(adapted, flat_batch(samples()), LENGTHS)
-    assert largest_difference(gradients(adapted), truth) < max(2 * rounding, 0.02)
+    assert largest_difference(gradients(adapted), expected) < max(2 * rounding, 0.02)
 
 
 # The groups
@@ -103,13 +103,13 @@ def test_lora_in_a_mixer_under_autocast() -> None:
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.booleans())
 def test_groups_hold_each_token_once_within_their_bound(lengths: list[int], ranks_are_alike: bool) -> None:
-    """Where ranks must be alike each row has as many groups."""
+    """If ranks must be alike, every row has EQUAL_GROUPS groups."""
     groups = PaddedGroups(lengths, EQUAL_GROUPS) if ranks_are_alike else PaddedGroups(lengths)
     row = torch.arange(1, sum(lengths) + 1)[None]
     blocks = groups.unpack(row)
     assert torch.equal(groups.pack(blocks), row)
-    rows = {tuple(one[: int(one.count_nonzero())].tolist()) for block in blocks for one in block if one.any()}
-    assert rows == {tuple(one.tolist()) for one in row[0].split(lengths)}, "whole samples, padded on the right"
+    rows = {tuple(ids[: int(ids.count_nonzero())].tolist()) for block in blocks for ids in block if ids.any()}
+    assert rows == {tuple(ids.tolist()) for ids in row[0].split(lengths)}, "whole samples, padded on the right"
     if ranks_are_alike:
         assert len(blocks) == EQUAL_GROUPS
         return
@@ -120,16 +120,16 @@ def test_groups_hold_each_token_once_within_their_bound(lengths: list[int], rank
 
 
 @pytest.mark.parametrize("kind", OF_A_CLASS)
-def test_rows_of_one_number_of_groups(kind: str) -> None:
-    """Loss and gradient; and that all calls of a mixer are in the backward, where ranks wait for each other again."""
+def test_rows_with_a_fixed_number_of_groups(kind: str) -> None:
+    """Loss and gradient, I10; the backward, in which ranks wait for each other, includes all calls of a mixer."""
     model = make_model(kind, torch.float64)
     for parameter in model.parameters():
-        parameter.ds_id = 0  # as ZeRO-3 marks those it has cut up, whoever has started it
+        parameter.ds_id = 0  # the mark of ZeRO-3 on sharded parameters, however ZeRO-3 is started
     check_flat_is_alone(model)
     undo = mixers.install(model)
     calls: list[str] = []
     for mixer in mixers.find(model):
-        part = next(one for one in mixer.modules() if isinstance(one, torch.nn.Linear))
+        part = next(part for part in mixer.modules() if isinstance(part, torch.nn.Linear))
         part.register_forward_hook(lambda module, args, output: calls.append("forward"))
         part.register_full_backward_hook(lambda module, before, after: calls.append("backward"))
     sum_of_losses(model, flat_batch(samples()), LENGTHS)
@@ -137,22 +137,22 @@ def test_rows_of_one_number_of_groups(kind: str) -> None:
     undo()
 
 
-# In a model and out of it
+# Install and undo
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
 def test_generation_is_as_before(kind: str) -> None:
     model = make_model(kind).eval()
     ids, _ = samples()[1]
-    ask = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
-    expected = model.generate(ids[None], **ask)
-    undo = both_doors(model)
-    assert torch.equal(model.generate(ids[None], **ask), expected)
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids[None], **options)
+    undo = install_both(model)
+    assert torch.equal(model.generate(ids[None], **options), expected)
     undo()
 
 
-def test_leaving_restores_the_model() -> None:
-    """In any order with others who wrap a forward."""
+def test_the_undo_restores_the_model() -> None:
+    """In any order with other code that wraps a forward."""
     model = make_model("qwen3_5_text")
     before = [dict(vars(part)) for part in model.modules()]
     undo = mixers.install(model)
@@ -161,9 +161,9 @@ def test_leaving_restores_the_model() -> None:
     assert [dict(vars(part)) for part in model.modules()] == before
     mixer, *_ = mixers.find(model)
     undo = mixers.install(model)
-    theirs = mixer.forward = lambda *args, own=mixer.forward, **kwargs: own(*args, **kwargs)
+    other_wrapper = mixer.forward = lambda *args, wrapped=mixer.forward, **kwargs: wrapped(*args, **kwargs)
     undo()
-    assert mixer.forward is theirs
+    assert mixer.forward is other_wrapper
     sum_of_losses(model, padded_batch(samples()))
 
 

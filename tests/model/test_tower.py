@@ -89,7 +89,7 @@ def make_model(family: str) -> Any:
     )
     model = model_class._from_config(config, attn_implementation="eager").float()
     if "moe" in family:
-        model.set_experts_implementation("eager")  # the grouped kernel of torch 2.8 is none of a CPU
+        model.set_experts_implementation("eager")  # torch 2.8 has no grouped kernel for a CPU
     return model
 
 
@@ -113,60 +113,60 @@ def make_batch(images: list[Grid], videos: list[Grid]) -> dict[str, Any]:
 
 
 def count(grids: list[Grid]) -> int:
-    """Patches."""
+    """Number of patches."""
     return sum(math.prod(grid) for grid in grids)
 
 
 def train(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss, gradients, and how often the tower ran."""
+    """Loss, gradients, and the number of runs of the tower."""
     runs = []
-    tower = next(one for name, one in model.named_modules() if name.rpartition(".")[2] == "visual")
+    tower = next(part for name, part in model.named_modules() if name.rpartition(".")[2] == "visual")
     hook = tower.register_forward_pre_hook(lambda *_: runs.append(1))
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     hook.remove()
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     return loss.item(), gradients, len(runs)
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("family", [family for family in CLASSES if family in FAMILIES])
-def test_one_pass_computes_what_two_compute(family: str) -> None:
+def test_one_pass_equals_two(family: str) -> None:
     """Loss and the gradient of every weight, in float32."""
     model = make_model(family)
     batch = make_batch(IMAGES, VIDEOS)
     loss, gradients, runs = train(model, batch)
     assert runs == 2
     with one_pass(model):
-        together, own, runs = train(model, batch)
+        merged_loss, merged_gradients, runs = train(model, batch)
         again, _, _ = train(model, batch)
     assert runs == 1
-    assert together == again == pytest.approx(loss, abs=1e-6)
-    assert own.keys() == gradients.keys()
-    most = max(float(one.abs().max()) for one in gradients.values())
+    assert merged_loss == again == pytest.approx(loss, abs=1e-6)
+    assert merged_gradients.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
-        assert torch.allclose(own[name], gradient, rtol=1e-4, atol=1e-6 * most), name
-    assert float(sum(own[name].abs().sum() for name in own if "visual" in name)) > 0
+        assert torch.allclose(merged_gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest), name
+    assert float(sum(merged_gradients[name].abs().sum() for name in merged_gradients if "visual" in name)) > 0
 
 
-def test_nothing_is_left_behind() -> None:
+def test_an_error_leaves_the_model_unchanged() -> None:
     model = make_model("qwen3_vl")
-    before = [(name, set(vars(one)), len(one._forward_pre_hooks)) for name, one in model.named_modules()]
+    before = [(name, set(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()]
     with pytest.raises(KeyError), one_pass(model, None, torch.nn.Linear(1, 1)):
         raise KeyError
-    assert [(name, set(vars(one)), len(one._forward_pre_hooks)) for name, one in model.named_modules()] == before
+    assert [(name, set(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()] == before
 
 
 def test_every_family_is_tested() -> None:
-    """Omni models have their tower in a part of their own, which is what is trained."""
+    """The tower of an omni model is in its thinker, the part that is trained."""
     assert set(FAMILIES) <= {*CLASSES, "qwen2_5_omni", "qwen3_omni_moe"}
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_all_images_are_one_call_of_the_kernel_a_layer(family: str) -> None:
-    """In bfloat16, no further from float32 than sdpa image by image; images do not see each other."""
+def test_each_layer_calls_the_kernel_once_for_all_images(family: str) -> None:
+    """In bfloat16, about as close to float32 as sdpa image by image; images do not attend to each other."""
     model, batch = make_model(family), make_batch(IMAGES, [])
     model.set_attn_implementation({"vision_config": "sdpa"})
     blocks = model.model.visual.blocks
@@ -185,16 +185,16 @@ def test_all_images_are_one_call_of_the_kernel_a_layer(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava_next_video"])
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_a_batch_for_which_other_ranks_would_wait_is_refused(family: str, is_shared: bool) -> None:
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_batch_that_would_block_other_ranks_is_refused(family: str, is_sharded: bool) -> None:
     trainer = SimpleNamespace(
         args=SimpleNamespace(world_size=2),
-        is_fsdp_enabled=is_shared,
+        is_fsdp_enabled=is_sharded,
         model=SimpleNamespace(config=SimpleNamespace(model_type=family)),
         model_wrapped=torch.nn.Linear(1, 1),
     )
     batch = {"pixel_values": torch.zeros(1), "pixel_values_videos": torch.zeros(1)}
-    refused = family == "llava_next_video" and is_shared
+    refused = family == "llava_next_video" and is_sharded
     expected = pytest.raises(DataError, match="the micro-batch of rows 3, 4 has both.*llava_next_video.*ZeRO-2 or DDP")
     with expected if refused else contextlib.nullcontext():
         check_batch(trainer, batch, (3, 4))
@@ -219,7 +219,7 @@ def qwen(family: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.versions
 @pytest.mark.parametrize("make", [siglip, functools.partial(qwen, "qwen2_vl"), functools.partial(qwen, "qwen3_vl")])
-def test_a_patch_embedding_is_the_product_that_it_computes(make: Any) -> None:
+def test_a_patch_embedding_equals_its_product(make: Any) -> None:
     """Outputs, and the gradient of every weight, in float32; 3-D and 2-D, with bias and without."""
     model, batch = make()
 
@@ -229,33 +229,33 @@ def test_a_patch_embedding_is_the_product_that_it_computes(make: Any) -> None:
             output = model(**batch)
             result = output.last_hidden_state if hasattr(output, "last_hidden_state") else output.logits
             result.square().mean().backward()
-        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         return result.detach(), gradients, convolutions.count
 
     expected, gradients, convolutions = run()
     assert convolutions == 2
     with patch_products(model):
-        found, own, convolutions = run()
+        product, grads, convolutions = run()
     assert convolutions == 0
     assert run()[2] == 2, "the undo restores"
-    assert torch.allclose(found, expected, atol=1e-6)
-    assert own.keys() == gradients.keys()
-    most = max(float(one.abs().max()) for one in gradients.values())
-    assert all(torch.allclose(own[name], gradients[name], rtol=1e-4, atol=1e-6 * most) for name in own)
+    assert torch.allclose(product, expected, atol=1e-6)
+    assert grads.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert all(torch.allclose(grads[name], gradients[name], rtol=1e-4, atol=1e-6 * largest) for name in grads)
 
 
 def test_an_input_that_needs_a_gradient_gets_it() -> None:
-    """Such a convolution after other layers is the merger of GLM-4V."""
+    """The merger of GLM-4V is such a convolution after other layers."""
     layer = torch.nn.Conv2d(6, 5, (2, 3), (2, 3)).double()
     pixels = torch.randn(2, 6, 4, 8, dtype=torch.double, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(pixels).square().sum(), pixels)
     with patch_products(layer), Convolutions() as convolutions:
-        (found,) = torch.autograd.grad(layer(pixels).square().sum(), pixels)
-    assert convolutions.count == 0 and torch.allclose(found, expected)
+        (gradient,) = torch.autograd.grad(layer(pixels).square().sum(), pixels)
+    assert convolutions.count == 0 and torch.allclose(gradient, expected)
 
 
 class Subclass(torch.nn.Conv2d):
-    """May compute something else."""
+    """A subclass may compute something else."""
 
 
 @pytest.mark.parametrize(

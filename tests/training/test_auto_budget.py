@@ -266,5 +266,5 @@ def test_two_ranks_take_the_budget_of_the_smaller_memory(tiny_text, tmp_path) ->
     for outcome in outcomes:
         rehearsed, without = outcome.value["under zero"]
         assert rehearsed == without != []
-        assert "rehearsal: out of memory in the heaviest" in outcome.said, "under ZeRO-1 ranks continue"
-    assert any("of the 27.0 MiB that 90% of the memory are" in outcome.said for outcome in outcomes)
+        assert "rehearsal: out of memory in the heaviest" in outcome.output, "under ZeRO-1 ranks continue"
+    assert any("of the 27.0 MiB that 90% of the memory are" in outcome.output for outcome in outcomes)

@@ -1,4 +1,4 @@
-"""Change a module once it has been imported; for the modules beside this that change one."""
+"""Change a module after its import; used by the other modules of this folder."""
 
 import importlib.util
 import sys

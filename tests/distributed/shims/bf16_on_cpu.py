@@ -1,6 +1,6 @@
-"""Let `bf16` and `pure_bf16` be asked for on a CPU, which computes in bfloat16 as well.
+"""Allow `bf16` and `pure_bf16` on a CPU, which computes in bfloat16 as well.
 
-With DeepSpeed `use_cpu` is false, and then transformers looks for a GPU; LLaMA-Factory does for `pure_bf16`.
+With DeepSpeed `use_cpu` is false, and transformers then requires a GPU; LLaMA-Factory requires one for `pure_bf16`.
 """
 
 import sys

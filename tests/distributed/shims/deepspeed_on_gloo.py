@@ -1,12 +1,12 @@
 """Let DeepSpeed train on CPUs as on GPUs: gathers end in the order in which they begin, and nothing is compiled.
 
-When ZeRO-3 gathers several parameters it waits for the last one only. gloo's two threads may end that one first, and
-then an earlier one arrives after the weights of a checkpoint and replaces them: the model begins with whatever was in
-memory, without odb too (DeepSpeed 0.18.4). On a CPU DeepSpeed also compiles an operator for inference, for a minute,
-and again whenever another ninja is found on PATH.
+When ZeRO-3 gathers several parameters, it waits only for the last gather. gloo's two threads may end the last gather
+first; an earlier gather then ends after a checkpoint is loaded and overwrites its weights: the model starts with
+arbitrary memory, without odb too (DeepSpeed 0.18.4). On a CPU DeepSpeed also compiles an operator for inference, which
+takes a minute, and again whenever PATH has another ninja.
 
-With DeepSpeed `use_cpu` is false; accelerate 1.15 then takes ranks without a GPU for one process each, and their batch
-sizes contradict DeepSpeed's. Here they are ranks on CPUs, as before.
+With DeepSpeed `use_cpu` is false; accelerate 1.15 then treats ranks without a GPU as single processes, and their batch
+sizes contradict DeepSpeed's. This shim makes them ranks on CPUs, as in earlier releases.
 """
 
 import functools

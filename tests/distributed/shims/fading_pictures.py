@@ -1,4 +1,4 @@
-"""Pictures that fail in a data worker at the moment when LLaMA-Factory's collator is given them, by their file's name.
+"""Make pictures fail, by file name, in a data worker when LLaMA-Factory's collator receives them.
 
 `gone*` is deleted, `once*` cannot be read the first time.
 """

@@ -1,7 +1,7 @@
 """Let accelerate use FSDP without an accelerator.
 
-accelerate (1.11 to 1.15) leaves the FSDP plugin aside on MULTI_CPU and trains with DDP, without a word,
-although torch's FSDP runs on CPU with gloo. This lifts that one condition; everything else is theirs.
+accelerate (1.11 to 1.15) silently ignores the FSDP plugin on MULTI_CPU and trains with DDP, although
+torch's FSDP runs on CPU with gloo. This shim lifts only this condition.
 """
 
 import os

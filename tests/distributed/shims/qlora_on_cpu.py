@@ -1,6 +1,6 @@
 """Let bitsandbytes train on CPUs as on GPUs: weights stay as they are in evaluations.
 
-Where the CPU has AVX512-BF16, a layer in evaluation packs its weights anew, and cannot train any more, without odb too
+If the CPU has AVX512-BF16, a layer in evaluation repacks its weights and can no longer train, without odb too
 (bitsandbytes 0.50.2).
 """
 

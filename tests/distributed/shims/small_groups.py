@@ -1,4 +1,4 @@
-"""Mixers compute even small samples in groups of their own, so that ranks differ in the number of groups."""
+"""Make mixers compute even small samples in separate groups, so that ranks differ in the number of groups."""
 
 import sys
 

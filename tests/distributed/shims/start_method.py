@@ -1,4 +1,4 @@
-"""Make every process of a run start others by the method that `ODB_TEST_START_METHOD` names."""
+"""Make every process of a run start child processes by the method that `ODB_TEST_START_METHOD` names."""
 
 import multiprocessing
 import os

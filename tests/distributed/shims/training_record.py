@@ -1,8 +1,8 @@
-"""A callback that writes down what a training has computed, micro-batch by micro-batch, whoever formed the batches.
+"""A callback that records the micro-batches that a training computes, with or without odb.
 
-One JSON line for each optimizer step of a rank: `micro_batches` (of each the checksums of its rows), `learning_rates`
-(of each parameter group) and `engine` (classes of model and optimizer, as wrapped). Rank r writes to PATH.r. Needs
-nothing of odb_factory, nor of the tests.
+One JSON line for each optimizer step of a rank: `micro_batches` (the row checksums of each), `learning_rates` (of each
+parameter group) and `engine` (classes of model and optimizer, as wrapped). Rank r writes to PATH.r. Imports nothing
+from odb_factory or the tests.
 """
 
 import itertools
@@ -18,18 +18,18 @@ class TrainingRecord(TrainerCallback):
         self.path, self.micro_batches = path, []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.handle = model.register_forward_pre_hook(self.see, with_kwargs=True)
+        self.handle = model.register_forward_pre_hook(self.record, with_kwargs=True)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.micro_batches = []  # a rehearsal is no part of it
+        self.micro_batches = []  # discard those of a rehearsal
 
-    def see(self, module, args, kwargs):
-        if module.training and torch.is_grad_enabled():  # not an evaluation, nor a reference model's
+    def record(self, module, args, kwargs):
+        if module.training and torch.is_grad_enabled():  # neither an evaluation nor a reference model
             self.micro_batches.append(row_checksums(kwargs))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
         rates = [group["lr"] for group in optimizer.param_groups]
-        engine = [kind.__name__ for one in (model, optimizer, optimizer.optimizer) for kind in type(one).__mro__]
+        engine = [kind.__name__ for part in (model, optimizer, optimizer.optimizer) for kind in type(part).__mro__]
         engine += ["ZeRO-3"] * any(hasattr(parameter, "ds_id") for parameter in model.parameters())
         line = {"micro_batches": self.micro_batches, "learning_rates": rates, "engine": sorted(set(engine))}
         with open(f"{self.path}.{args.process_index}", "a", encoding="utf-8") as file:
@@ -41,8 +41,8 @@ class TrainingRecord(TrainerCallback):
 
 
 def row_checksums(inputs):
-    """Of the real tokens of each sample; padding and fake media are left out. Labels show in the losses: trainers that
-    make their losses themselves may give the model none."""
+    """Checksums of the real tokens of each sample, without padding and fake media. Labels are not included: trainers
+    that compute their losses themselves may pass no labels to the model, and the losses show differences."""
     inputs = {"labels": torch.zeros_like(inputs["input_ids"])} | inputs
     if "attention_mask" in inputs:
         return [checksum(ids[mask]) for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool())]

@@ -1,7 +1,7 @@
 """Let Triton's interpreter run Liger's kernels on a CPU: with TRITON_INTERPRET=1, also in the process that ranks are
 forked from, which imports triton.
 
-A compiled kernel gets its float arguments as float32 and calls functions of the device's library; the interpreter has
+A compiled kernel gets its float arguments as float32 and calls functions of the device's library; the interpreter does
 neither (triton 3.7). The file `ODB_TEST_KERNELS` gets the names of the kernels that have run.
 """
 
@@ -25,21 +25,21 @@ def change(interpreter):
 
     def elementwise(function):
         def call(value):
-            found = function(value.handle.data).astype(value.handle.data.dtype)
-            return tl.tensor(interpreter.TensorHandle(found, value.handle.dtype), value.type)
+            result = function(value.handle.data).astype(value.handle.data.dtype)
+            return tl.tensor(interpreter.TensorHandle(result, value.handle.dtype), value.type)
 
         return call
 
     run, names = interpreter.GridExecutor.__call__, set()
 
-    def named(self, *args, **kwargs):
+    def record_name(self, *args, **kwargs):
         if self.fn.__name__ not in names:
             names.add(self.fn.__name__)
             with open(os.environ["ODB_TEST_KERNELS"], "a", encoding="utf-8") as file:
                 file.write(f"{self.fn.__name__}\n")
         return run(self, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = named
+    interpreter.GridExecutor.__call__ = record_name
     interpreter._implicit_cvt = convert_floats_too
     libdevice.rsqrt, libdevice.tanh = elementwise(lambda x: 1 / np.sqrt(x)), elementwise(np.tanh)
 

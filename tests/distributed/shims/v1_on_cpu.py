@@ -1,6 +1,6 @@
-"""Let several ranks of LLaMA-Factory's v1 run without an accelerator on a torch that is built for one.
+"""Let several ranks of LLaMA-Factory's v1 run on a machine without the accelerator that torch is built for.
 
-Its `synchronize` calls torch's, which looks for a driver; there is nothing to wait for on a CPU.
+v1's `synchronize` calls torch's, which requires a driver; on a CPU there is nothing to wait for.
 """
 
 import sys
