@@ -1,4 +1,4 @@
-"""Why a run ends: replace errors of known cause by one line that names cause, place and remedy."""
+"""Errors that end a run: replace an error of known cause by one line that names cause, place and remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LESS_MEMORY = (
 def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseException:
     """The error to raise instead of `error`, which ends the run: an `ODBError` if the cause is known, else `error`.
 
-    Waits briefly for the cause if a collective has failed. output_dir: folder of the run, if it has one.
+    If a collective failed, waits briefly for another rank's report of the cause. output_dir: output folder of the run.
     """
     if isinstance(error, ODBError) or not isinstance(error, Exception):
         return error
@@ -49,7 +49,7 @@ def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseEx
 
 
 def lost_rank(error: BaseException) -> CollectiveError | None:
-    """Why a collective of the training, or of the framework before it, has failed; None if unknown."""
+    """The cause of a failed collective in training or in the framework's setup; None if unknown."""
     for cause in _chain(error):
         has_sign = isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in SIGNS_OF_A_COLLECTIVE)
         if has_sign or type(cause).__name__.startswith("Dist"):
@@ -59,7 +59,7 @@ def lost_rank(error: BaseException) -> CollectiveError | None:
 
 
 def why_worker_died(pid: int, code: int | None, place: str) -> str:
-    """What ended a data worker, and what to do. code: its exit code, or minus a signal. place: the row it was at."""
+    """Why a data worker died, and the remedy. code: exit code, or -signal. place: the row that the worker processed."""
     who = f"a data worker (pid {pid}), {place},"
     if code == -signal.SIGBUS:
         return f"{who} crashed: {_full_shared_memory()}"
@@ -75,7 +75,7 @@ def why_worker_died(pid: int, code: int | None, place: str) -> str:
 
 
 def why_no_space(error: BaseException, output_dir: str | Path | None = None) -> str | None:
-    """Which disk or shared memory is full; None for an error of another kind."""
+    """The message for a full disk or full shared memory; None for any other error."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not is_full and not any(sign in str(error) for sign in SIGNS_OF_A_FULL_DISK):
         return None

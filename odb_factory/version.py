@@ -1,4 +1,4 @@
-"""The release of this package and of installed packages."""
+"""The versions of this package and of installed packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __version__ = "0.2.0"
 
 
 def installed_version(package: str) -> str | None:
-    """The release of a package; None if it is not installed. This package may run without an installation."""
+    """The version of a package; None if not installed. odb_factory itself may run without being installed."""
     if package == "odb_factory":
         return __version__
     try:

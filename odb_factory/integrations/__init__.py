@@ -1,1 +1,1 @@
-"""Adapters to other trainers. Each module needs its library, an extra of this package, and is imported by its users."""
+"""Adapters for other trainers. Import the module for your trainer; its library is an optional extra of odb_factory."""

@@ -1,13 +1,13 @@
-"""axolotl: a plugin that reads an `odb:` block and calls `enable_odb` on the trainer that axolotl has made.
+"""axolotl plugin: reads an `odb:` block and calls `enable_odb` on the trainer that axolotl creates.
 
-In the YAML of a training (`sample_packing` off: it would join rows before odb sees them)::
+In the training YAML (leave `sample_packing` off, because it joins rows before odb measures them)::
 
     plugins:
       - odb_factory.integrations.axolotl.ODBPlugin
     odb:
       token_budget: 16384
 
-Needs axolotl, which pins its own versions of transformers and trl: an environment without LLaMA-Factory.
+Needs axolotl in an environment without LLaMA-Factory, because axolotl pins its own versions of transformers and trl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFUSED = {
 
 
 class ODBArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """The keys that the plugin adds to axolotl's configuration."""
 
     odb: dict[str, Any] | None = None
 
@@ -42,13 +42,13 @@ class ODBArgs(BaseModel):
 
 
 class ODBPlugin(BasePlugin):
-    """Named under `plugins:`; does nothing without an `odb:` block."""
+    """The plugin to list under `plugins:`; without an `odb:` block, the plugin does nothing."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.ODBArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Raises `ConfigError` if the block or another key of the YAML cannot work."""
+        """Enable odb. Raises `ConfigError` if the `odb:` block is invalid or conflicts with another key of the YAML."""
         if cfg.odb is None:
             return
         for key, why in REFUSED.items():

@@ -1,9 +1,9 @@
 """Lightning: a train dataloader that yields whole optimizer steps, and a callback that runs their micro-batches.
 
-Lightning counts batches, and ends optimizer steps, prefetches and writes checkpoints by that count. So its batch is an
-optimizer step here, and `accumulate_grad_batches` stays 1: `global_step`, schedules, gradient clipping, validation
-intervals and checkpoints are right by themselves. `training_step` of the module sees one micro-batch at a time, as if
-nothing had changed. Needs `pip install lightning`.
+Lightning counts batches; optimizer steps, prefetching and checkpoints follow this count. So a Lightning batch is one
+optimizer step, and `accumulate_grad_batches` stays 1: `global_step`, schedules, gradient clipping, validation intervals
+and checkpoints need no change. The module's `training_step` still gets one micro-batch per call. Needs
+`pip install lightning`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from odb_factory.model.flat_row import begin_row
 class OptimizerStep:
     """The micro-batches of one optimizer step on this rank, each with its step info, on the CPU.
 
-    Not a container to Lightning: micro-batches go to the device one at a time, when each is run.
+    Lightning must not treat this object as a container: each micro-batch moves to the device just before it runs.
     """
 
     def __init__(self, micro_batches: list[tuple[Any, ODBStepInfo]], state: dict[str, Any]):
@@ -34,7 +34,7 @@ class OptimizerStep:
 
     @property
     def samples(self) -> int:
-        """Samples of the optimizer step on all ranks."""
+        """Number of samples of the optimizer step on all ranks."""
         return self.micro_batches[0][1].optimizer_step_samples
 
     def _not_a_batch(self, *_: object) -> Any:
@@ -47,11 +47,11 @@ class OptimizerStep:
 
 
 class OptimizerSteps:
-    """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply_odb` returns).
+    """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of the loader from `apply_odb`).
 
-    It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` is their number in an
-    epoch if that is known. Lightning keeps its state in every checkpoint, and resumes from it,
-    also with other ranks. Goes with the callback `OnlineBatching`.
+    The dataloader has no length: Lightning's batches are optimizer steps, and `loader.num_optimizer_steps` is their
+    number per epoch if known. Lightning saves the dataloader's state in every checkpoint and resumes from it, also with
+    another number of ranks. Requires the callback `OnlineBatching`.
 
     Example::
 
@@ -69,7 +69,7 @@ class OptimizerSteps:
         if self._state is None:
             self._state = self._loader.state_dict()
         elif self._is_unused:
-            # Lightning has fetched from an iterator that it has dropped, as when it reloads its dataloaders.
+            # Lightning dropped the previous iterator after a fetch, for example when it reloads dataloaders.
             self._loader.load_state_dict(self._state)
         self._is_unused = True
         micro_batches = []
@@ -81,15 +81,15 @@ class OptimizerSteps:
                 micro_batches = []
 
     def trained_on(self, step: OptimizerStep) -> None:
-        """Lightning fetches a batch before it hands over the previous one, so what was yielded is one step ahead."""
+        """Record the state after this step: Lightning prefetches, so the loader itself is one step ahead."""
         self._state, self._is_unused = step._state, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands after the last optimizer step trained on; the same on all ranks."""
+        """The loader's state after the last trained optimizer step; equal on all ranks."""
         return self._loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from this state. Raises `DataError` if the data are not those of the state."""
+        """Resume from this state. Raises `DataError` if the dataset does not match the state."""
         self._loader.load_state_dict(state)
         self._state = None
 
@@ -97,11 +97,11 @@ class OptimizerSteps:
 class OnlineBatching(Callback):
     """Runs the micro-batches of each optimizer step through the module's own `training_step`.
 
-    That is called with one micro-batch, a mapping on the device, and returns the mean loss over its supervised tokens
-    (or a dict with `loss`); the weights of the micro-batches, and gradients that meet once per optimizer step, are
-    taken care of. Automatic optimization, one device or DDP. `odb/loss` is logged: the loss of the optimizer step on
-    all ranks; what `training_step` logs by itself is of the last micro-batch.
-    Raises `ConfigError` for settings of the trainer that cannot work with it.
+    `training_step` gets one micro-batch (a mapping on the device) and returns the mean loss over its supervised tokens
+    (or a dict with `loss`). The callback weights the micro-batches and synchronizes gradients once per optimizer step.
+    Supports automatic optimization on one device or with DDP. Logs `odb/loss`, the loss of the optimizer step over all
+    ranks; values that `training_step` logs itself come from the last micro-batch.
+    Raises `ConfigError` for incompatible trainer settings.
     """
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class OnlineBatching(Callback):
         self._trainer, self._module = trainer, pl_module
         self._step_of_module: Callable[..., Any] = pl_module.training_step
         self._zero_grad: Callable[..., None] = pl_module.optimizer_zero_grad
-        # As Lightning decides: a second argument is the index of the batch, whatever its name.
+        # Same rule as in Lightning: a second argument is the batch index, whatever its name.
         self._takes_batch_idx = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
-        # On this one object, until `teardown`.
+        # Patches this object only; `teardown` restores it.
         vars(pl_module).update(training_step=self._training_step, optimizer_zero_grad=_leave_gradients)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,7 +130,7 @@ class OnlineBatching(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: OptimizerStep, batch_idx: int
     ) -> None:
-        """Before Lightning's checkpoint callbacks, which it calls last."""
+        """Update the dataloader's state before Lightning calls its checkpoint callbacks, which come last."""
         begin_row(())
         loader: Any = trainer.train_dataloader
         loader.trained_on(batch)
@@ -141,21 +141,21 @@ class OnlineBatching(Callback):
             self._trainer = self._module = None
 
     def _training_step(self, batch: OptimizerStep, batch_idx: int) -> Any:
-        """All micro-batches forward, all but the last backward: Lightning does that, and the ranks meet there."""
+        """Run all forward and backward passes except the last backward: Lightning runs it, and DDP syncs there."""
         trainer, module = self._trainer, self._module
         assert trainer is not None and module is not None
-        _check_accumulation(trainer)  # a callback may have set it since
+        _check_accumulation(trainer)  # a callback may have changed the setting
         (optimizer,) = trainer.optimizers
         self._zero_grad(trainer.current_epoch, batch_idx, optimizer)
         total = torch.zeros((), device=module.device)
         last = len(batch.micro_batches) - 1
         for number, (micro_batch, info) in enumerate(batch.micro_batches):
-            begin_row(info.segments)  # the infos of a whole step, and of the next, have been taken out
+            begin_row(info.segments)  # `pop_step_info` has already run for this step and the next
             output = self._forward(micro_batch, batch_idx)
             loss = in_float32(output["loss"] if isinstance(output, dict) else output) * info.loss_scale
             total += loss.detach()
             if number < last:
-                # We are within Lightning's forward: autocast is on, and DDP exchanges nothing yet.
+                # This code runs inside Lightning's forward: autocast is on, and DDP does not sync gradients yet.
                 with torch.autocast(module.device.type, enabled=False):
                     trainer.strategy.backward(loss, optimizer)
         module.log("odb/loss", total, on_step=True, on_epoch=False, sync_dist=True, batch_size=batch.samples)
@@ -174,7 +174,7 @@ class OnlineBatching(Callback):
 
 
 def _leave_gradients(epoch: int, batch_idx: int, optimizer: Any) -> None:
-    """Lightning would clear them between forward and backward, and most of the optimizer step is in them by then."""
+    """Do nothing: Lightning calls this before the last backward and would clear the other micro-batches' gradients."""
 
 
 def _check_accumulation(trainer: Trainer) -> None:

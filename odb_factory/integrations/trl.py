@@ -1,12 +1,12 @@
-"""TRL's `DPOTrainer`: its pairs in micro-batches that are formed online. Its `SFTTrainer` takes `enable_odb` as it is.
+"""Online micro-batches for the pairs of TRL's `DPOTrainer`. TRL's `SFTTrainer` needs only `enable_odb`.
 
-A pair is a prompt and two answers: the trainer puts the prompt before each, chosen ones first, and shifts the rows to
-the left. Padded, a pair costs two rows of its longer answer; flat, both answers: the collate worker makes the same rows
-and lays them into one, which every model that sees the batch computes in their place (`model/unpad.py`). The loss is a
-mean over pairs. Needs `pip install trl`.
+A pair is a prompt and two answers: the trainer prepends the prompt to each answer, puts chosen answers first, and
+shifts the rows to the left. A padded pair costs two rows of the longer answer; a flat pair costs both answers: the
+collate worker builds the same rows and joins them in one flat row, which every model computes instead of the padded
+rows (`model/unpad.py`). The loss is a mean over pairs. Needs `pip install trl`.
 
-Import this module before the trainers of trl: with transformers 5, trl 0.24 takes packages for installed that are not,
-and `from trl import DPOTrainer` fails for want of mergekit. Importing this module corrects trl's list.
+Import this module before the trainers of trl: with transformers 5, trl 0.24 treats missing packages as installed, and
+`from trl import DPOTrainer` fails because mergekit is missing. Importing this module corrects trl's package flags.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ USED = (
     *("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type"),
     *("truncation_mode", "padding_free", "use_weighting"),
 )
-"""Attributes of the trainer that this module relies on."""
+"""Attributes of the trainer that this module uses."""
 OF_TOKENS = "which is a mean over the tokens of a micro-batch and so depends on how an optimizer step is cut"
 REFUSED_LOSSES = {
     "sft": f"adds a loss of the chosen answers, {OF_TOKENS}",
@@ -45,10 +45,11 @@ SIDES = ("chosen", "rejected")
 
 
 def _correct_packages() -> None:
-    """transformers 5 answers whether a package is there with a tuple, which trl 0.24 takes for true."""
+    """Replace trl's package flags that are tuples: transformers 5 returns (available, version), and trl 0.24 treats any
+    tuple as true."""
     try:
         packages = importlib.import_module("trl.import_utils")
-    except ImportError:  # no trl, which `enable_odb_dpo` says by the trainer that it is given
+    except ImportError:  # no trl: `enable_odb_dpo` rejects the trainer
         return
     for name, value in list(vars(packages).items()):
         if name.endswith("_available") and isinstance(value, tuple):
@@ -59,12 +60,12 @@ _correct_packages()
 
 
 def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpack[ODBKeys]) -> Any:
-    """Make `train()` of a `trl.DPOTrainer` form its micro-batches online. Changes this one object; returns it.
+    """Make `train()` of a `trl.DPOTrainer` form its micro-batches online. Changes and returns this trainer object.
 
-    config, or its keys one by one, as in `enable_odb`; `token_budget` counts for each pair both answers, prompts
-    included, or with `layout: padded` two rows of the longer one. Losses, gradients and what the trainer logs are those
-    of training without it.
-    Raises `ConfigError` for a trainer of another kind, and for losses that are not a mean over pairs.
+    config, or its keys as keyword arguments, as in `enable_odb`. `token_budget` counts both answers of each pair, each
+    with its prompt; with `layout: padded`, two rows of the longer answer. Losses, gradients and logged values equal
+    those of training without odb.
+    Raises `ConfigError` for another type of trainer, and for losses that are not a mean over pairs.
 
     Example::
 
@@ -120,10 +121,10 @@ def why_not_flat(trainer: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """Adds to the batch of a trainer's collator the rows that the trainer makes from it.
+    """A collator that adds the rows that the trainer would build to the batch of the trainer's own collator.
 
-    `input_ids`, `attention_mask` and `labels`, each [2 x pairs, length]; labels are the tokens of answers. max_length,
-    truncation_mode: of the trainer.
+    Adds `input_ids`, `attention_mask` and `labels`, each [2 x pairs, length]; labels are the answer tokens.
+    max_length, truncation_mode: the trainer's settings.
     """
 
     collate: Callable[[list[Mapping[str, Any]]], dict[str, Any]]
@@ -148,7 +149,7 @@ class PairRows:
 
 
 def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
-    """The cost of both answers, each with the prompt. item: a pair as `DPOTrainer` tokenizes it."""
+    """The cost of both answers, each with the prompt. item: a pair tokenized by `DPOTrainer`."""
     if item.get("pixel_values") is not None:
         raise ItemError(
             "it has images, which TRL's DPOTrainer gives to models without patch grids alone and odb has not tried; "
@@ -162,9 +163,9 @@ def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
 def measure_pairs(
     max_length: int | None, batch: Mapping[str, Any], patch_size: int = 0, segments: tuple[int, ...] = ()
 ) -> Measured:
-    """Measure a batch of `DataCollatorForPreference`, of which the trainer makes two rows for each pair.
+    """Measure a batch of `DataCollatorForPreference`, from which the trainer builds two rows per pair.
 
-    segments: of the flat row that the batch also holds.
+    segments: sample lengths of the flat row in the batch; empty for a padded batch.
     """
     if segments:
         return Measured(1, sum(segments), Media(), units=len(batch["prompt_input_ids"]), segments=segments)
@@ -178,8 +179,9 @@ def _cut(length: int, max_length: int | None) -> int:
 
 
 class FiguresOfAllRanks(PairMetrics):
-    """The trainer gathers its figures pair by pair from ranks that all have as many, in every micro-batch. Here ranks
-    have more or fewer: each keeps the means of its pairs, and these are averaged over ranks when they are logged."""
+    """Metrics averaged over ranks. The trainer gathers metrics per pair in every micro-batch, which requires equally
+    many pairs on all ranks. With odb, ranks have different numbers of pairs: each rank keeps the means of its pairs,
+    and `_log` averages these means over ranks."""
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -192,7 +194,7 @@ class FiguresOfAllRanks(PairMetrics):
             return super()._get_batch_loss_metrics(stock, *args, **kwargs)
 
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Collective if the trainer logs figures of its training, as all ranks do together, with the same keys."""
+        """Average the metrics over ranks, then log. Collective for training logs: all ranks log together, same keys."""
         stored = self.trainer._stored_metrics["train"]
         if self.trainer.odb.training is not None and "loss" in logs and stored:
             metrics = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)

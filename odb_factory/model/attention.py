@@ -1,16 +1,16 @@
-"""Attention of a flat row: `odb_varlen`, an attention function and a mask function that transformers calls.
+"""Attention in a flat row: `odb_varlen`, an attention function and a mask function registered with transformers.
 
-| kernel | where |
+| kernel | used for |
 |---|---|
-| flash or flex attention of the model | as configured; `odb_varlen` is not installed there |
-| `aten::_flash_attention_forward` | sdpa on CUDA from Ampere on: bf16, fp16, heads of at most 256 values, no dropout |
-| `sdpa` on runs of samples of equal length | sdpa elsewhere; exact, and not quadratic in the row |
-| the model's eager function on the same runs | eager, with its caps of scores and its sinks |
+| flash or flex attention of the model | models configured with it; `odb_varlen` is not installed |
+| `aten::_flash_attention_forward` | sdpa on CUDA (Ampere or newer): bf16, fp16, head size up to 256, no dropout |
+| `sdpa` on runs of samples of equal length | all other sdpa; exact, and not quadratic in the row |
+| the model's eager function on the same runs | eager, including score caps and attention sinks |
 
-The operator is torch's own variable-length flash kernel, which `torch.nn.attention.varlen` calls, too. One call with
-scale, windows and grouped heads serves torch 2.5 to 2.13; its schema is read, never the version. Smaller heads of odd
-sizes are filled with zeros. If no flat row is in progress (an evaluation), both functions are those of `sdpa` or
-`eager`. The lengths of the samples come from `flat_row`.
+The operator is torch's own variable-length flash kernel, which `torch.nn.attention.varlen` also calls. One call with
+scale, windows and grouped heads works on torch 2.5 to 2.13; support is detected from the operator's schema, never from
+the version. Head sizes that are not a multiple of `HEAD_MULTIPLE` are padded with zeros. If no flat row is in progress
+(evaluation), both functions call `sdpa` or `eager`. The sample lengths come from `flat_row`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from odb_factory.errors import LayoutError
 from odb_factory.model.flat_row import FlatRow, row_in_progress
 
 NAME, EAGER_NAME = "odb_varlen", "odb_varlen_eager"
-"""The attention functions that replace sdpa and eager."""
+"""Names of the attention functions that replace sdpa and eager."""
 FLASH, RUNS = "torch's aten::_flash_attention_forward", "sdpa on runs of samples of equal length"
 EAGER_RUNS = "the model's eager function on runs of samples of equal length"
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Largest head size of torch's flash kernels, and the number that a head size is a multiple of."""
+"""Limits of torch's flash kernels: the largest head size, and the number that divides every head size."""
 FIRST_CAPABILITY = (8, 0)
-"""The oldest CUDA devices that have flash kernels (Ampere)."""
+"""Lowest CUDA compute capability that has flash kernels (Ampere)."""
 OVERLAYS = ("gemma3", "gemma4", "paligemma")
-"""Models whose masks let the tokens of an image see each other, in addition to the causal mask."""
+"""Models that extend the causal mask so that the tokens of an image attend to each other."""
 
 
 _FUNCTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 
 
 def make_mask(base: str, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """None for a flat row; else the mask of `base`, also for a mask that a model adds to the causal one."""
+    """None for a flat row; else, or if the model adds its own mask to the causal mask, the mask of `base`."""
     overlaid = kwargs.get("use_vmap", False)
     if row_in_progress() is not None and attention_mask is None and not overlaid:
         return None
@@ -57,7 +57,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, head size], key and value [1, key heads, tokens, head size] -> [1, tokens, heads, size].
 
-    Raises `LayoutError` if these are not the tokens of the flat row in progress: it must not attend across samples.
+    Raises `LayoutError` if the shapes do not match the flat row in progress: attention would cross samples.
     """
     row = None if attention_mask is not None else _row_of(module, query, key)
     if row is None:
@@ -65,7 +65,7 @@ def attend(
     states = query, key, value
     if not serves_flash(query, value, kwargs.get("dropout")):
         return _run_by_run(row, sdpa, module, states, kwargs), None
-    longest = row.tokens if torch.compiler.is_compiling() else row.longest  # else a graph is that of one longest sample
+    longest = row.tokens if torch.compiler.is_compiling() else row.longest  # else one graph per length
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     ends, window = row.ends(query.device), kwargs.get("sliding_window")
@@ -75,7 +75,7 @@ def attend(
 def attend_eager(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` by the eager function of the model's own file, which may cap scores or have sinks."""
+    """`attend` with the eager function from the model's own module, which may cap scores or use sinks."""
     row = None if attention_mask is not None else _row_of(module, query, key)
     eager = _eager_of(module)
     if row is None:
@@ -90,7 +90,7 @@ def _eager_of(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 
 def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | None:
-    """The flat row in progress; None if there is none. Raises `LayoutError` if these are not its tokens."""
+    """The flat row in progress, or None. Raises `LayoutError` if query and key do not have the row's length."""
     row = row_in_progress()
     if row is None:
         return None
@@ -108,7 +108,7 @@ def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
-    """The dtype that sdpa computes in, which autocast may choose."""
+    """The dtype that sdpa computes in: the autocast dtype if autocast is on."""
     device = query.device.type
     # "meta" has no autocast. torch.compile before 2.12 cannot trace torch.amp.is_autocast_available.
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -116,17 +116,17 @@ def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
     return query.dtype
 
 
-# The choice of a kernel
+# Kernel selection
 
 
 def serves_flash(query: Tensor, value: Tensor, dropout: float | None) -> bool:
-    """Whether torch's flash kernel serves this call of an attention function."""
+    """Whether torch's flash kernel can compute this call of an attention function."""
     size = max(query.shape[-1], value.shape[-1])
     return why_no_flash(query.device, _dtype_of_sdpa(query), size, dropout or 0.0) is None
 
 
 def kernel_of(device: torch.device, dtype: torch.dtype, size: int = 128, dropout: float = 0.0) -> str:
-    """Name and reason of the kernel that serves sdpa. dtype: the one it would compute in; size: values of a head.
+    """The kernel that replaces sdpa, and the reason for a fallback. dtype: compute dtype; size: values per head.
 
     kernel_of(torch.device("cuda", 0), torch.bfloat16)  # "torch's aten::_flash_attention_forward"
     """
@@ -135,7 +135,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype, size: int = 128, dropout
 
 
 def why_no_flash(device: torch.device, dtype: torch.dtype, size: int, dropout: float) -> str | None:
-    """Why torch's flash kernel cannot serve a call; None if it can."""
+    """Why torch's flash kernel cannot compute a call; None if it can."""
     if (why := device_lacks(device)) is not None:
         return why
     if dtype not in (torch.bfloat16, torch.float16):
@@ -156,7 +156,7 @@ def device_lacks(device: torch.device) -> str | None:
         return "this torch is built without flash attention"
     try:
         capability = torch.cuda.get_device_capability(device)
-    except RuntimeError:  # a plan for another machine, made where there is no driver
+    except RuntimeError:  # no driver: a plan for another machine
         return None
     if capability < FIRST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, below 8.0"
@@ -169,7 +169,7 @@ FLASH_ARGUMENTS = (
 
 
 def find_flash_forward() -> Callable[..., Any] | None:
-    """The operator of this torch, whose name is private; None if its schema is not the one that is called here."""
+    """The flash operator of this torch (a private name); None if its schema does not match the call in `flash`."""
     operator: Any = getattr(getattr(torch.ops.aten, "_flash_attention_forward", None), "default", None)
     names = [] if operator is None else [argument.name for argument in operator._schema.arguments]
     is_known = tuple(names[: len(FLASH_ARGUMENTS)]) == FLASH_ARGUMENTS
@@ -177,19 +177,19 @@ def find_flash_forward() -> Callable[..., Any] | None:
 
 
 FLASH_FORWARD = find_flash_forward()
-"""Found once, outside of what torch.compile traces."""
+"""Looked up once at import, outside of code that torch.compile traces."""
 
 
 def flash(
     ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], scale: float | None, causal: bool
 ) -> Tensor:
-    """ends: of the samples, none of which is longer than `longest`. window: sliding; states: query, key, value as of
-    `attend`. scale: of the scores; None: size of a head ** -0.5."""
+    """Call the flash kernel. ends: int32[samples + 1], sample boundaries. longest: upper bound of the sample lengths.
+    window: sliding window. states: query, key, value as in `attend`. scale: score scale; None: head size ** -0.5."""
     assert FLASH_FORWARD is not None, "`why_no_flash` has asked"
     query, _, value = states
     window = None if window is not None and window >= longest else window
     size, value_size, dtype = query.shape[-1], value.shape[-1], _dtype_of_sdpa(query)
-    filled = -(-max(size, value_size) // HEAD_MULTIPLE) * HEAD_MULTIPLE  # up with zeros
+    filled = -(-max(size, value_size) // HEAD_MULTIPLE) * HEAD_MULTIPLE  # zero-padded
     scale = size**-0.5 if scale is None else scale
     packed = (  # [tokens, heads, filled]
         functional.pad(heads[0].to(dtype), (0, filled - heads.shape[-1])).transpose(0, 1).contiguous()
@@ -216,9 +216,9 @@ def _run_by_run(
     states: Sequence[Tensor],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention by sdpa or an eager function, outside of compiled graphs, which would be those of one row.
+    """Attention with sdpa or an eager function, outside of compiled graphs: a graph would fit one row only.
 
-    The samples of a run go together, as rows of a padded micro-batch do. states: query, key, value, as of `attend`.
+    One call computes all samples of a run, as the rows of a batch. states: query, key, value, as in `attend`.
     """
     window, parts = kwargs.get("sliding_window"), []
     tokens = [rows * length for rows, length in row.runs]
@@ -234,10 +234,10 @@ def _run_by_run(
     return torch.cat(parts)[None]
 
 
-# Into a model and out of it
+# Installation in a model
 
 
-# At import: a model that is unpickled in another process asks for them, too.
+# Registered at import, because a model unpickled in another process also needs these functions.
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, functools.partial(make_mask, "sdpa"))
 AttentionInterface.register(EAGER_NAME, attend_eager)
@@ -256,9 +256,9 @@ def why_unusable(model: Any) -> str | None:
 
 
 def install(model: Any) -> Callable[[], None]:
-    """Replace sdpa or eager in the language model by `odb_varlen`; returns a function that undoes it.
+    """Replace sdpa or eager in the language model by `odb_varlen`; returns a function that undoes the change.
 
-    Raises `LayoutError` if transformers does not do it; the model is as before.
+    Raises `LayoutError` if transformers ignores the new name; the model is then unchanged.
     """
     key, config = _key(model), text_config(model)
     assert key is not None, "why_unusable comes first"
@@ -273,7 +273,7 @@ def install(model: Any) -> Callable[[], None]:
 
 
 def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel for the training of `model`, by its config."""
+    """The kernel that training `model` will use, according to its config."""
     config = text_config(model)
     if config._attn_implementation == "eager":
         return EAGER_RUNS
@@ -283,12 +283,12 @@ def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def text_config(model: Any) -> Any:
-    """The config of the language model of `model`: its own, or a part of it."""
+    """The config of the language model in `model`: `model.config` or a part of it."""
     return model.config.get_text_config(decoder=True)
 
 
 def _key(model: Any) -> str | None:
-    """The name by which `set_attn_implementation` selects the language model; None if it has none."""
+    """The key that selects the language model in `set_attn_implementation`; None if no such key exists."""
     config = text_config(model)
     if config is model.config:
         return ""

@@ -1,16 +1,16 @@
-"""Integers of a micro-batch whose values the host knows, so that nothing waits for the device to read them.
+"""Integer tensors of a micro-batch with a copy of their values on the host, so that no read waits for the device.
 
-A collator makes token ids, labels, masks, positions and grids of patches on the host. A model of transformers gets them
-on the device and reads them back from there: grids, to split images; masks, whose number of tokens is the size of a
-result. Each read waits until the device has computed all that was asked of it before. `Known` is such a tensor on the
-device whose values the host knows, too:
+A collator creates token ids, labels, masks, positions and patch grids on the host. A transformers model gets these
+tensors on the device and reads some values back: grids, to split images; masks, because the number of selected tokens
+determines a result's shape. Each read waits until the device has finished all queued work. `Known` is a tensor on the
+device with a host copy of its values:
 
-- an operation on known integers alone is computed on the host, and its result is known;
-- a known mask that selects is replaced by the places that it selects, which are known;
-- everything else gets an ordinary tensor, which is copied to the device once, without waiting.
+- an operation whose inputs are all known integers runs on the host, and its result is known;
+- a known mask used as an index is replaced by the indices of its true elements, which are known;
+- every other operation gets an ordinary tensor, copied to the device once, without waiting.
 
-The device computes every number that is not an integer, so losses and gradients are the same bit for bit. What reads
-memory by its address (a Triton kernel) gets that of the ordinary tensor.
+The device still computes all floating-point numbers, so losses and gradients are bit-identical. Code that reads memory
+by address (a Triton kernel) gets the address of the ordinary tensor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from odb_factory.model.flat_row import copy_to
 logger = get_logger(__name__)
 
 LARGEST = 2**22
-"""Elements of a result of several known tensors that the host computes, at most: the device is faster with a mask of
-[tokens, tokens]."""
+"""Largest result (elements) of several known tensors that the host computes; for larger results, such as a mask
+[tokens, tokens], the device is faster."""
 ON_CPU = "ACCELERATE_TORCH_DEVICE" in os.environ
-"""Also on a CPU, which nothing waits for, if accelerate is told the device: to count what would wait for another."""
+"""Use `Known` on a CPU too, where no read waits, if accelerate's device is set: to count reads that would wait on a
+GPU."""
 
 aten = torch.ops.aten
 _BY_PLACES = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
 }  # fmt: skip
-"""Operations whose second argument are indices, masks among them."""
+"""Operations whose second argument is a list of indices or masks."""
 
 
 class Known(Tensor):
-    """An integer or bool tensor on `device` whose values are those of `host`, a tensor of the CPU.
+    """An integer or bool tensor on `device` with the values of `host`, a CPU tensor.
 
     Example::
 
@@ -53,7 +54,7 @@ class Known(Tensor):
 
     host: Tensor
     _made: dict[str, Any]
-    """Tensors made from this view of the host's values, and the version of the values."""
+    """Cache of tensors derived from `host`, and torch's version counter of the values they were derived from."""
 
     @staticmethod
     def __new__(cls, host: Tensor, device: torch.device) -> Known:
@@ -66,16 +67,16 @@ class Known(Tensor):
         super().__init__()
 
     def ordinary(self) -> Tensor:
-        """An ordinary tensor of the device with the same values."""
+        """An ordinary tensor on the device with the same values."""
         return self._make("ordinary", self._copied)
 
     def places(self) -> Sequence[Tensor]:
-        """int64[selected] on the device for each dimension of this mask, without those at the end over which it is
-        expanded."""
+        """Indices of the true elements of this mask: int64[selected] on the device per dimension, without trailing
+        dimensions over which the mask is expanded."""
         return self._make("places", self._selected)
 
     def _make(self, name: str, make: Callable[[], Any]) -> Any:
-        """Call `make` once, and again after a write: torch counts writes for all views of the same memory."""
+        """The cached result of `make`, renewed after a write: torch counts writes across all views of the memory."""
         if self.is_inference() or self._made.get("version") != self._version:
             self._made = {} if self.is_inference() else {"version": self._version}
         if name not in self._made:
@@ -84,7 +85,7 @@ class Known(Tensor):
 
     def _copied(self) -> Tensor:
         dense = self.host[tuple(slice(1) if stride == 0 else slice(None) for stride in self.host.stride())]
-        own = dense.clone() if dense.is_pinned() else dense  # the host may be written to before it is copied
+        own = dense.clone() if dense.is_pinned() else dense  # pinned memory may be overwritten during the copy
         return copy_to(own, self.device).expand(self.host.shape)
 
     def _selected(self) -> Sequence[Tensor]:
@@ -93,7 +94,7 @@ class Known(Tensor):
             host = host[..., 0]
         return [Known(indices, self.device).ordinary() for indices in host.nonzero(as_tuple=True)]
 
-    # Methods by which torch reads the memory of a tensor without an operation.
+    # Methods in which torch reads a tensor's memory without dispatching an operation.
 
     def tolist(self) -> Any:
         return self.host.numpy().tolist()
@@ -108,7 +109,7 @@ class Known(Tensor):
         return self.ordinary().data_ptr()
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """torch would make a tensor of the device of a number."""
+        """Wrap a number as `Known`; torch would create a device tensor."""
         is_tensor = isinstance(value, Tensor)
         super().__setitem__(index, value if is_tensor else Known(torch.tensor(value, dtype=self.dtype), self.device))
 
@@ -132,7 +133,7 @@ class Known(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.inplace_view in func.tags:
-            return NotImplemented  # the shape of a wrapper cannot change
+            return NotImplemented  # the shape of a wrapper subclass is fixed
         leaves = list(_leaves((*args, *kwargs.values())))
         known = [leaf for leaf in leaves if isinstance(leaf, Known)]
         device = known[0].device
@@ -140,7 +141,7 @@ class Known(Tensor):
             isinstance(leaf, torch.device) and (leaf.type != device.type or leaf.index not in (None, device.index))
             for leaf in leaves
         )
-        # 1. values and copies for the host
+        # 1. values read by the host, copies to another device
         if func is aten._local_scalar_dense.default:
             return known[0].host.numpy().item()
         if func is aten._to_copy.default and is_elsewhere:
@@ -149,11 +150,11 @@ class Known(Tensor):
             alias = Known(known[0].host, device)
             alias._made = known[0]._made
             return alias
-        # 2. on the host, if that knows all values and the result is known, too
+        # 2. on the host, if all inputs are known and the result has no fractions
         is_of_device = (
             any(isinstance(leaf, Tensor) and not isinstance(leaf, Known) for leaf in leaves)
             or func is aten.record_stream.default
-            or torch.Tag.nondeterministic_seeded in func.tags  # its random numbers are the device's
+            or torch.Tag.nondeterministic_seeded in func.tags  # must use the device's random generator
             or any(isinstance(leaf, torch.dtype) and _has_fractions(leaf) for leaf in leaves)
             or is_elsewhere
             or (len(known) > 1 and _elements(known) > LARGEST)
@@ -162,7 +163,7 @@ class Known(Tensor):
             result = _call(func, args, kwargs, _on_host)
             if not any(isinstance(leaf, Tensor) and _has_fractions(leaf.dtype) for leaf in _leaves((result,))):
                 return _mapped(lambda leaf: _as_known(leaf, known), result)
-        # 3. on the device, by places in the place of masks
+        # 3. on the device, with indices instead of masks
         if (selected := _selected(func, args)) is not None:
             return selected
         if func in _BY_PLACES:
@@ -172,16 +173,16 @@ class Known(Tensor):
             named = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
             is_write = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
             for leaf in _leaves([value for name, value in named.items() if is_write[name]]):
-                if isinstance(leaf, Known):  # only the device knows what was written: it is waited for
+                if isinstance(leaf, Known):  # update the host copy; this waits for the device
                     leaf.host.copy_(leaf.ordinary())
         return result
 
 
-# What an operation is computed from
+# Arguments of an operation
 
 
 def _leaves(values: Sequence[Any]) -> Iterator[Any]:
-    """Flatten the lists and tuples among arguments or results of an operation."""
+    """Flatten lists and tuples in the arguments or results of an operation."""
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)
 
@@ -201,7 +202,7 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def _elements(known: Sequence[Known]) -> int:
-    """Upper bound for the elements of an elementwise result; 0 if the shapes do not broadcast."""
+    """Upper bound of the size (elements) of an elementwise result; 0 if the shapes do not broadcast."""
     if (at_most := math.prod(tensor.numel() for tensor in known)) <= LARGEST:
         return at_most
     try:
@@ -217,19 +218,19 @@ def _on_host(leaf: Any) -> Any:
 
 
 def ordinary(value: Any) -> Any:
-    """The ordinary tensor of a `Known`; any other value as it is."""
+    """The ordinary tensor of a `Known`; any other value unchanged."""
     return value.ordinary() if isinstance(value, Known) else value
 
 
 def _as_known(result: Any, known: Sequence[Known]) -> Any:
-    """result: on the host, of an operation on the values of `known`; a write returns one of them."""
+    """Wrap a host result of an operation on `known`; for an in-place write, return the `Known` that was written."""
     if not isinstance(result, Tensor):
         return result
     written = [tensor for tensor in known if result is tensor.host]
     return written[0] if written else Known(result, known[0].device)
 
 
-# Masks that select
+# Masks as indices
 
 
 def _is_mask(index: Any) -> bool:
@@ -237,7 +238,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _selected(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """The result of an operation that selects values by one known mask; None: this is not such an operation."""
+    """The result of an operation that selects values with one known mask; None for any other operation."""
     if func is aten.index.Tensor and len(args[1]) == 1 and _is_mask(args[1][0]):
         return _select(ordinary(args[0]), args[1][0])
     if func is aten.masked_scatter_backward.default and _is_mask(args[1]):
@@ -249,7 +250,7 @@ def _selected(func: Any, args: Sequence[Any]) -> Tensor | None:
 
 
 def _select(values: Tensor, mask: Known) -> Tensor:
-    """values[mask]; whole rows of a mask that is expanded over the last dimensions."""
+    """values[mask]; selects whole rows if the mask is expanded over the last dimensions."""
     places = mask.places()
     return values[tuple(places)].flatten(0, mask.dim() - len(places))
 
@@ -264,10 +265,10 @@ def _as_places(index: Any) -> Sequence[Any]:
 
 
 def with_known_integers(batch: Any, device: torch.device) -> Any:
-    """The batch of a collator with its integers and masks known, on `device`; all else stays where it is.
+    """Replace integer and bool CPU tensors of a batch by `Known` tensors on `device`; all other values stay unchanged.
 
     batch = with_known_integers(batch, torch.device("cuda", 0))
-    loss = model(**batch).loss  # a vision-language model: 40 to 100 reads fewer
+    loss = model(**batch).loss  # 40 to 100 fewer reads in a vision-language model
     """
     if isinstance(batch, Mapping):
         kind: Any = type(batch)
@@ -277,8 +278,8 @@ def with_known_integers(batch: Any, device: torch.device) -> Any:
 
 
 def can_know(model: nn.Module, device: torch.device) -> bool:
-    """Whether the integers of its micro-batches are to be known: on a device that is waited for, and not by
-    torch.compile, whose graphs take ordinary tensors."""
+    """Whether `Known` works for this model and helps: the device is not a CPU (reads there do not wait), and the model
+    is not compiled (graphs of torch.compile take ordinary tensors)."""
     if device.type == "cpu" and not ON_CPU:
         return False
     for module in model.modules():
@@ -286,7 +287,7 @@ def can_know(model: nn.Module, device: torch.device) -> bool:
         is_compiled = getattr(module, "_compiled_call_impl", None) is not None
         if is_compiled or type(module).__name__ == "OptimizedModule":
             return False
-        if getattr(config, "_attn_implementation", None) == "flex_attention":  # compiled
+        if getattr(config, "_attn_implementation", None) == "flex_attention":  # compiles its kernel
             return False
     try:
         mask = Known(torch.tensor([[True, False]]), torch.empty(0, device=device).device)

@@ -1,16 +1,16 @@
 """Token mixers that carry state along the row (Gated DeltaNet, Mamba, short convolutions), inside a flat row.
 
-A mixer that is given a flat row lets one sample run into the next. `install` replaces the forward of each mixer of
-`KNOWN` in a model: inside `flat_row` the hidden states [1, tokens, width] are laid out as right-padded rows
-[samples, longest, width], mixed with neither cache nor mask (the mixers are causal, so what stands to the right of a
-sample does not reach it), and packed again. Everything else in the model stays flat. If no flat row is in progress
-(evaluation, generation) the mixer is called as before. What `KNOWN` lacks mixes samples, which the checks of the layout
-(`model/check.py`) show.
+On a flat row, an unmodified mixer carries state from one sample into the next. `install` replaces the forward of each
+mixer listed in `KNOWN`: inside `flat_row`, the new forward unpacks the hidden states [1, tokens, width] into
+right-padded rows [samples, longest, width], runs the mixer without cache or mask (mixers are causal, so padding to the
+right of a sample does not affect the sample), and packs the result. The rest of the model stays flat. If no flat row is
+in progress (evaluation, generation), the original forward runs. A mixer missing from `KNOWN` leaks state between
+samples; the layout check (`model/check.py`) detects the leak.
 
-Samples of similar length form a group, and the mixer runs once per group. A group computes at most `WASTE` of its
-tokens or `SMALL` positions in addition to its tokens, so a mixer holds at most 1.25 x tokens + 256 x groups positions
-of a row, whatever its lengths. The number of groups grows with the logarithm of longest / shortest. Under ZeRO-3, where
-every rank must call a mixer as often as the others, the number is fixed (`EQUAL_GROUPS`).
+Samples of similar length form a group, and the mixer runs once per group. The padding of a group is at most the
+larger of `WASTE` of its tokens and `SMALL` positions, so a mixer computes at most 1.25 x tokens + 256 x groups
+positions of any row. The number of groups grows with the logarithm of longest / shortest. Under ZeRO-3, all ranks must
+call a mixer equally often, so the number of groups is fixed (`EQUAL_GROUPS`).
 
     undo = install(model)
     with flat_row((5, 3)):
@@ -37,27 +37,28 @@ KNOWN = (
     "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
     "RecurrentBlock", "LightningAttention", "RwkvBlock", "xLSTMBlock",
 )  # fmt: skip
-"""Endings of the class names of mixers that `install` covers; the name of the model family stands before them. The
-blocks of RWKV and xLSTM carry state in all of their parts."""
+"""Suffixes of the class names of mixers that `install` covers; the model family is the prefix. RWKV and xLSTM are
+listed as whole blocks because all parts of their blocks carry state."""
 WASTE, SMALL = 0.25, 256
-"""Padding that a group may have: a part of its tokens, or this number of positions, which cost less than a call."""
+"""Maximum padding of a group: the larger of this fraction of its tokens and this many positions, which cost less than
+another call."""
 EQUAL_GROUPS = 4
-"""Groups of every row if ranks must call a mixer equally often."""
+"""Number of groups per row if all ranks must call a mixer equally often."""
 
 
 class PaddedGroups:
-    """The samples of a flat row in groups of similar length, each a block of right-padded rows.
+    """The samples of a flat row, grouped by similar length; each group is a block of right-padded rows.
 
-    segments: lengths of the samples in the row, in order. number: of groups, with equal numbers of samples (None: what
-    `WASTE` and `SMALL` make); a group without samples is one empty position.
-    shapes: (rows, longest) of each group. positions: of all groups, padding included.
+    segments: lengths of the samples in the row, in order. number: fixed number of groups, which then have equal numbers
+    of samples (None: `WASTE` and `SMALL` determine the groups); a group without samples is one empty position.
+    shapes: (rows, longest) of each group. positions: total positions of all groups, including padding.
     """
 
     def __init__(self, segments: Sequence[int], number: int | None = None):
         order = sorted(range(len(segments)), key=lambda sample: -segments[sample])
         ends = [len(order) * group // (number or 1) for group in range((number or 0) + 1)]
         groups = [order[start:end] for start, end in itertools.pairwise(ends)]
-        tokens = 0  # of the last group
+        tokens = 0  # in the last group
         for sample in order if number is None else ():
             tokens += segments[sample]
             if groups and (len(groups[-1]) + 1) * segments[groups[-1][0]] - tokens <= max(WASTE * tokens, SMALL):
@@ -75,13 +76,13 @@ class PaddedGroups:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def places(self, device: torch.device) -> Tensor:
-        """int64[tokens]: the position of each token of the row among those of all groups."""
+        """int64[tokens]: the index of each token of the row in the concatenated positions of all groups."""
         if device not in self._on_device:
             self._on_device[device] = copy_to(self._places, device)
         return self._on_device[device]
 
     def unpack(self, row: Tensor) -> list[Tensor]:
-        """[1, tokens, ...] -> [rows, longest, ...] of each group; zeros to the right of each sample."""
+        """[1, tokens, ...] -> one [rows, longest, ...] per group, with zeros to the right of each sample."""
         states = row[0]
         padded = states.new_zeros(self.positions, *states.shape[1:])
         padded = padded.index_copy(0, self.places(row.device), states)
@@ -100,19 +101,19 @@ def find(model: nn.Module) -> list[nn.Module]:
 
 
 def install(model: nn.Module) -> Callable[[], None]:
-    """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it."""
+    """Make the mixers of `model` run on padded groups inside a flat row; returns a function that undoes the change."""
     undo = []
     for mixer in find(model):
-        if getattr(mixer.forward, "func", None) is not _mix:  # else installed twice
+        if getattr(mixer.forward, "func", None) is not _mix:  # skip mixers that are already patched
             undo.append(replace_forward(mixer, functools.partial(_mix, mixer)))
     return functools.partial(call_all, undo)
 
 
 @torch.compiler.disable(recursive=False)
 def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer. own: its forward before `install`.
+    """The replaced forward of a mixer. own: the forward before `install`.
 
-    Inside a flat row `own` gets the hidden states and what else has one entry per token; no cache, no mask.
+    Inside a flat row, `own` gets the hidden states and every other tensor with one entry per token; no cache, no mask.
     """
     row = row_in_progress()
     if row is None:
@@ -125,7 +126,7 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
             f"{type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
             f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens)"
         )
-    gathers = hasattr(next(mixer.parameters()), "ds_id")  # ZeRO-3, at each call of a part
+    gathers = hasattr(next(mixer.parameters()), "ds_id")  # ZeRO-3 gathers parameters at each module call
     number = EQUAL_GROUPS if gathers else None
     if number not in row.groups:
         row.groups[number] = PaddedGroups(row.segments, number)
@@ -143,12 +144,12 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
     if "use_cache" in signature.parameters:
         rest["use_cache"] = False
     mixed = [own(**rest | dict(zip(by_token, parts))) for parts in zip(*by_token.values(), strict=True)]
-    if isinstance(mixed[0], tuple):  # the mixed states, and states of the recurrence for a cache
+    if isinstance(mixed[0], tuple):  # (mixed states, recurrent states for a cache, ...)
         return groups.pack([output[0] for output in mixed]), *[None] * (len(mixed[0]) - 1)
     return groups.pack(mixed)
 
 
 def has_attention(model: Any) -> bool:
-    """Whether tokens of the language model attend to each other; in Mamba only its mixers move them."""
+    """Whether the language model has attention; pure Mamba models mix tokens only in their mixers."""
     mixed = {part for mixer in find(model) for part in mixer.modules()}
     return not mixed or any("Attention" in type(part).__name__ for part in model.modules() if part not in mixed)

@@ -1,18 +1,18 @@
-"""The vision tower: images and videos of a micro-batch together, all images in one call of attention, and its patch
+"""Vision tower: one run for images and videos of a micro-batch, one attention call for all images, and the patch
 embedding as a matrix product.
 
-A model of transformers runs its tower once for the images of a batch and once for its videos. ZeRO-3 and FSDP gather
-parameters in each run of a module, with all ranks, so that all must run it equally often: a rank that holds a row with
-both would wait for the others for ever. DDP does not take two runs of a module whose activations are computed again by
-reentrant checkpoints, which are LLaMA-Factory's. Here the tower runs once for both, as it does on every other rank. In
-the families of `FAMILIES` both go through the same weights, each frame by itself, so nothing else changes.
+A transformers model runs its tower once for the images of a batch and once for the videos. With ZeRO-3 and FSDP, all
+ranks gather parameters in each run of a module, so all ranks must run the tower equally often: a rank with both images
+and videos would wait for the others forever. DDP does not support two runs of a module with reentrant checkpointing,
+which LLaMA-Factory uses. Here the tower runs once for both, as on every other rank. In the families of `FAMILIES`,
+images and videos use the same weights and each frame is computed separately, so the results do not change.
 
-Attention of a tower in transformers is one call for each image, or window of an image, in each layer, unless the name
-of the attention function has "flash" in it: then it gets all images at once and the places where they end.
+In transformers, a tower calls attention once per image, or window of an image, in each layer, unless the name of the
+attention function contains "flash": then one call gets all images and the positions of their ends.
 
-A patch embedding is a convolution whose kernel is its stride, so its windows do not overlap, and it is one product of
-the pixels of the windows with the same weights. Kernels of convolutions take many times as long: 21 times those of the
-product for the Conv3d of Qwen3-VL on an H200.
+A patch embedding is a convolution with kernel size equal to stride, so its windows do not overlap, and it equals one
+matrix product of the pixels of each window with the same weights. Convolution kernels are much slower: they take 21
+times as long as the matrix product for the Conv3d of Qwen3-VL on an H200.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FAMILIES: tuple[str, ...] = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     "qwen3_5_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker",
 )  # fmt: skip
-"""By the `model_type` of their config. GLM-4V and InternVL are none: with one token for images and for frames, a model
-refuses a batch with both, or gives the features to the wrong rows."""
+"""`model_type` of configs whose tower takes images and videos in one run. GLM-4V and InternVL are excluded: they use
+the same token for images and frames, so they reject a batch with both or assign features to the wrong rows."""
 PIXELS = ("pixel_values", "pixel_values_videos")
 TWICE = (
     "{} has both images and videos, for which this model ({}) runs its vision tower twice, and under ZeRO-3 and FSDP, "
@@ -63,12 +63,12 @@ def has_both(batch: Any) -> bool:
 
 def shards_parameters(trainer: Any) -> bool:
     """Whether ranks gather parameters in each run of a module. trainer: a `transformers.Trainer`."""
-    will_shard = is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled  # the model may not be wrapped yet
+    will_shard = is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled  # valid before the model is wrapped
     return trainer.args.world_size > 1 and (will_shard or engine_of(trainer.model_wrapped) == "sharded")
 
 
 def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
-    """Raise `DataError` before a forward for which the other ranks would wait. ids: rows of the batch."""
+    """Raise `DataError` for a batch whose forward would block all ranks. ids: dataset rows of the batch."""
     family = getattr(getattr(trainer.model, "config", None), "model_type", type(trainer.model).__name__)
     if has_both(batch) and shards_parameters(trainer) and not takes_both(family):
         rows = f"row {ids[0]}" if len(ids) == 1 else f"the micro-batch of rows {', '.join(map(str, ids))}"
@@ -77,9 +77,9 @@ def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
 
 @contextlib.contextmanager
 def one_pass(*models: Any) -> Iterator[None]:
-    """Within it these models run their vision tower once for a batch with images and videos.
+    """Inside this context, the models run their vision tower once for a batch with images and videos.
 
-    If a model has none, or is of another family, it stays as it is.
+    A model without a vision tower, or of a family not in `FAMILIES`, stays unchanged.
 
         with one_pass(model):
             model(**batch).loss.backward()  # with both pixel_values and pixel_values_videos
@@ -98,20 +98,20 @@ def _modules(models: Sequence[Any]) -> list[nn.Module]:
 
 @torch.compiler.disable(recursive=False)
 def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the forward (own) of a module that calls its tower for images, then for videos."""
+    """Replaces the forward (`own`) of a module that calls its tower first for images, then for videos."""
     if not has_both(kwargs):
         return own(*args, **kwargs)
     tower, videos = module.visual, kwargs[PIXELS[1]]
     of_videos: list[Any] = []
 
     def together(pixels: Tensor, grid_thw: Tensor, **more: Any) -> Any:
-        """The tower's forward in this batch: the first call, for the images, computes the videos too."""
+        """The tower's forward for this batch: the first call (images) also computes the videos."""
         if of_videos:
             return of_videos[0]
         total = len(pixels) + len(videos)
 
         def parts(features: Any) -> tuple[Any, Any]:
-            """Split features into those of images and of videos. features: one row for one or more patches."""
+            """Split features into image features and video features. features: each row covers one or more patches."""
             if not isinstance(features, Tensor):
                 return features, features
             of_images, rest = divmod(len(pixels) * len(features), total)
@@ -138,16 +138,16 @@ def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
 
 IMAGES = "odb_flash_images"
-"""The attention function of towers that replaces sdpa."""
+"""Name of the attention function that replaces sdpa in towers."""
 
 
 def attend_images(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention within each image or window of a tower: query, key, value [1, heads, patches, size] -> [1, patches,
-    heads, size]. cu_seq_lens_q among kwargs: int[images + 1], where they end. Without it: sdpa.
+    heads, size]. cu_seq_lens_q in kwargs: int[images + 1], boundaries of the images; if missing, plain sdpa.
 
-    One call of torch's variable-length flash kernel if it serves; elsewhere sdpa image by image, as in transformers.
+    Calls torch's variable-length flash kernel once if supported; otherwise sdpa per image, as transformers does.
     """
     ends: Tensor | None = kwargs.pop("cu_seq_lens_q", None)
     longest, *_ = (kwargs.pop(name, None) for name in ("max_length_q", "max_length_k", "cu_seq_lens_k"))
@@ -155,28 +155,28 @@ def attend_images(
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     states = query, key, value
     if serves_flash(query, value, kwargs.get("dropout")):
-        most = longest if isinstance(longest, int) else max(_lengths(ends))  # newer releases have read it
+        most = longest if isinstance(longest, int) else max(_lengths(ends))  # an int in newer transformers
         return flash(ordinary(ends).to(torch.int32), most, None, states, kwargs.get("scaling"), causal=False), None
     images = zip(*(heads.split(_lengths(ends), dim=2) for heads in states))
     return torch.cat([sdpa(module, *image, attention_mask, **kwargs)[0] for image in images], dim=1), None
 
 
 def _lengths(ends: Tensor) -> list[int]:
-    """Patches of each image, read once for all layers."""
+    """Number of patches of each image, read from the device once for all layers."""
     lengths: list[int] | None = getattr(ends, "odb_lengths", None)
     if lengths is None:
         ends.odb_lengths = lengths = (ends[1:] - ends[:-1]).tolist()  # type: ignore[attr-defined]
     return lengths
 
 
-# At import: a model that is unpickled in another process asks for it, too.
+# Registered at import, because a model unpickled in another process also needs this function.
 AttentionInterface.register(IMAGES, attend_images)
 
 
 @contextlib.contextmanager
 def images_at_once(*models: Any) -> Iterator[None]:
-    """Within it the towers of these models that attend image by image, by sdpa, do it in one call a layer, and the
-    windows of a tower that has them are known to the host, if transformers lets them be handed in (from 5.24 on).
+    """Inside this context, towers of these models that call sdpa per image call attention once per layer instead. If a
+    tower uses windows and accepts them as arguments (transformers 5.24 or newer), the windows are `Known` tensors.
 
     with images_at_once(model):
         model(**batch).loss.backward()
@@ -199,12 +199,12 @@ def images_at_once(*models: Any) -> Iterator[None]:
 
 
 def _window_function(tower: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The function of the tower's module that computes windows, if the tower takes them as arguments."""
+    """The function in the tower's Python module that computes windows; None if towers do not accept windows."""
     return getattr(sys.modules[type(tower).__module__], "get_vision_window_index", None)
 
 
 def hand_in_windows(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a tower's forward with the windows of its images, if the host knows the grid."""
+    """Add the windows of the images to the arguments of a tower's forward, if the grid is `Known`."""
     grid = kwargs.get("grid_thw", args[1] if len(args) > 1 else None)
     get = _window_function(tower)
     if get is None or not isinstance(grid, Known):
@@ -216,11 +216,11 @@ def hand_in_windows(tower: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 
 @contextlib.contextmanager
 def patch_products(*models: Any) -> Iterator[None]:
-    """Within it the patch embeddings of these models are matrix products of the same weights.
+    """Inside this context, the patch embeddings of these models are matrix products with the same weights.
 
-    A patch embedding is a `Conv2d` or `Conv3d`, wherever it stands, whose kernel is its stride, without padding,
-    dilation and groups. Subclasses, layers of adapters and layers whose forward is replaced stay as they are. The
-    weight is taken from the module in each call, so an engine may gather it (ZeRO-3, FSDP) or replace it.
+    A patch embedding is any `Conv2d` or `Conv3d` in the model with kernel size equal to stride, without padding,
+    dilation or groups. Subclasses, adapter layers and layers with a replaced forward stay unchanged. Each call reads
+    the weight from the module, so an engine may gather (ZeRO-3, FSDP) or replace the weight.
 
         with patch_products(model):
             model(**batch).loss.backward()
@@ -244,16 +244,16 @@ def patch_products(*models: Any) -> Iterator[None]:
 
 
 def _product(module: nn.Conv2d | nn.Conv3d, convolve: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-    """pixels [N, channels, (frames,) height, width] -> [N, out channels, windows along each of these dimensions]."""
+    """pixels [N, channels, (frames,) height, width] -> [N, out channels, windows per dimension (frames, ...)]."""
     kernel = module.kernel_size
     counts = [size // side for size, side in zip(pixels.shape[2:], kernel)]
     if pixels.dim() != 2 + len(kernel) or 0 in counts:
         return convolve(pixels)
-    # 1. the pixels of each window in a row; a convolution leaves out what is beyond the last whole window
+    # 1. one row of pixels per window; a convolution ignores pixels after the last complete window
     within = [slice(count * side) for count, side in zip(counts, kernel)]
     inside = pixels[:, :, *within]
     windows = inside.reshape(*pixels.shape[:2], *(size for pair in zip(counts, kernel) for size in pair))
     last = windows.dim()
     rows = windows.permute(0, *range(2, last, 2), 1, *range(3, last, 2)).flatten(-len(kernel) - 1)
-    # 2. the product
+    # 2. the matrix product
     return functional.linear(rows, module.weight.flatten(1), module.bias).movedim(-1, 1)
