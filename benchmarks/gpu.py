@@ -1,19 +1,19 @@
-"""One GPU: real LLaMA-Factory on random weights of real model sizes, stock's ways of batching beside odb.
+"""Compare stock LLaMA-Factory's ways of batching with odb on one GPU, with random weights of real model sizes.
 
-    python benchmarks/gpu.py --quick           # five minutes: the parts, Qwen3-VL-2B by stock and odb, one table
-    python benchmarks/gpu.py --limit 3600      # all models and contestants; again, until it says that all is done
+    python benchmarks/gpu.py --quick           # five minutes: the parts, and Qwen3-VL-2B with stock and odb
+    python benchmarks/gpu.py --limit 3600      # all models and contestants; repeat until "all is done"
     python benchmarks/gpu.py --model qwen3_1_7b --only mix/odb "mix/neat_packing, 2 rows" profile/odb
-    python benchmarks/gpu.py --tiny --quick    # tiny layers on a CPU, a minute: shows that it works
+    python benchmarks/gpu.py --tiny --quick    # one minute, tiny layers on a CPU: checks that the script works
 
-Each training, and the parts, run in a fresh process, which imports while the one before works; its figures are one JSON
-file in `--output-dir`, and what has its file is not run again. The data sets: `mix`, text lengths of MM-Mix, and
-pictures (JPEGs of noise) for vision-language models; `alike`, all samples of the same length, so that fixed batches and
-odb have the same rows; `profile`, `mix` with one optimizer step under torch.profiler. The first optimizer steps are not
-timed.
+Each job (a training, or the parts) runs in a new process, which does its imports while the previous job runs. The
+figures of a job are a JSON file in `--output-dir`; a job that has its file is not repeated. The data sets: `mix`, with
+text lengths of MM-Mix, and pictures (JPEGs of noise) for vision-language models; `alike`, with samples of equal length,
+so that fixed batches and odb have the same rows; `profile`, `mix` with one optimizer step under torch.profiler. The
+first optimizer steps are not timed.
 
-Real tokens: each sample's own, once. Waiting: from the end of an optimizer step on the device to the begin of the next.
-MFU: what the weights need for the real tokens and patches (6 operations a weight and token, LoRA 4, a frozen tower 2),
-as a share of the data sheet's peak, without attention; "computed" adds what is recomputed in the backward.
+Real tokens: tokens of the samples, without padding. Waiting: time between an optimizer step's end on the device and the
+next step's begin. MFU: operations of the weights for the real tokens and patches (6 per weight and token, LoRA 4, a
+frozen tower 2), without attention, as a share of the data sheet's peak; "computed" adds recomputation in the backward.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Result = dict[str, Any]
 Job = dict[str, Any]
 PICTURE_SHARE, SIDES, MOST_PIXELS = 0.7, (256, 384, 512, 768, 1024), 1024 * 1024
 FIRST_S = 90
-"""Seconds that a job may need, before one of its kind has run."""
+"""Expected seconds of a job before any job has run."""
 DATA_SETS = ("mix", "alike", "profile")
 QUICK = ("mix/odb", "mix/odb, recompute: always", "mix/stock, 4 rows")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What differs between a GPU and `--tiny`. words: of an `alike` sample, more than `alike_tokens`, its cut-off."""
+    """Settings that differ on a GPU and with `--tiny`. alike_tokens: cut-off of `alike` samples, which are longer."""
 
     samples: int
     samples_a_step: int
@@ -77,8 +77,8 @@ TINY_VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_hea
 
 @dataclass(frozen=True)
 class Model:
-    """text, vision: of the config as the model's authors publish it, in all that decides about time and memory. last:
-    the key of `vision` that names layers. packs: `neat_packing` can train it."""
+    """text, vision: parts of the published config that affect time and memory. last: the key of `vision` that lists
+    layers. packs: `neat_packing` supports the model."""
 
     kind: str
     text: dict[str, Any]
@@ -114,11 +114,11 @@ MODELS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model and data, made once.
+# Model and data, built once.
 
 
 def build(model: Model, place: Path, scale: Scale, tiny: bool) -> None:
-    """The folders `model` and `data` in `place`."""
+    """Make the folders `model` and `data` in `place`, unless they exist."""
     found = Counter(re.findall(r"\b[a-z]{3,8}\b", " ".join(topics.values())))
     words = [word for word, _ in found.most_common(256)]
     if not (place / "model" / "config.json").exists():
@@ -165,7 +165,7 @@ def _save_model(model: Model, place: Path, text: str, tiny: bool) -> None:
 
 
 def _adapt_processor(folder: Path, model: Model) -> None:
-    """The processor of the tiny Qwen3-VL, for larger pictures and the patches of this model."""
+    """Change the tiny Qwen3-VL's processor files to larger pictures and to the patch size of this model."""
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         settings = json.loads((folder / name).read_text(encoding="utf-8"))
         settings |= {"patch_size": model.patch, "size": {"shortest_edge": 4096, "longest_edge": MOST_PIXELS}}
@@ -187,7 +187,7 @@ def _save_data(data: Path, words: list[str], scale: Scale, with_pictures: bool, 
         Image.fromarray(noise).resize((side, side)).save(data / "pictures" / f"{side}.jpg", quality=90)
 
     def row(length: int, side: int) -> dict[str, Any]:
-        """A sample of about this number of tokens. side: of its picture; 0: none."""
+        """A sample of about `length` tokens. side: pixels of its picture's edge; 0: no picture."""
         text = rng.choice(words, max(24, length - (side // 28) ** 2)).tolist()
         row: dict[str, Any] = {"instruction": f"{'<image>' * bool(side)}{' '.join(text[:16])}", "input": ""}
         row["output"] = " ".join(text[16:])
@@ -197,7 +197,7 @@ def _save_data(data: Path, words: list[str], scale: Scale, with_pictures: bool, 
         fitting = [side for side in sides if with_pictures and (side // 28) ** 2 < 0.8 * length]
         return int(rng.choice(fitting)) if fitting and rng.random() < PICTURE_SHARE else 0
 
-    # Lengths of MM-Mix: 80 % short answers, 20 % pages. One sample has the cut-off.
+    # Lengths of MM-Mix: 80 % short answers, 20 % pages. One sample is as long as the cut-off.
     count, most = scale.samples, scale.cutoff_len - 64
     pages = rng.random(count) < 0.2
     lengths = np.where(pages, rng.lognormal(np.log(2500), 0.5, count), rng.lognormal(np.log(150), 0.35, count))
@@ -214,21 +214,21 @@ def _save_data(data: Path, words: list[str], scale: Scale, with_pictures: bool, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Contestants: changes of the configuration by name, those with the most at stake first.
+# Contestants: changes of the configuration by name, the most important contestants first.
 
 
 def contestants(model: Model, dataset: str, scale: Scale, tiny: bool, best_rows: int) -> dict[str, dict[str, Any]]:
-    """best_rows: of the fastest fixed batches so far. A key that this transformers does not have fails there."""
+    """best_rows: rows of the fastest fixed batches so far. A training with a key that transformers lacks fails."""
 
     def of_rows(rows: int) -> dict[str, Any]:
         return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": scale.samples_a_step // rows}
 
     if dataset == "alike":
-        budget = scale.alike_rows * scale.alike_tokens + 64  # a fake image of a micro-batch of text has a few tokens
+        budget = scale.alike_rows * scale.alike_tokens + 64  # a text-only micro-batch gets a fake image of a few tokens
         ours = of_rows(1) | {"odb": {"token_budget": budget}}
         same = {f"stock, {scale.alike_rows} rows": of_rows(scale.alike_rows), "odb": ours}
         return {name: changes | {"cutoff_len": scale.alike_tokens} for name, changes in same.items()}
-    budget = {"token_budget": 2 * scale.cutoff_len}  # a fixed batch of two of the longest samples
+    budget = {"token_budget": 2 * scale.cutoff_len}  # as many tokens as a fixed batch of the two longest samples
     odb, always = of_rows(1) | {"odb": budget}, of_rows(1) | {"odb": budget | {"recompute": "always"}}
     if dataset == "profile":
         return {"odb": odb, "odb, recompute: always": always}
@@ -259,11 +259,11 @@ def configuration(model: Model, place: Path, dataset: str, output: Path, scale: 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One training, in a process of its own.
+# A training, in a separate process.
 
 
 def train(config: dict[str, Any], warm_up: int, *, is_profiled: bool) -> Result:
-    """Run LLaMA-Factory; its figures. Out of memory is a figure, too."""
+    """Run LLaMA-Factory and return the figures; if it runs out of memory, `failed`."""
     import torch
     from llamafactory.train.tuner import run_exp
     from transformers import Trainer, TrainerCallback
@@ -271,8 +271,8 @@ def train(config: dict[str, Any], warm_up: int, *, is_profiled: bool) -> Result:
     on_cuda = not config["use_cpu"]
     settled: Callable[[], Any] = torch.cuda.synchronize if on_cuda else lambda: None
     steps: list[dict[str, float]] = []
-    batches: list[Any] = []  # tensors of the device, read after the training
-    forwards = [0]  # tokens that the first layer computed, recomputation included
+    batches: list[Any] = []  # (tokens, device tensors), read after the training
+    forwards = [0]  # tokens computed by the first layer, including recomputation
     kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     profiler = torch.profiler.profile(activities=kinds)
     training_step = Trainer.training_step
@@ -329,7 +329,7 @@ def train(config: dict[str, Any], warm_up: int, *, is_profiled: bool) -> Result:
 
 
 def profile_of(profiler: Any, step: dict[str, float], on_cuda: bool) -> Result:
-    """Of one optimizer step: how long the device was busy, synchronisations, the dearest operations."""
+    """Profile of an optimizer step: share of time the device was busy, synchronisations, most expensive operations."""
     key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     averages = profiler.key_averages()
     dearest = sorted(averages, key=lambda one: -getattr(one, key))[:10]
@@ -346,26 +346,26 @@ def profile_of(profiler: Any, step: dict[str, float], on_cuda: bool) -> Result:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A process for each job, which imports while the one before works.
+# A process for each job, which does its imports while the previous job runs.
 
 
 PEAKS = {
     "B200": 2250.0, "H200 NVL": 835.5, "H200": 989.5, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.5,
     "A100": 312.0, "A40": 149.7, "A10": 125.0, "L40S": 362.0, "L4": 121.0,
 }  # fmt: skip
-"""Dense bf16 operations a second (1e12) of data-centre GPUs, by the data sheets of NVIDIA and words of the name."""
+"""Words of a GPU's name -> dense bf16 operations per second (1e12), from NVIDIA's data sheets."""
 
 
 def peak_of(device: str) -> float | None:
-    """Operations a second of a whole device of this name; None: not known."""
+    """Peak operations per second of the device with this name; None: unknown, or a MIG slice."""
     words = set(device.replace("-", " ").split())
     known = (peak for name, peak in PEAKS.items() if words.issuperset(name.split()))
     return None if "MIG" in words else next((peak * 1e12 for peak in known), None)
 
 
 def work() -> None:
-    """A worker: import, read a job from stdin, do it, write its figures."""
-    if importlib.util.find_spec("av") is None:  # LLaMA-Factory imports PyAV, of which pictures need nothing
+    """Worker process: import, read a job from stdin, run it, write its figures."""
+    if importlib.util.find_spec("av") is None:  # LLaMA-Factory imports PyAV, which pictures do not need
         stub = Path(os.environ["HF_DATASETS_CACHE"]).with_name("stubs") / "av"
         stub.mkdir(parents=True, exist_ok=True)
         (stub / "__init__.py").touch()
@@ -375,7 +375,7 @@ def work() -> None:
     import transformers
 
     if not (line := sys.stdin.readline()):
-        return  # no job was left
+        return  # no job is left
     job: Job = json.loads(line)
     tiny, saved = job["tiny"], Path(job["saved"])
     device = "CPU" if tiny else torch.cuda.get_device_name()
@@ -412,7 +412,7 @@ def start(folder: Path, number: int, tiny: bool) -> subprocess.Popen[str]:
 
 
 def run_all(jobs: Sequence[Job], folder: Path, limit_s: float, tiny: bool) -> list[str]:
-    """Names of the jobs that are left because of the limit. One that fails has that in its file."""
+    """Run the jobs; return the names of jobs not run because of the limit. The file of a failed job has the error."""
     began, longest = time.time(), 0.0
     todo = [job for job in jobs if not Path(job["saved"]).exists()]
     waiting = start(folder, 0, tiny) if todo else None
@@ -448,17 +448,17 @@ def results_of(folder: Path, model: str) -> list[Result]:
 
 
 def best_rows(folder: Path, model: str) -> int:
-    """Rows of the fastest fixed batches of `mix` that have run."""
+    """Rows of the fastest fixed batches of `mix` so far (4 if none has run)."""
     found = [one for one in results_of(folder, model) if one["name"].startswith("mix/stock") and "seconds" in one]
     return min(found, key=lambda one: one["seconds"])["rows"] if found else 4
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is shown.
+# The tables.
 
 
 def operations(model: Model, result: Result) -> tuple[float, float]:
-    """Floating-point operations of the weights on the real tokens and patches; those of the tokens recomputed."""
+    """Floating-point operations of the weights: for real tokens and patches, and for recomputed tokens."""
     text, vision = model.text, model.vision
     heads = text["num_attention_heads"] * text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
     keys = heads * text["num_key_value_heads"] // text["num_attention_heads"]
@@ -466,7 +466,7 @@ def operations(model: Model, result: Result) -> tuple[float, float]:
     layers = text["num_hidden_layers"] * layer
     weights = layers + text["hidden_size"] * text["vocab_size"]
     needed = float((6 if model.finetuning == "full" else 4) * weights * result["real_tokens"])
-    if vision is not None:  # frozen, as LLaMA-Factory has it by default: forward alone
+    if vision is not None:  # frozen by default in LLaMA-Factory: forward only
         block = 4 * vision["hidden_size"] ** 2 + 2 * vision["hidden_size"] * vision["intermediate_size"]
         needed += 2 * vision["depth"] * block * result["patches"]
     return needed, 2.0 * layers * max(result["forward_tokens"] - result["computed_tokens"], 0)
@@ -480,7 +480,7 @@ def table(model: str, dataset: str, results: Sequence[Result]) -> str:
     first = next(iter(stock.values()), None)
     for name, one in found.items():
         if first is not None and name.startswith("odb") and "seconds" in one:
-            one["real_tokens"] = first["real_tokens"]  # of the same samples: a flat row has no mask that tells them
+            one["real_tokens"] = first["real_tokens"]  # same samples; a flat row has no mask to count
     best = max((one["real_tokens"] / one["seconds"] for one in stock.values()), default=None)
     lines = [f"| {model}, {dataset} | {' | '.join(head)} |", f"|---|{'--:|' * len(head)}"]
     for name, one in found.items():
@@ -522,11 +522,11 @@ def main() -> None:
     if given.worker:
         work()
         sys.stdout.flush()
-        os._exit(0)  # the figures are written: nobody waits for the end of threads and data workers
+        os._exit(0)  # the figures are written: do not wait for threads and data workers
     folder, scale = given.output_dir.resolve(), TINY if given.tiny else REAL
     models = given.model or (["qwen3_vl_2b"] if given.quick else list(MODELS))
     only = given.only or (("parts", *QUICK) if given.quick else None)
-    # 1. The jobs: what has no file yet
+    # 1. Collect the jobs; `run_all` skips those that have a file
     jobs: list[Job] = []
 
     def add(name: str, model: str = "") -> None:
@@ -543,7 +543,7 @@ def main() -> None:
                 if only is None or f"{dataset}/{contestant}" in only:
                     add(f"{dataset}/{contestant}", model)
     left = run_all(jobs, folder, given.limit, given.tiny)
-    # 2. The table of all that is there
+    # 2. Show the tables of all results so far
     shown = [table(model, dataset, results_of(folder, model)) for model in models for dataset in DATA_SETS]
     shown = [one for one in shown if len(one.splitlines()) > 2]
     if (known := folder / "parts.json").exists():

@@ -1,4 +1,4 @@
-"""The parts of a model that decide about odb's speed, each beside its limit and others; for `gpu.py`."""
+"""Time the parts of a model that determine odb's speed, with lower bounds and alternatives; used by `gpu.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = dict[str, Any]
 
 
 def parts(tiny: bool, quick: bool) -> Result:
-    """Milliseconds and GiB beyond what is held, by part and contestant."""
+    """Milliseconds and additional peak memory (GiB), by part and contestant."""
     device = torch.device("cpu" if tiny else "cuda")
     size = 256 if tiny else 8192
     square = torch.randn(size, size, device=device, dtype=torch.bfloat16)
@@ -35,13 +35,13 @@ def parts(tiny: bool, quick: bool) -> Result:
     }.items():
         try:
             found[name] = part()
-        except Exception as error:  # the other parts go on
+        except Exception as error:  # the other parts are still timed
             found[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
     return found
 
 
 def timed(device: Any, run: Callable[[], Any], clear: Callable[[], Any] = lambda: None) -> tuple[float, float]:
-    """Median of five runs after two, in ms, and the peak of memory beyond what is held before, in GiB."""
+    """Median time of five runs after two warm-up runs (ms), and peak memory beyond the memory in use before (GiB)."""
     times, held, on_cuda = [], 0, device.type == "cuda"
     for number in range(7 if on_cuda else 1):
         clear()
@@ -65,14 +65,14 @@ def compared(device: Any, runs: dict[str, Callable[[], Any]], clear: Callable[[]
         try:
             milliseconds, peak = timed(device, run, clear)
             found[name] = {"ms": round(milliseconds, 3), "GiB": round(peak, 2)}
-        except Exception as error:  # Liger where there is none
+        except Exception as error:  # e.g. Liger, if it is not installed
             found[name] = {"failed": f"{type(error).__name__}: {str(error)[:120]}"}
         clear()
     return found
 
 
 def patch_embedding(device: Any, patches: int) -> Result:
-    """A Conv3d whose kernel is its stride, forward and backward, beside odb's product of the same weights."""
+    """Forward and backward of a Conv3d with kernel = stride, and of odb's matrix product with the same weights."""
     width = 1024 if device.type == "cuda" else 32
     layer = torch.nn.Conv3d(3, width, (2, 16, 16), (2, 16, 16)).to(device, torch.bfloat16)
     pixels = torch.randn(patches, 3, 2, 16, 16, device=device, dtype=torch.bfloat16)
@@ -86,8 +86,8 @@ def patch_embedding(device: Any, patches: int) -> Result:
 
 
 def attention(device: Any, tiny: bool) -> Result:
-    """Causal attention of 24 samples of uneven lengths, forward and backward: a flat row, padded rows, and products of
-    the pairs of each sample alone."""
+    """Forward and backward of causal attention over 24 samples of uneven lengths: in a flat row, in padded rows, and
+    for each sample alone."""
     shares = torch.rand(24, generator=torch.Generator().manual_seed(0)).pow(3)
     lengths = (shares * (20 if tiny else 6000) + 16).int().tolist()
     heads, of_keys, size = (4, 2, 16) if tiny else (16, 8, 128)
@@ -118,7 +118,7 @@ def attention(device: Any, tiny: bool) -> Result:
 
 
 def head(device: Any, tokens: int, width: int, vocabulary: int) -> Result:
-    """Forward and backward of the output embedding and the loss; all tokens have a label."""
+    """Forward and backward of the output embedding and the loss; every token has a label."""
     layer = torch.nn.Linear(width, vocabulary, bias=False).to(device, torch.bfloat16)
     states = torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, vocabulary, (1, tokens), device=device)

@@ -1,20 +1,20 @@
-"""The loader alone beside a plain torch DataLoader with the same number of workers, and what the Trainer adds.
+"""Compare odb's loader with a torch DataLoader that has as many workers, and measure the overhead in the Trainer.
 
     python benchmarks/loader.py                              # about ten minutes on two idle cores
     python benchmarks/loader.py --parts text pictures --workers 4
     python benchmarks/loader.py --short                      # checks that everything runs
 
-Every figure comes from a process of its own, in turn with the others of its round; the table has medians of the rounds,
-and ratios are medians of the ratios within a round. Text: rows as lists of token ids. Pictures: image files that
-Qwen-VL's image processor decodes. Light rows: two tokens, so that the loader's own work is all there is.
+Each measurement runs in a separate process; in each round, all contestants run in turn. The table has medians over the
+rounds, and ratios are medians of the ratios within a round. Text: rows as lists of token ids. Pictures: image files for
+Qwen-VL's image processor. Light rows: two tokens each, so that only the loader's own work is measured.
 
-samples/s     of an epoch, for a consumer that takes no time
-CPU           milliseconds a sample, of the training process alone, and with its workers
-first batch   seconds from the making of the loader
-resume        seconds from the making of a loader to its first batch, with the state after 90 % of the epoch
-processes     of the loader, beside the training process
-micro-batch   CPU milliseconds of the main thread, of a tiny model: in the Trainer with odb, from the begin of an
-              optimizer step to its update; plain: forward and backward of the same micro-batches in a bare loop
+samples/s     over an epoch, with a consumer that takes no time
+CPU           milliseconds per sample, of the training process alone, and including its workers
+first batch   seconds from creating the loader to its first batch
+resume        seconds from creating a loader to its first batch, with the state after 90 % of the epoch
+processes     processes of the loader, in addition to the training process
+micro-batch   CPU milliseconds of the main thread per micro-batch of a tiny model: in the Trainer with odb, from an
+              optimizer step's begin to its update; plain: forward and backward of the same micro-batches in a bare loop
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from odb_factory import ODBDataLoader, enable_odb, pop_step_info, unpad
 from odb_factory.model.flat_row import begin_row
 
 BATCH_SIZE, ACCUMULATION = 8, 8
-"""Rows of a plain batch, and batches of an optimizer step."""
+"""Rows per plain batch, and plain batches per optimizer step."""
 VOCABULARY = IMAGE_TOKEN = 32_000
 PATCH_SIZE, MERGE_SIZE = 16, 2
-"""Pixels of a patch's edge, patches of an image token's edge."""
+"""Pixels along the edge of a patch, and patches along the edge of an image token."""
 FILLERS = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 CONTESTANTS = ("plain", "keep", "fill")
 Item = dict[str, Any]
@@ -58,7 +58,7 @@ Item = dict[str, Any]
 
 
 class Text(Dataset):
-    """Rows as a tokenizer gives them: lognormal lengths, the first third not supervised."""
+    """Tokenized rows with lognormal lengths; the first third of a row is not supervised."""
 
     def __init__(self, num_rows: int, median: float = 200, longest: int = 2048, vocabulary: int = VOCABULARY):
         rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ class Text(Dataset):
 
 
 class Pictures(Text):
-    """A picture and some text. The picture is its path: its pixels are made by the collator."""
+    """Rows with a picture and some text. A row has the path of its picture; the collator makes the pixels."""
 
     def __init__(self, num_rows: int, folder: Path, num_files: int = 64):
         super().__init__(num_rows, median=50, longest=512)
@@ -93,14 +93,14 @@ class Pictures(Text):
 
     def __getitem__(self, index: int) -> Item:
         path = self.files[index % len(self.files)]
-        with Image.open(path) as picture:  # reads the header, no pixel
+        with Image.open(path) as picture:  # reads only the header
             width, height = picture.size
         patches = self.processor.get_number_of_image_patches(height, width, {})
         return self.row(index, patches // MERGE_SIZE**2) | {"image": str(path), "odb_n_patches": patches}
 
 
 class LightRows(Dataset):
-    """Two tokens a row."""
+    """Rows of two tokens."""
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
@@ -121,7 +121,7 @@ def image_processor() -> Any:
 
 
 class Collator:
-    """Pads; makes the pixels of pictures."""
+    """Pad the rows, and make the pixels of their pictures."""
 
     def __init__(self, rows: Dataset):
         self.processor = getattr(rows, "processor", None)
@@ -139,12 +139,12 @@ class Collator:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is measured, each in a process of its own.
+# The measurements; each runs in a separate process.
 
 
 @dataclass(frozen=True)
 class Work:
-    """rows: the dataset. name: of the loader. step_samples: of an optimizer step."""
+    """rows: the dataset. name: contestant. step_samples: samples per optimizer step."""
 
     rows: Any
     name: str
@@ -154,7 +154,7 @@ class Work:
     step_samples: int = BATCH_SIZE * ACCUMULATION
 
     def loader(self) -> Any:
-        """A context, and in it the loader."""
+        """The loader, as a context manager."""
         common = {"num_workers": self.workers, "collate_fn": Collator(self.rows), "shuffle": True}
         if self.name == "plain":
             return nullcontext(DataLoader(self.rows, batch_size=BATCH_SIZE, **common))
@@ -164,7 +164,7 @@ class Work:
 
 
 def epoch_of(loader: Any) -> Iterator[int]:
-    """The number of samples in each batch of an epoch."""
+    """Yield the number of samples of each batch of an epoch."""
     for batch in loader:
         yield pop_step_info(batch).samples if isinstance(loader, ODBDataLoader) else len(batch["input_ids"])
 
@@ -187,7 +187,7 @@ def epoch(work: Work) -> dict[str, float]:
 
 
 def cpu_s(*, workers: bool = False) -> float:
-    """Of this process. workers: with its workers that have ended."""
+    """CPU seconds of this process. workers: include its workers that have ended."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)[: 1 + workers]
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, who))
 
@@ -200,7 +200,7 @@ def start(work: Work) -> dict[str, float]:
 
 
 def resume(work: Work) -> dict[str, float]:
-    """The state after 90 % of the epoch comes from a loader that has yielded it."""
+    """Time a resume with the state of another loader that has yielded 90 % of the epoch."""
     samples = 0
     with work.loader() as loader:
         for number in epoch_of(loader):
@@ -258,13 +258,13 @@ def trainer(work: Work) -> dict[str, float]:
 
 
 def alone(function: Any, *arguments: Any) -> dict[str, float]:
-    """In a process of its own, forked: it shares the rows."""
+    """Call `function` in a separate process, forked so that it shares the rows."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
         return process.submit(function, *arguments).result()
 
 
 def rounds(function: Any, work: Work, names: Sequence[str], repeats: int) -> dict[str, list[dict[str, float]]]:
-    """The figures of each contestant, one entry a round."""
+    """Figures of each contestant, one entry per round."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(repeats):
         for name in names:
@@ -287,7 +287,7 @@ COLUMNS = {
 
 
 def rows_of_table(part: str, runs: dict[str, list[dict[str, float]]]) -> tuple[list[list[str]], list[dict[str, Any]]]:
-    """Cells and figures: a row for each measure."""
+    """Cells and figures of the table, with a row for each measure."""
     cells, figures = [], []
     for key, (label, form) in COLUMNS.items():
         if key not in next(iter(runs["keep"])):

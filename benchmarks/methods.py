@@ -1,25 +1,25 @@
-"""How methods cut the samples of an epoch into micro-batches: quality of the cut, padding, optimizer steps kept, time.
+"""Compare methods that cut the samples of an epoch into micro-batches: efficiency, padding, optimizer steps kept, time.
 
     python benchmarks/methods.py                                   # 8 ranks, 256 samples an optimizer step, MM-Mix
     python benchmarks/methods.py --profile ultrachat --methods standard hfg odb --ranks 1 --batch-size 64
     python benchmarks/methods.py --lengths lengths.txt             # one number of tokens a line
 
-All methods get the same samples, in the same random order. Packages that are not installed are skipped with a line.
-`standard`, `sorted`, `hfg`, `gmt` and `bmt` are the baselines of "Online Dynamic Batching with Formal Guarantees for
-LLM Training" (arXiv 2606.19989); sorted, gmt and bmt are written here from their description. Methods of fixed rows run
-with every number of `--rows`, and the table has the best of them.
+All methods get the same samples in the same random order. A method whose package is not installed is skipped with a
+message. `standard`, `sorted`, `hfg`, `gmt` and `bmt` are the baselines of "Online Dynamic Batching with Formal
+Guarantees for LLM Training" (arXiv 2606.19989); sorted, gmt and bmt are implemented here from its description. Methods
+with a fixed number of rows run with each value of `--rows`; the table shows the best result.
 
 efficiency   real tokens / (ranks x sum over micro-steps of (largest padded tokens of any rank + 500)): the share of the
              time spent on real tokens, if time is linear in tokens and a micro-step costs 500 tokens more
-padding      share of the computed tokens that is padding
-balance      mean load of the ranks by that of the busiest
-micro-steps  of an optimizer step
-N            samples of an optimizer step, mean
-stock's      share of the optimizer steps that have exactly the samples of stock's
-peak         largest micro-batch, padded tokens
+padding      padding tokens / computed tokens
+balance      mean load of the ranks / load of the busiest rank
+micro-steps  micro-steps per optimizer step
+N            samples per optimizer step, mean
+stock's      share of the optimizer steps with exactly the samples of a stock optimizer step
+peak         padded tokens of the largest micro-batch
 ms           CPU time to cut one optimizer step (whole loaders: -)
 
-Time of a whole training: `odb-factory demo` (CPU) and benchmarks/gpu.py.
+To time whole trainings, use `odb-factory demo` (CPU) or benchmarks/gpu.py.
 """
 
 from __future__ import annotations
@@ -44,29 +44,30 @@ from torch.nn.utils.rnn import pad_sequence
 from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info
 
 FIXED_COST = 500
-"""Of a micro-step (tokens)."""
+"""Assumed overhead of a micro-step (tokens)."""
 MULTIPLE = 8
-"""LLaMA-Factory's collator pads rows to a multiple of this; gmt and bmt count with it."""
+"""LLaMA-Factory's collator pads rows to a multiple of this number of tokens; gmt and bmt count padded rows."""
 MEGA_BUCKET = 4096
-"""Samples that bmt sorts together."""
+"""Number of samples that bmt sorts at a time."""
 PREPROCESSED_TOGETHER = 1000
-"""Samples that LLaMA-Factory (`preprocessing_batch_size`) and TRL (`datasets.map`) pack together."""
+"""Number of samples that LLaMA-Factory (`preprocessing_batch_size`) and TRL (`datasets.map`) pack at a time."""
 REBALANCE_STEPS = 4
-"""batch_rebalance computes the batches of all ranks on every rank, which is slow."""
+"""Optimizer steps for batch_rebalance: few, because every rank computes the batches of all ranks, which is slow."""
 DYNABATCH_SAMPLES = 2048
-"""dynabatch asks a model for the size of each batch."""
+"""Samples for dynabatch: few, because it evaluates a model for the size of each batch."""
 
 MicroStep = list[Sequence[int]]
-"""The samples of each rank."""
+"""For each rank, the samples of its micro-batch."""
 Cut = list[list[MicroStep]]
-"""The micro-steps of each optimizer step."""
+"""For each optimizer step, its micro-steps."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """lengths (tokens [n]): in the order of stock's training. batch_size: samples of an optimizer step, all ranks.
+    """lengths (tokens [n]): in stock's training order. batch_size: samples per optimizer step, all ranks.
 
-    token_budget: of a micro-batch. rows: of a fixed one. buffer_size: samples that online loaders group at once.
+    token_budget: tokens per micro-batch. rows: rows per fixed micro-batch. buffer_size: samples that online loaders
+    group at once.
     """
 
     lengths: np.ndarray
@@ -78,27 +79,27 @@ class Work:
     seed: int
 
     def steps(self) -> Iterator[np.ndarray]:
-        """The samples of stock's optimizer steps."""
+        """Yield the samples of each stock optimizer step."""
         for start in range(0, len(self.lengths) - self.batch_size + 1, self.batch_size):
             yield np.arange(start, start + self.batch_size)
 
 
 class Skipped(Exception):
-    """Why a method was not run."""
+    """The method was not run; the message gives the reason."""
 
 
 def deal(batches: Sequence[Sequence[int]], ranks: int, micro_steps: int) -> Cut:
-    """Batches as accelerate deals them: one after the other to the ranks, `micro_steps` an optimizer step."""
+    """Deal batches to the ranks in turn, like accelerate; an optimizer step has `micro_steps` micro-steps."""
     steps = [list(batches[k : k + ranks]) for k in range(0, len(batches) - ranks + 1, ranks)]
     return [steps[k : k + micro_steps] for k in range(0, len(steps) - micro_steps + 1, micro_steps)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Fixed rows: an optimizer step has the global batch.
+# Fixed number of rows: an optimizer step has `batch_size` samples.
 
 
 def micro_steps_of(work: Work) -> int:
-    """Of an optimizer step. Raises `Skipped` if rows and ranks do not divide it."""
+    """Micro-steps per optimizer step. Raises `Skipped` if rows x ranks does not divide `batch_size`."""
     micro_steps, rest = divmod(work.batch_size, work.rows * work.ranks)
     if rest:
         raise Skipped(f"{work.batch_size} samples are not a multiple of {work.rows} rows on {work.ranks} ranks")
@@ -116,12 +117,12 @@ def standard(work: Work) -> Cut:
 
 
 def sorted_(work: Work) -> Cut:
-    """From the shortest samples to the longest."""
+    """All samples sorted, shortest first."""
     return in_rows(work, np.argsort(work.lengths, kind="stable"))
 
 
 def hfg(work: Work) -> Cut:
-    """`group_by_length`, by the sampler of transformers."""
+    """`group_by_length`, with the sampler of transformers."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(work.seed)
@@ -130,7 +131,7 @@ def hfg(work: Work) -> Cut:
 
 
 def batch_rebalance(work: Work) -> Cut:
-    """`train_sampling_strategy: batch_rebalance`, by the sampler of transformers."""
+    """`train_sampling_strategy: batch_rebalance`, with the sampler of transformers."""
     import transformers
     from transformers import trainer_pt_utils
 
@@ -148,11 +149,11 @@ def batch_rebalance(work: Work) -> Cut:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sorted samples cut by a token budget: a batch of each rank is an optimizer step.
+# Sorted samples cut by a token budget: an optimizer step has one batch per rank.
 
 
 def within_budget(order: np.ndarray, work: Work) -> list[list[int]]:
-    """Cut where the padded batch would exceed the budget."""
+    """Begin a new batch when the padded batch would exceed the budget."""
     batches: list[list[int]] = []
     longest = 0
     for index in order.tolist():
@@ -171,12 +172,12 @@ def shuffled(batches: list[Any], work: Work) -> Cut:
 
 
 def gmt(work: Work) -> Cut:
-    """All samples sorted, cut by the budget, batches shuffled (fairseq's `batch_by_size`)."""
+    """All samples are sorted and cut by the budget; batches are shuffled (fairseq's `batch_by_size`)."""
     return shuffled(within_budget(np.argsort(work.lengths, kind="stable"), work), work)
 
 
 def bmt(work: Work) -> Cut:
-    """The same in buckets of `MEGA_BUCKET` samples."""
+    """Like gmt, within buckets of `MEGA_BUCKET` samples."""
     batches: list[list[int]] = []
     for start in range(0, len(work.lengths), MEGA_BUCKET):
         order = np.argsort(work.lengths[start : start + MEGA_BUCKET], kind="stable")
@@ -185,10 +186,10 @@ def bmt(work: Work) -> Cut:
 
 
 def dynabatch(work: Work) -> Cut:
-    """All samples sorted, as many rows as a model of memory allows, batches shuffled."""
+    """All samples are sorted; a memory model sets the number of rows of each batch; batches are shuffled."""
     DynaBatchSampler = installed("dynabatch.sampler").DynaBatchSampler
     tokens = work.lengths[:DYNABATCH_SAMPLES]
-    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+    with contextlib.redirect_stderr(io.StringIO()):  # the sampler's progress bars
         sampler = DynaBatchSampler(
             token_lengths=tokens.tolist(),
             word_lengths=(tokens * 0.75).astype(int).tolist(),
@@ -201,10 +202,10 @@ def dynabatch(work: Work) -> Cut:
 
 
 def lhotse(work: Work) -> Cut:
-    """`DynamicBucketingSampler` with a `TokenConstraint`, 30 buckets, of text examples."""
+    """`DynamicBucketingSampler` with a `TokenConstraint` and 30 buckets, on text examples."""
     sampling, text = installed("lhotse.dataset.sampling"), installed("lhotse.cut.text")
     TokenConstraint = installed("lhotse.dataset.sampling.base").TokenConstraint
-    nothing = np.zeros(int(work.lengths.max()), np.int8)  # examples share their tokens: only their number counts
+    nothing = np.zeros(int(work.lengths.max()), np.int8)  # shared by all examples: only the number of tokens counts
     examples = [text.TextExample(str(k), nothing[:length]) for k, length in enumerate(work.lengths.tolist())]
     ranks = []
     for rank in range(work.ranks):
@@ -224,11 +225,11 @@ def lhotse(work: Work) -> Cut:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Packing: a pack of each rank is an optimizer step.
+# Packing: an optimizer step has one pack per rank.
 
 
 def neat_packing(work: Work) -> Cut:
-    """LLaMA-Factory's `packing` and `neat_packing`, whose packs are padded to `cutoff_len` + 1, here the budget."""
+    """LLaMA-Factory's `packing` and `neat_packing`: packs are padded to `cutoff_len` + 1, which is the budget here."""
     greedy_knapsack = installed("llamafactory.data.processor.processor_utils").greedy_knapsack
     packs = []
     for start in range(0, len(work.lengths), PREPROCESSED_TOGETHER):
@@ -248,14 +249,14 @@ def bfd(work: Work) -> Cut:
     import pyarrow
 
     datasets.disable_progress_bar()
-    numbers = np.repeat(np.arange(len(work.lengths), dtype=np.int32), work.lengths)  # each token has its row's
+    numbers = np.repeat(np.arange(len(work.lengths), dtype=np.int32), work.lengths)  # each token is its row's number
     ids = pyarrow.ListArray.from_arrays(np.concatenate([[0], work.lengths.cumsum()]), numbers)
     packed = pack_dataset(datasets.Dataset(pyarrow.table({"input_ids": ids})), work.token_budget, "bfd")
     return shuffled([np.unique(pack).tolist() for pack in packed.with_format("numpy")["input_ids"]], work)
 
 
 def installed(name: str) -> Any:
-    """The module. Raises `Skipped` if it is not installed, or cannot be imported."""
+    """Import a module. Raises `Skipped` if it is not installed or cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -263,7 +264,7 @@ def installed(name: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# odb, kept optimizer steps: the planner that the loader calls.
+# odb with kept optimizer steps (`keep`): calls the planner of the loader.
 
 
 def odb(work: Work, layout: str = "flat", balance: bool = True) -> Cut:
@@ -283,11 +284,11 @@ def odb(work: Work, layout: str = "flat", balance: bool = True) -> Cut:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whole loaders, a process a rank and gloo between them: a batch of each rank is an optimizer step.
+# Whole loaders, with one process per rank, connected by gloo: an optimizer step has one batch per rank.
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of these lengths. Every token of a row is the number of the row."""
+    """Rows with the given lengths. Every token of a row is the number of the row."""
 
     def __init__(self, lengths: np.ndarray, numbers: np.ndarray | None = None):
         self.lengths, self.numbers = lengths, np.arange(len(lengths)) if numbers is None else numbers
@@ -318,7 +319,7 @@ def odb_fill(work: Work, rank: int, layout: str = "flat") -> Iterator[list[int]]
 
 
 def online_dynamic_batching(work: Work, rank: int, no_warmup: bool = False) -> Iterator[list[int]]:
-    """no_warmup: its windows do not grow slowly."""
+    """no_warmup: switch off the slow growth of the loader's windows."""
     package = installed("odb")
     numbers = np.arange(rank, len(work.lengths), work.ranks)
     for batch in package.ODBDataLoader(
@@ -336,12 +337,12 @@ def online_dynamic_batching(work: Work, rank: int, no_warmup: bool = False) -> I
 
 
 def run_rank(rank: int, work: Work, name: str) -> list[list[int]]:
-    """In a process of its own."""
+    """Run the loader of one rank, in a separate process; return its batches."""
     return list(LOADERS[name](work, rank))
 
 
 def run_loader(work: Work, name: str) -> Cut:
-    """Raises `RuntimeError` if it loses samples, and what a rank raises."""
+    """Run a loader on all ranks. Raises `RuntimeError` if samples are lost; errors of a rank pass through."""
     ranks = in_processes(work.ranks, run_rank, work, name)
     emitted = sum(len(batch) for batches in ranks for batch in batches)
     if emitted != len(work.lengths):
@@ -388,7 +389,7 @@ METHODS: dict[str, Method] = {
 
 
 def figures(work: Work, cut: Cut, layout: str) -> dict[str, float]:
-    """The columns of the table."""
+    """Figures for the columns of the table."""
     micro_steps = [micro_step for step in cut for micro_step in step]
     sizes = np.array([[padded_tokens(work, batch, layout) for batch in micro_step] for micro_step in micro_steps])
     chosen = [index for micro_step in micro_steps for batch in micro_step for index in batch]
@@ -416,8 +417,8 @@ def padded_tokens(work: Work, batch: Sequence[int], layout: str) -> int:
 
 
 def bound(work: Work) -> float:
-    """No cut of stock's optimizer steps has a larger efficiency: a rank has the mean load of all, or the longest
-    sample, and a micro-step at most the budget."""
+    """Upper bound of the efficiency of any cut of stock's optimizer steps: the busiest rank has at least the mean load
+    or the longest sample, and a micro-step has at most the budget."""
     tokens = seconds = 0.0
     for samples in work.steps():
         lengths = work.lengths[samples]
@@ -442,7 +443,7 @@ def measure(work: Work, name: str) -> dict[str, Any]:
 
 
 def best_of_rows(work: Work, name: str, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """The figures for each number of rows, the best first. Raises `Skipped`."""
+    """Figures for each number of rows, sorted by efficiency, best first. Raises `Skipped`."""
     measured, reason = [], ""
     for count in rows if METHODS[name].has_rows else [1]:
         try:

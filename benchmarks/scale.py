@@ -1,19 +1,20 @@
-"""What an optimizer step of many ranks costs beside the training: planning, gather, exchange.
+"""Overhead of odb per optimizer step on many ranks: planning, gather, exchange.
 
     python benchmarks/scale.py                            # about two minutes
-    python benchmarks/scale.py --latency-us 15 --gb-s 10  # costs of a message of your network
-    python benchmarks/scale.py --check 2 4 8              # also gathers between real local processes
+    python benchmarks/scale.py --latency-us 15 --gb-s 10  # message costs of your network
+    python benchmarks/scale.py --check 2 4 8              # also time gathers between real local processes
 
-Planning, and reading what was gathered, are CPU time of this machine, measured. Gather and exchange are computed from
-the cost of a message over gloo, latency + bytes / bandwidth, that two local processes measure (a network adds its own):
+Planning and reading (unpickling the gathered tables) are measured as CPU time of this machine. Gather and exchange are
+computed from the cost of a gloo message, latency + bytes / bandwidth, measured between two local processes (a network
+adds its own cost):
 
 gather     each rank sends P - 1 messages to its neighbour (gloo's ring all-gather), twice: first the lengths, then the
-           tables, which the longest pads
-exchange   each rank sends one message to every rank that computes samples it holds, as the plan says, and receives as
-           many; the slowest rank counts. Samples are pickled lists of token ids and labels
+           tables, padded to the longest
+exchange   following the plan, each rank sends a message to every rank that computes samples it holds, and receives
+           messages likewise; the time is that of the slowest rank. Samples are pickled lists of token ids and labels
 
-All of it runs ahead of the training, in a background thread: it costs time only if the sum is longer than the optimizer
-step. Trainings on more than 2,000 ranks have not been run anywhere: those rows are an extrapolation.
+All four run ahead of the training in a background thread: they delay it only if their sum is longer than the optimizer
+step. No training on more than 2,000 ranks has been run: those rows are an extrapolation.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from shared import PROFILES, draw_lengths, in_processes, show
 from odb_factory import plan_micro_batches
 
 ROW = np.dtype([(f"column {k}", "<i4") for k in range(6)] + [(f"flag {k}", "u1") for k in range(5)])
-"""A sample in the gathered table: tokens, patches, units, bytes and so on."""
+"""Row of the gathered table, one for each sample: tokens, patches, units, bytes and so on."""
 UNMEASURED = 2000
-"""Ranks."""
+"""Rows with more ranks than this are marked as unmeasured."""
 SMALL, LARGE = 8, 1 << 22
-"""Bytes of the messages whose cost is measured."""
+"""Sizes of the measured messages (bytes)."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """latency_s: of a message. bytes_per_s: beyond it."""
+    """Cost of a message: latency_s + bytes / bytes_per_s (seconds)."""
 
     latency_s: float
     bytes_per_s: float
@@ -55,11 +56,11 @@ class Message:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Between local processes.
+# Measurements between local processes.
 
 
 def ping_pong(rank: int, size: int, count: int) -> float:
-    """Seconds of a message, as the fastest tenth: what other processes on the machine take does not count."""
+    """Seconds per message: the 10 % quantile, to exclude the load of other processes on the machine."""
     tensor, seconds = torch.zeros(size, dtype=torch.uint8), []
     for _ in range(count):
         started = time.perf_counter()
@@ -75,7 +76,7 @@ def measure_message() -> Message:
 
 
 def gather_once(rank: int, size: int, count: int) -> float:
-    """Seconds of a gather as the product makes it."""
+    """Seconds of a gather like that of odb_factory: lengths, then tables (10 % quantile)."""
     seconds = []
     for _ in range(count):
         dist.barrier()
@@ -88,11 +89,11 @@ def gather_once(rank: int, size: int, count: int) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The model.
+# The cost model.
 
 
 def table_of_a_rank(samples: int) -> bytes:
-    """A message as large as what a rank gathers."""
+    """A message of the same size as the table that a rank contributes to the gather."""
     return pickle.dumps((np.zeros(samples, ROW), {"rejected": 0, "overlong": 0, "order": 0, "plan": 0}), 5)
 
 
@@ -110,14 +111,14 @@ def reading_s(ranks: int, samples: int) -> float:
 
 
 def bytes_of_samples(lengths: np.ndarray) -> np.ndarray:
-    """Of each sample when it travels."""
+    """Bytes of each sample in the exchange (int64 [n])."""
     ids = np.random.default_rng(0).integers(0, 150_000, 1000).tolist()
     a_token = len(pickle.dumps({"input_ids": ids, "labels": ids[:]}, 5)) / len(ids)
     return (lengths * a_token).astype(np.int64)
 
 
 def exchange(rank_of: np.ndarray, samples: int, sizes: np.ndarray, ranks: int, message: Message) -> dict[str, float]:
-    """rank_of [n]: the rank that computes each sample; rank r holds those of the r-th block of `samples`."""
+    """rank_of [n]: the rank that computes each sample. Rank r holds the r-th block of `samples` samples."""
     holder = np.arange(len(rank_of)) // samples
     moved = np.flatnonzero(holder != rank_of)
     pairs = np.unique(np.stack((holder[moved], rank_of[moved])), axis=1)

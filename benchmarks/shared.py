@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: lengths, ranks as local processes, a table, a file of JSON lines."""
+"""Helpers of the benchmark scripts: sample lengths, local processes as ranks, tables, JSON lines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Draw = Callable[[np.random.Generator, int], np.ndarray]
 
 
 def lognormal(mean: float, cv: float) -> Draw:
-    """Lengths with this mean (tokens) and coefficient of variation."""
+    """Draw lengths with this mean (tokens) and this coefficient of variation."""
     sigma = np.sqrt(np.log(1 + cv**2))
     return lambda rng, count: rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
 
 
 def mm_mix(rng: np.random.Generator, count: int) -> np.ndarray:
-    """80 % short answers, 20 % pages."""
+    """Draw lengths of MM-Mix: 80 % short answers, 20 % pages."""
     is_page = rng.random(count) < 0.2
     return np.where(is_page, rng.lognormal(np.log(2500), 0.5, count), rng.lognormal(np.log(150), 0.35, count))
 
@@ -40,17 +40,17 @@ PROFILES: dict[str, Draw] = {
     "sharegpt4o": lognormal(900, 1.00),
     "mm_mix": mm_mix,
 }
-"""Lengths like those of four data sets: mean and coefficient of variation 1100/0.48, 700/0.29, 900/1.00; and a mix."""
+"""Length distributions modelled on data sets: lognormal by mean (tokens) and coefficient of variation; and MM-Mix."""
 
 
 def draw_lengths(profile: str, count: int, seed: int = 0) -> np.ndarray:
-    """int64 [count], tokens, in random order."""
+    """Draw lengths in random order (int64 [count], tokens)."""
     drawn = PROFILES[profile](np.random.default_rng(seed), count)
     return np.clip(drawn, SHORTEST, LONGEST).astype(np.int64)
 
 
 def in_processes(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(rank, *arguments)` returns in each of these processes, which gloo connects."""
+    """Call `function(rank, *arguments)` in `ranks` processes connected by gloo; return the results by rank."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -72,14 +72,14 @@ def _connected(rank: int, ranks: int, port: int, function: Callable[..., Any], *
 
 
 def machine() -> str:
-    """The processor, the number of cores, and the load average of the last minute."""
+    """Name of the processor, number of cores, and load average of the last minute."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return f"{name}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
 
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[str]], path: Path | None, figures: Sequence[Mapping[str, Any]]):
-    """Print a table in Markdown; write one line of JSON for each of `figures` to `path`, if it is given."""
+    """Print a table in Markdown. If `path` is given, write one line of JSON for each of `figures` to it."""
     widths = [max(len(row[k]) for row in (heads, *rows)) for k in range(len(heads))]
     line = "|".join(["", *("-" * (width + 1) + (":" if k else "-") for k, width in enumerate(widths)), ""])
     print(machine(), end="\n\n")

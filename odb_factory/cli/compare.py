@@ -1,4 +1,4 @@
-"""`odb-factory compare`: one training, or two side by side, from their `trainer_state.json`: a table and one page."""
+"""`odb-factory compare`: show one or two trainings as a table and an HTML page, from their `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from odb_factory.errors import ODBError, one_line, printable
 
 STATE_FILE, SUMMARY_FILE, MODEL_CARD = "trainer_state.json", "odb_summary.json", "README.md"
 CURVES = ("loss", "loss difference", "eval_loss", "tokens/s", "memory, GiB", "grad_norm", "learning_rate")
-"""Curves that the page draws over the optimizer steps, if a run has logged them."""
+"""Curves over optimizer steps on the page, drawn if a run has logged them."""
 RENAMED = {"odb/tokens_per_second": "tokens/s", "throughput": "tokens/s", "vram_reserved": "memory, GiB"}
-"""Names in the log of odb, and in LLaMA-Factory's with `include_num_input_tokens_seen` and RECORD_VRAM."""
+"""Log key -> curve name. LLaMA-Factory logs its keys with `include_num_input_tokens_seen` and RECORD_VRAM."""
 COLOURS, STYLES, WIDTHS, GREY = ("#e66100", "#3584e4"), ("-", "--"), (2.6, 1.4), "#888888"
-"""Of the two runs: readable on white and on black; the first line is broad, visible under an equal second one."""
+"""Line styles of the two runs, readable on white and black; a broad first line shows under an identical second one."""
 PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -53,7 +53,7 @@ $curves</div>
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and write the page. Raises `ODBError` if a folder holds no training, or a file is broken."""
+    """Print the table and write the page. Raises `ODBError` if a folder holds no training or a file cannot be read."""
     runs = [Run(path) for path in (arguments.a, arguments.b) if path is not None]
     figures, differences = figures_of(runs), differences_of(runs)
     labels = [run.folder.name for run in runs]
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cells(name: str, values: Sequence[Any], ratio: str = "") -> list[str]:
-    """A line of a table; the last column is there for two runs."""
+    """A row of a table; `ratio` is its last column if there are two runs."""
     return [printable(cell) for cell in (name, *map(_text, values), *([ratio] if len(values) == 2 else []))]
 
 
@@ -94,19 +94,19 @@ def _ratio(values: Sequence[Any]) -> str:
 
 
 def print_table(table: Sequence[Sequence[str]]) -> None:
-    """Columns of text, the first aligned to the left, the others to the right."""
+    """Print columns of text; the first is left-aligned, the others are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*table)]
     for first, *cells in table:
         print("  ".join([first.ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(cells, widths[1:]))]).rstrip())
 
 
 class Run:
-    """A training as its folder shows it: the state of the Trainer, or of its newest checkpoint, and its settings.
+    """A training, read from its folder: the state of the Trainer or of its newest checkpoint, and its settings.
 
-    path: output_dir of the training, or its YAML, which names that folder. log: the entries of the Trainer's log, with
-    those of LLaMA-Factory's. steps, max_steps: optimizer steps, taken and planned. settings: those of the state, of the
-    YAML or of YAML files in the folder, of the model card that LLaMA-Factory writes, and the `odb:` block.
-    Raises `ODBError` if there is none, or if a file is not what its name says.
+    path: output_dir of the training, or its YAML, which names that folder. log: entries of the Trainer's log and of
+    LLaMA-Factory's log. steps, max_steps: optimizer steps taken, and planned. settings: four mappings, read from the
+    state, the YAML (or YAML files in the folder), the model card that LLaMA-Factory writes, and the `odb:` block.
+    Raises `ODBError` if the folder holds no training, or if a file has invalid content.
     """
 
     def __init__(self, path: Path):
@@ -125,7 +125,7 @@ class Run:
             raise ODBError(f"{file}: not the state of a Trainer ({one_line(error)}); give another folder.") from None
         of_llamafactory = folder / "trainer_log.jsonl"
         for line in of_llamafactory.read_text("utf-8").splitlines() if of_llamafactory.is_file() else ():
-            with suppress(ValueError, KeyError):  # the last line of a training under way may be half written
+            with suppress(ValueError, KeyError):  # a training in progress may have written half of the last line
                 entry = json.loads(line)
                 shown = {key: entry[key] for key in RENAMED if key in entry}
                 self.log.insert(0, {"step": entry["current_steps"], **shown})
@@ -140,14 +140,14 @@ class Run:
         self.settings = [_flat(of_state), _flat(yaml or of_files), of_card, _flat(block)]
 
     def curve(self, name: str) -> dict[int, float]:
-        """An entry of the log by optimizer step."""
+        """Values of a log entry by optimizer step."""
         names = [name, *(key for key, renamed in RENAMED.items() if renamed == name)]
         points = {entry["step"]: entry[key] for entry in self.log for key in names if _is_number(entry.get(key))}
         return dict(sorted(points.items()))
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """For each row of the table its value for each run; None if the run has none."""
+    """Rows of the table: the name of a figure, and its value in each run (None: not logged)."""
     losses, memory = [run.curve("loss") for run in runs], [run.curve("memory, GiB") for run in runs]
     rows: dict[str, list[Any]] = {
         "optimizer steps": [run.steps for run in runs],
@@ -160,7 +160,7 @@ def figures_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
         rows["memory, GiB"] = [max(by_step.values(), default=None) for by_step in memory]
     if any(speeds := [run.curve("tokens/s") for run in runs]):
         rows["tokens/s"] = [sum(by_step.values()) / len(by_step) if by_step else None for by_step in speeds]
-    # The entry of the end is of the whole run; while that is under way, the last one.
+    # The final log entry describes the whole run; during training, the last entry is used.
     ends = [[dict[str, Any](), *sorted(run.log, key=lambda entry: "train_runtime" in entry)][-1] for run in runs]
     names = {name for end in ends for name in end if _is_number(end[name])} - {"step", "total_flos", *RENAMED.values()}
     for name in sorted(names, key=lambda name: (name.startswith("odb/"), name)):
@@ -169,13 +169,13 @@ def figures_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def loss_difference(runs: Sequence[Run]) -> dict[int, float]:
-    """Loss of the first run less that of the second, by optimizer step; {} unless both have logged the same steps."""
+    """Loss of the first run minus loss of the second, by optimizer step; {} unless both logged the same steps."""
     a, b = runs[0].curve("loss"), runs[-1].curve("loss")
     return {step: a[step] - b[step] for step in a} if len(runs) == 2 and a.keys() == b.keys() else {}
 
 
 def differences_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings whose values differ, from the files that both runs have, and whether one alone has a block."""
+    """Settings that differ, from the kinds of file that both runs have; `odb` if only one run has an `odb:` block."""
     if len(runs) < 2:
         return {}
     differing: dict[str, list[Any]] = {}
@@ -187,7 +187,7 @@ def differences_of(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def page_of(runs: Sequence[Run], labels: Sequence[str], tables: Sequence[Sequence[Sequence[str]]]) -> str:
-    """One HTML page: the tables, and each curve as an inline SVG. It has no scripts and fetches nothing."""
+    """An HTML page with the tables, and each curve as an inline SVG. The page has no scripts and fetches nothing."""
     curves = []
     for name in CURVES:
         lines = [run.curve(name) for run in runs] if name != "loss difference" else [loss_difference(runs)]
@@ -203,7 +203,7 @@ def page_of(runs: Sequence[Run], labels: Sequence[str], tables: Sequence[Sequenc
 
 
 def _drawn(lines: Sequence[Mapping[int, float]]) -> str:
-    """An SVG that takes the colour of its text from the page."""
+    """Draw the curves as an SVG that takes its text colour from the page."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -225,7 +225,7 @@ def _drawn(lines: Sequence[Mapping[int, float]]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file of JSON or YAML that holds one mapping."""
+    """Read a JSON or YAML file that holds a mapping. Raises `ODBError`."""
     import yaml
 
     try:
@@ -239,7 +239,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys with dots between them."""
+    """Flatten nested mappings, joining their keys with dots."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -1,7 +1,7 @@
-"""`odb-factory demo`: stock LLaMA-Factory and odb on the same samples, with a tiny model on a CPU.
+"""`odb-factory demo`: compare stock LLaMA-Factory and odb on the same samples, with a tiny model on a CPU.
 
-Makes a tiny random Qwen3-VL and the built-in MM-Mix (drawn shapes and generated text), runs `llamafactory-cli train`
-twice for one epoch, and shows both trainings as `odb-factory compare` does.
+The demo makes a tiny random Qwen3-VL and the built-in MM-Mix (drawn shapes and generated text), runs `llamafactory-cli
+train` once without and once with odb, for one epoch each, and shows both trainings like `odb-factory compare`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 CUTOFF_LEN, ROWS, STEP_SIZE = 2048, 2, 32
 TOKEN_BUDGET = ROWS * CUTOFF_LEN
-"""The peak of stock's micro-batches: two rows of CUTOFF_LEN tokens."""
+"""Tokens of the largest micro-batch of stock LLaMA-Factory: two rows of CUTOFF_LEN tokens."""
 SAMPLES, SHORT_SAMPLES = 384, 96  # multiples of STEP_SIZE
 CONTESTANTS: dict[str, dict[str, Any]] = {"stock": {}, "odb": {"odb": {"token_budget": TOKEN_BUDGET}}}
 LAUNCHER = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1")
-"""Environment that would make LLaMA-Factory's launcher start something else."""
+"""Environment variables that would change what LLaMA-Factory's launcher starts."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train twice and show the table. Raises `ODBError` if a training fails."""
+    """Train without and with odb, and show the comparison. Raises `ODBError` if a training fails."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(model: Path, data: Path) -> dict[str, Any]:
-    """One epoch of full fine-tuning on the built-in MM-Mix."""
+    """LLaMA-Factory's configuration for one epoch of full fine-tuning on the built-in MM-Mix."""
     return {
         "model_name_or_path": str(model),
         "stage": "sft",
@@ -89,7 +89,7 @@ def config_of(model: Path, data: Path) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any], ranks: int, progress: Progress, steps: int) -> None:
-    """`llamafactory-cli train` on a CPU in a new `output_dir`. Raises `ODBError` with the last line of its log."""
+    """Run `llamafactory-cli train` on a CPU in a new `output_dir`. Raises `ODBError` with the last line of its log."""
     import yaml
 
     output = Path(config["output_dir"])
@@ -98,7 +98,7 @@ def train(config: dict[str, Any], ranks: int, progress: Progress, steps: int) ->
     log, steps_log = output / "train.log", output / "trainer_log.jsonl"
     (output / "train.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # torchrun is there
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # folder of torchrun
         "CUDA_VISIBLE_DEVICES": "",  # with several devices LLaMA-Factory would start torchrun
         "ASCEND_RT_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -114,11 +114,11 @@ def train(config: dict[str, Any], ranks: int, progress: Progress, steps: int) ->
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
-                with contextlib.suppress(OSError, ValueError, IndexError, KeyError):  # half a line, or none
+                with contextlib.suppress(OSError, ValueError, IndexError, KeyError):  # last line partial or missing
                     progress.update(bar, completed=json.loads(steps_log.read_text().splitlines()[-1])["current_steps"])
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # the launcher and torchrun, which ends its ranks
+                os.killpg(process.pid, signal.SIGTERM)  # ends the launcher and torchrun; torchrun ends its ranks
                 process.wait()
     if process.returncode != 0:
         last_line = log.read_text(errors="replace").rstrip().splitlines()[-1:]

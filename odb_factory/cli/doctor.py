@@ -1,4 +1,4 @@
-"""`odb-factory doctor`: versions, hooks, kernel and wrong installs. A child process imports torch and LLaMA-Factory."""
+"""`odb-factory doctor`: check versions, hooks, kernel and installs. A child process imports torch and LLaMA-Factory."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ RELEASES = {
     "accelerate": (">=0", "1.15.0"),
     "llamafactory": (SUPPORTED, NEWEST_TESTED),
 }
-"""By package: supported releases, and the newest tested one."""
+"""Package -> supported releases, newest tested release."""
 
 
 Check = tuple[str, str, str]
-"""Status (ok; note: something may be missing; problem), what was checked, and what fixes it ("": nothing to fix)."""
+"""Status (ok; note: something may be missing; problem), finding, and fix ("": nothing to fix)."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every check as it is made, and a verdict. Returns 1 if there is a problem."""
+    """Print each check when it finishes, then a verdict. Returns 1 if there is a problem."""
     as_json, checks = arguments.json, []
     for status, finding, fix in _checks():
         checks.append({"status": status, "what": finding, "fix": fix})
@@ -66,7 +66,7 @@ def _checks() -> Iterator[Check]:
     }:
         finding = "the entry point that activates odb_factory is not declared: its metadata is missing or old"
         yield "problem", finding, "install it again, in its checkout: pip install -e ."
-    # -P: no file of the working folder shadows a package
+    # -P prevents files in the working folder from shadowing packages.
     child = subprocess.run([sys.executable, "-P", "-m", __spec__.name], capture_output=True, text=True)
     if child.returncode == 0:
         yield from json.loads(child.stdout.splitlines()[-1])
@@ -80,7 +80,7 @@ def _checks() -> Iterator[Check]:
 
 
 def _checks_of_imports() -> Iterator[Check]:
-    """In the child process: import as `llamafactory-cli train` does, torch first."""
+    """Checks of the child process, which imports torch first, like `llamafactory-cli train`."""
     import torch
 
     from odb_factory.model.attention import kernel_of
@@ -125,7 +125,7 @@ def _error_of_import(name: str) -> str:
 
 
 def _is_hooked(seam: str, hooks_file: str) -> bool:
-    """A wrapper takes the name and module of the function that it wraps; its code has the file of the hooks."""
+    """Whether `seam` is wrapped. A wrapper copies the function's name and module, but its code is in `hooks_file`."""
     target: Any = sys.modules["llamafactory"]
     for name in (*seam.split(".")[1:], "__code__", "co_filename"):
         target = getattr(target, name, None)

@@ -1,4 +1,4 @@
-"""The `odb-factory` command: its sub-commands and their arguments. Each is `run(arguments)` of its module."""
+"""The `odb-factory` command: its sub-commands and their arguments. Module NAME has the `run` of sub-command NAME."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from odb_factory.errors import ODBError
 from odb_factory.version import __version__
 
 EXTRAS = {"llamafactory": ("llamafactory",), "tools": ("matplotlib", "rich")}
-"""Packages of the extras that commands need."""
+"""Extra of odb_factory -> packages of this extra that commands need."""
 
 
 class Command(NamedTuple):
-    """A sub-command. extras: that it needs. arguments: name or flag, and options of `add_argument`."""
+    """A sub-command. extras: required extras. arguments: name or flag, and options for `add_argument`."""
 
     meaning: str
     example: str
@@ -90,7 +90,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command. Exit codes: 0 done, 1 failed with a message, 2 not understood or refused."""
+    """Run a sub-command. Exit codes: 0 success, 1 error with a message, 2 invalid arguments or odb_factory disabled."""
     parser = argparse.ArgumentParser(
         prog="odb-factory",
         description="Online dynamic batching for LLaMA-Factory.",
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"odb-factory {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.meaning, add_help=False)  # the parser below answers --help
+        commands.add_parser(name, help=command.meaning, add_help=False)  # `of_command` handles --help
     known, remaining = parser.parse_known_args(argv)
     name, command = known.command, COMMANDS[known.command]
     of_command = argparse.ArgumentParser(
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             train(arguments) if name == "train" else importlib.import_module(f"{__package__}.{name}").run(arguments)
         )
         sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`, which reads no further; Python would write the rest when it ends
+    except BrokenPipeError:  # e.g. `| head`; without dup2, Python would write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ODBError as error:
@@ -133,10 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Be `llamafactory-cli train` with the same arguments. Errors of LLaMA-Factory pass through."""
+    """Run `llamafactory-cli train` with the same arguments. Errors of LLaMA-Factory pass through."""
     from llamafactory import cli
 
-    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # torch activates in the processes that torchrun starts
+    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)  # so that torch activates odb_factory in torchrun's ranks
     sys.argv = ["llamafactory-cli", "train", str(arguments.config), *arguments.overrides]
     cli.main()
     return 0

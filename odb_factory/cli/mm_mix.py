@@ -1,8 +1,8 @@
 """MM-Mix: questions about pictures, captions, short texts to read and long texts, in LLaMA-Factory's sharegpt format.
 
-Four of five samples are short (80 to 260 tokens, image tokens included), one of five is long (several hundred to four
-thousand). `build_builtin_mix` draws and generates all of it; LLaMA-Factory's `mix_strategy` mixes your own data.
-A mix is a folder with `mm_mix.json` (training rows), `mm_mix_val.json` and their entries in `dataset_info.json`.
+80 % of the samples are short (80 to 260 tokens, image tokens included), 20 % are long (several hundred to four
+thousand). `build_builtin_mix` generates all pictures and texts; LLaMA-Factory's `mix_strategy` mixes your own data.
+A mix is a folder with `mm_mix.json` (training rows), `mm_mix_val.json` and a `dataset_info.json` that lists both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PLACES = tuple(f"{row} {column}" for row in ("upper", "middle", "lower") for col
 ACTIONS = ("waits beside", "looks at", "follows", "hides behind", "is larger than", "dreams of", "paints")
 
 Row = dict[str, Any]
-"""messages: [{role, content}]; if there are any, images and videos: [path]."""
+"""Keys: messages ([{role, content}]) and, for rows with media, images and videos ([path])."""
 
 
 def build_builtin_mix(folder: Path, *, samples: int = 600, seed: int = 0) -> None:
-    """Write `samples` training rows and a fifteenth as many validation rows; the same seed gives the same bytes.
+    """Write `samples` training rows and samples / 15 validation rows; the same seed gives the same bytes.
 
     build_builtin_mix(Path("mm_mix_data"), samples=512)
     """
@@ -49,7 +49,7 @@ def build_builtin_mix(folder: Path, *, samples: int = 600, seed: int = 0) -> Non
 
 @dataclass
 class _Studio:
-    """Makes the samples of one part of the built-in mix, one method for each task."""
+    """Make the samples of the training or validation part; each task has a method."""
 
     rng: random.Random
     folder: Path
@@ -85,7 +85,7 @@ class _Studio:
         return _make_row(("<image>Read the text in the picture.", text), images=[self._save(_draw_text(text))])
 
     def story(self) -> Row:
-        """Lengths are log-uniform: as many samples between 1,000 and 2,000 characters as between 2,000 and 4,000."""
+        """The length is log-uniform: 1,000 to 2,000 characters are as likely as 2,000 to 4,000."""
         characters = round(math.exp(self.rng.uniform(math.log(1000), math.log(8000))))
         return _make_row(("Tell a story about shapes.", self._story(characters)))
 
@@ -98,7 +98,7 @@ class _Studio:
         return text.strip()
 
     def _scene(self) -> tuple[Image, list[tuple[str, str, str]]]:
-        """A picture, 160 to 448 pixels a side, and its shapes: (place, colour, kind)."""
+        """A picture with sides of 160 to 448 pixels, and its shapes: (place, colour, kind)."""
         from PIL import Image, ImageDraw
 
         width, height = (self.rng.randint(160, 448) for _ in range(2))
@@ -114,7 +114,7 @@ class _Studio:
         return image, shapes
 
     def _save(self, image: Image) -> str:
-        """Save under the next number; return the path relative to the data set's folder."""
+        """Save the image under the next number; return its path relative to the folder of the data set."""
         self.saved.append(f"{MEDIA}/{self.name}_{len(self.saved):05d}.png")
         image.save(self.folder / self.saved[-1])
         return self.saved[-1]
@@ -127,11 +127,11 @@ _TASKS: dict[str, tuple[float, Callable[[_Studio], Row]]] = {
     "read": (0.18, _Studio.read),
     "story": (0.20, _Studio.story),
 }
-"""Each task and its share of the samples; the last is long."""
+"""Task -> (share of the samples, method); only `story` makes long samples."""
 
 
 def _draw_text(text: str) -> Image:
-    """Lines of text in black on white, in the font that comes with Pillow."""
+    """Draw lines of text in black on white, in Pillow's default font."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(12)
@@ -142,7 +142,7 @@ def _draw_text(text: str) -> Image:
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to these shares of 1 that add up to `total` (largest remainders)."""
+    """Split `total` into whole numbers in proportion to `shares`, which add up to 1 (largest remainder method)."""
     counts = [math.floor(total * share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda number: counts[number] - total * shares[number])
     for number in by_remainder[: total - sum(counts)]:
@@ -157,7 +157,7 @@ def _make_row(*turns: tuple[str, str], **media: list[str]) -> Row:
 
 
 def _write(folder: Path, rows: dict[str, list[Row]]) -> None:
-    """Write the JSON files and enter them in `dataset_info.json`, whose other entries stay."""
+    """Write the JSON files and add them to `dataset_info.json`; its other entries are kept."""
     index = folder / "dataset_info.json"
     entries = json.loads(index.read_text("utf-8")) if index.exists() else {}
     for name, of_part in rows.items():

@@ -1,4 +1,4 @@
-"""`odb-factory plan`: what five token budgets make of a sample of the training data. No weights are loaded."""
+"""`odb-factory plan`: plan a sample of the training data under five token budgets. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, DataError, ODBError, one_line
 
 BUDGETS = (0.25, 0.5, 1, 2, 4)
-"""The budgets of the table, as multiples of the YAML's."""
+"""Budgets of the table, as multiples of the YAML's budget."""
 SECONDS, MOST_WORKERS, ROWS_A_WORKER = 60, 8, 64
-"""Limits of the observation; what has been observed when the time is over is planned."""
+"""Limits of the observation; when the time is over, the rows observed so far are planned."""
 NOT_PLANNED = (
     "tf32", "ddp_backend", "pure_bf16", "deepspeed", "fsdp", "fsdp_config",
     "eval_dataset", "val_size", "eval_strategy", "load_best_model_at_end",
 )  # fmt: skip
-"""Keys on which no plan depends, and which need an accelerator, several processes or a second data set."""
+"""Keys that do not affect a plan and that need an accelerator, several processes or a second data set."""
 QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 FOOTNOTE = """\
   K: micro-batches of an optimizer step on each rank, mean and most. fill: computed tokens by budget. largest: tokens
@@ -41,7 +41,7 @@ FOOTNOTE = """\
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Observe, plan, print. Raises `ODBError` for what a training would refuse."""
+    """Observe rows, plan, print. Raises `ODBError` if a training would refuse the YAML."""
     from odb_factory.llamafactory.uncaught import TRACEBACK, shows_tracebacks
 
     png: Path | None = arguments.png
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--png: {png} is not a .png file in a folder that exists; name another file.")
     os.environ.update(QUIET)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # LLaMA-Factory prints an example
+        with contextlib.redirect_stdout(io.StringIO()):  # LLaMA-Factory prints an example row
             training = read(arguments.config, arguments.overrides, arguments.ranks)
             sample, memory = observe(training, arguments.samples), memory_of(training)
     except Exception as error:
@@ -75,17 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Read the YAML as a training does, in one process and without an accelerator.
+# Read the YAML like a training, but in one process and without an accelerator.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a YAML asks for.
+    """The training that a YAML configures.
 
-    keys: of the YAML. config: its `odb:` block, without budgets that are left to the training. token_budget: the
-    YAML's; if it has none, the tokens of stock's micro-batch. arguments: LLaMA-Factory's for model, data, training and
-    finetuning. step_size: samples of an optimizer step on all ranks; None: `fill`. layout: `auto` is flat until a
-    training has tried it on its first rows. row_multiple: tokens; LLaMA-Factory's collator pads rows to a multiple.
+    keys: content of the YAML. config: its `odb:` block, without budgets set to `auto`. token_budget: the YAML's budget;
+    if the YAML has none, the tokens of a stock micro-batch. arguments: LLaMA-Factory's arguments for model, data,
+    training and finetuning. step_size: samples per optimizer step, all ranks; None: `fill`. layout: `auto` counts as
+    flat, because only a training can try the model. row_multiple (tokens): the collator pads rows to a multiple of it.
     """
 
     path: Path
@@ -102,17 +102,17 @@ class Training:
 
 
 def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Training:
-    """The training of a YAML. ranks: data-parallel ranks (None: those of a training that is started here).
+    """Read the training of a YAML. ranks: data-parallel ranks (None: as many as a training started here would have).
 
-    Raises `ConfigError` for what a training would refuse, and whatever LLaMA-Factory raises. Its hooks must be in
-    place (`activation.activate()`).
+    Raises `ConfigError` if a training would refuse the YAML; errors of LLaMA-Factory pass through. The hooks of
+    odb_factory must be active (`activation.activate()`).
 
         training = read(Path("my.yaml"), ["odb.token_budget=8192"], ranks=8)
     """
     from odb_factory.llamafactory.block import checked, is_enabled, is_given, without_null
     from odb_factory.llamafactory.hooks import arguments_of
 
-    # What is wrong with the YAML is reported before anything heavy is imported.
+    # Errors in the YAML are reported before the slow imports.
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         why = "not a YAML file" if path.exists() else "there is no such file"
         raise ConfigError(f"{path}: {why}; give the YAML that you train with.")
@@ -124,14 +124,14 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
     from llamafactory.extras.misc import get_device_count
     from llamafactory.hparams.parser import get_train_args
 
-    # Budgets that the training chooses, and what no plan depends on, are left out.
+    # Leave out budgets that the training chooses, and keys that do not affect a plan.
     block = dict(keys.get("odb") or {})
     if is_open := not isinstance(block.setdefault("token_budget", "auto"), int):
         block = {key: value for key, value in block.items() if key != "memory_fraction"} | {"token_budget": 1}
     block |= {"max_patches": None} if block.get("max_patches") == "auto" else {}
     plannable = {key: value for key, value in keys.items() if key not in NOT_PLANNED}
     plannable |= {"odb": block, "use_cpu": True, "overwrite_output_dir": True}
-    # torchrun tells a process how many there are; LLaMA-Factory starts one for each device.
+    # torchrun sets the number of ranks (WORLD_SIZE); without torchrun, LLaMA-Factory starts a rank per device.
     world_size, *_ = [os.environ.pop(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     devices, launched = get_device_count(), int(os.environ.get("NNODES") or 1)
     launched *= int(os.environ.get("NPROC_PER_NODE") or devices or 1)
@@ -160,7 +160,7 @@ def read(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) ->
 
 
 class Row(NamedTuple):
-    """A row of the training dataset: its data set and cost (`odb_factory.Cost`), or why it cannot be trained on."""
+    """A row of the training dataset: its data set, its cost (`odb_factory.Cost`) or None, and why it cannot be used."""
 
     source: str
     cost: Any
@@ -169,8 +169,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """rows: those that can be trained on. left_out: why others cannot. steps: positions of the samples of each step
-    among the rows. population: rows of the epoch (None: of a stream). resampled: the steps are drawn with
+    """rows: usable rows. left_out: the problem of each unusable row. steps: for each optimizer step, the indices of its
+    samples in `rows`. population: rows of an epoch (None: the dataset is a stream). resampled: the steps are drawn with
     replacement, because fewer samples were observed than a step has."""
 
     rows: list[Row]
@@ -180,11 +180,11 @@ class Sample:
     resampled: bool
 
     def column(self, name: str) -> np.ndarray:
-        """int64[rows]: `tokens`, `padded` (tokens of the row or rows of a sample as collated) or `patches`."""
+        """int64[rows], by sample: `tokens`, `padded` (tokens of its collated row or rows) or `patches`."""
         return np.array([getattr(row.cost, name) for row in self.rows], np.int64)
 
     def lengths(self) -> list[dict[str, Any]]:
-        """Tokens and patches of all samples, then of each data set of a mix: mean, percentiles, largest."""
+        """Mean, percentiles and maximum of tokens and patches, for all samples and for each data set of a mix."""
         sources, table = np.array([row.source for row in self.rows]), []
         names = list(dict.fromkeys(sources.tolist()))
         for name in ["all", *names] if len(names) > 1 else ["all"]:
@@ -198,7 +198,7 @@ class Sample:
 
 
 def observe(training: Training, samples: int) -> Sample:
-    """About `samples` rows of the training dataset, with a progress bar. Raises `DataError` if none can be used."""
+    """Observe about `samples` rows of the dataset, with a progress bar. Raises `DataError` if no row can be used."""
     from rich.console import Console
     from rich.progress import track
 
@@ -207,7 +207,7 @@ def observe(training: Training, samples: int) -> Sample:
     is_ordered = getattr(training.arguments[2], "train_sampling_strategy", "") == "sequential"
     if not (is_stream or is_ordered or training.arguments[3].disable_shuffling):
         order = np.random.default_rng(0).permutation(num_rows)
-    if num_rows > samples:  # whole optimizer steps, or, if one has more samples than are observed, single rows
+    if num_rows > samples:  # take whole optimizer steps, or single rows if a step is larger than `samples`
         block = size if size <= samples else 1
         firsts = np.linspace(0, num_rows // block - 1, max(samples // block, 1)).astype(int)
         order = np.concatenate([order[first * block :][:block] for first in firsts])
@@ -243,11 +243,11 @@ def observe(training: Training, samples: int) -> Sample:
 
 
 _opened: Any = None
-"""Rows, how to make features of one, stage and media: for the worker processes, which are forked."""
+"""(rows, function that makes features of a row, stage, media), inherited by the forked worker processes."""
 
 
 def open_rows(training: Training, samples: int) -> tuple[int, bool]:
-    """Open the rows for `observe_row`: (their number, whether they are the first ones of a stream)."""
+    """Open the rows for `observe_row`. Returns the number of rows, and whether the dataset is a stream."""
     global _opened
     from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
     from llamafactory.model import load_tokenizer
@@ -257,28 +257,28 @@ def open_rows(training: Training, samples: int) -> tuple[int, bool]:
 
     model, data, _, finetuning = training.arguments
     if data.tokenized_path is not None and not os.path.isdir(data.tokenized_path):
-        data.tokenized_path = None  # a training would store its rows there
+        data.tokenized_path = None  # a training would write its rows to this folder
     modules = load_tokenizer(model)
     template = get_template_and_fix_tokenizer(modules["tokenizer"], data)
     name = "rm" if finetuning.stage == "dpo" else finetuning.stage
     loaded = get_dataset(template, *training.arguments[:3], stage=name, **modules)["train_dataset"]
     stage = STAGES[finetuning.stage].of_training(finetuning, modules["tokenizer"])
     dataset = training_rows(loaded, stage, template, modules["tokenizer"], modules["processor"])
-    head = getattr(dataset, "head", None)  # of a stream
+    head = getattr(dataset, "head", None)  # None unless the dataset is a stream
     rows: Any = dataset if head is None else list(itertools.islice(iter(dataset), samples))
     _opened = rows, None if head is None else head.features_of, stage, dataset.media
     return len(rows), head is not None
 
 
 def observe_row(index: int) -> Row:
-    """Template, tokenizer and media plugin on a row, and its cost."""
+    """Apply template, tokenizer and media plugin to a row, and compute its cost."""
     rows, features_of, stage, media = _opened
     name_of = getattr(getattr(rows, "rows", None), "dataset_name", None)
     source = name_of(index) if name_of else "all"
     try:
         cost = stage.cost(rows[index] if features_of is None else features_of([rows[index]]), media)
         return Row(source, cost) if cost.units else Row(source, None, f"row {index}: no label carries loss")
-    except Exception as error:  # unreadable, dropped by LLaMA-Factory, media cut off
+    except Exception as error:  # e.g. unreadable, dropped by LLaMA-Factory, media cut off
         return Row(source, None, f"row {index}: {one_line(error)}")
 
 
@@ -287,11 +287,11 @@ def observe_row(index: int) -> Row:
 
 
 class Figures(NamedTuple):
-    """What a budget makes of the observed optimizer steps; of stock's batches if token_budget is None.
+    """Figures of the observed optimizer steps under a budget, or in stock batches if token_budget is None.
 
-    k: micro-batches of an optimizer step on a rank, mean. fill: computed tokens by budget. padding: by computed tokens.
-    most_tokens: of a micro-batch, as computed. oversized: samples larger than the budget by themselves. memory_gib: an
-    estimate; None: not known.
+    k, most_k: micro-batches per optimizer step and rank, mean and maximum. fill: computed tokens / budget. padding:
+    padding tokens / computed tokens. most_tokens: computed tokens of the largest micro-batch. oversized: number of
+    samples larger than the budget. memory_gib: estimated memory of a rank; None: unknown.
     """
 
     token_budget: int | None
@@ -306,11 +306,11 @@ class Figures(NamedTuple):
 
 
 Memory = tuple[float, float, float]
-"""Bytes on a rank: of weights, gradients and optimizer; of a token of a micro-batch; of stock's logits of a token."""
+"""Bytes on a rank: for weights, gradients and optimizer; per token of a micro-batch; per token for stock's logits."""
 
 
 def planned(training: Training, sample: Sample, memory: Memory | None, token_budget: int) -> Figures:
-    """The observed steps under this budget; `max_patches` grows and shrinks with it."""
+    """Plan the observed steps under `token_budget`; `max_patches` is scaled with the budget."""
     config, is_padded, ranks = training.config, training.layout == "padded", training.ranks
     multiple = config.pad_to_multiple_of or (training.row_multiple if is_padded else 1)
     tokens, patches = sample.column("tokens"), sample.column("patches")
@@ -344,7 +344,7 @@ def planned(training: Training, sample: Sample, memory: Memory | None, token_bud
 
 
 def stock_batches(training: Training, sample: Sample, memory: Memory | None) -> Figures:
-    """What stock makes of the same steps: batches of `per_device_train_batch_size` rows, in order."""
+    """Figures of the same steps in stock batches: `per_device_train_batch_size` rows each, in order."""
     lengths, computed = -(-sample.column("padded") // training.row_multiple) * training.row_multiple, []
     for step in sample.steps:
         batches = [lengths[step[first:][: training.batch_size]] for first in range(0, len(step), training.batch_size)]
@@ -356,10 +356,10 @@ def stock_batches(training: Training, sample: Sample, memory: Memory | None) -> 
 
 
 def memory_of(training: Training) -> Memory | None:
-    """Estimated from the model's config; None for a model of a kind that is not known.
+    """Estimate memory from the model's config; None for an unknown kind of model.
 
-    LLaMA-Factory keeps trained parameters in fp32 unless `pure_bf16`; ZeRO and FSDP share them out. A layer keeps about
-    six values of its MLP and twelve of its width for each token; with checkpointing one layer at a time does.
+    LLaMA-Factory keeps trained parameters in fp32 unless `pure_bf16`; ZeRO and FSDP shard them. For each token a layer
+    keeps about 6 values per unit of its MLP and 12 per unit of its width; with checkpointing one layer at a time does.
     """
     import torch
     import transformers
@@ -374,7 +374,7 @@ def memory_of(training: Training) -> Memory | None:
         layers, vocabulary = text.num_hidden_layers, text.vocab_size
         width, mlp = text.hidden_size, text.intermediate_size
         zero = json.loads(Path(keys["deepspeed"]).read_text("utf-8")) if keys.get("deepspeed") else {}
-    except Exception:  # a model of another kind, or a file that a training would report
+    except Exception:  # an unknown kind of model, or a file that a training would reject
         return None
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if finetuning.finetuning_type == "full":
@@ -394,7 +394,7 @@ def memory_of(training: Training) -> Memory | None:
 
 
 def recommended(rows: Sequence[Figures]) -> dict[str, Any]:
-    """The smallest budget of the table that needs as few micro-batches as the largest."""
+    """The smallest budget of the table that needs no more micro-batches than the largest budget."""
     last = rows[-1]
     row = next(row for row in rows if round(row.k, 1) <= round(last.k, 1) and row.oversized == last.oversized)
     reason = "no larger budget needs fewer micro-batches"
@@ -404,11 +404,11 @@ def recommended(rows: Sequence[Figures]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Show.
+# Show the result.
 
 
 def show(training: Training, sample: Sample, rows: Sequence[Figures], recommendation: dict[str, Any]) -> None:
-    """Print lengths, a row for stock's batches and each budget, the recommendation, and what is left out."""
+    """Print lengths, a table row for stock and each budget, the recommendation and the number of rows left out."""
     observed, of = len(sample.rows) + len(sample.left_out), sample.population or "a stream"
     steps = f"{training.step_size or 'a buffer of'} samples an optimizer step"
     print(f"{training.path}: {observed} of {of} rows, ranks: {training.ranks}, {steps}, layout {training.layout}\n")
@@ -436,7 +436,7 @@ def show(training: Training, sample: Sample, rows: Sequence[Figures], recommenda
 
 
 def draw(training: Training, rows: Sequence[Figures], path: Path) -> None:
-    """Save a PNG: fill and padding under each budget, with its K and its memory."""
+    """Save a PNG with fill, padding, K and memory for each budget."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")

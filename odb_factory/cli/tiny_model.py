@@ -1,7 +1,7 @@
-"""Tiny random models that LLaMA-Factory trains on a CPU, offline: a Qwen3-VL, and a text-only Qwen2.
+"""Tiny random models that LLaMA-Factory trains on a CPU, offline: a Qwen3-VL and a text-only Qwen2.
 
-Their folders have the files of the real models (config, weights, tokenizer, processor, chat template). The weights are
-random: the models show how data flows and how fast, not what a good answer is.
+Their folders have the same files as the real models (config, weights, tokenizer, processor, chat template). The weights
+are random: the models serve to test data flow and speed, not the quality of answers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VOCAB_SIZE = 4096  # tokens, the special ones included
+VOCAB_SIZE = 4096  # tokens, special tokens included
 MODEL_MAX_LENGTH = 32768  # tokens
 PATCH_SIZE = 16  # pixels; MERGE_SIZE x MERGE_SIZE patches become one image token
 MERGE_SIZE = 2
 MAX_IMAGE_PIXELS = 320 * 320  # at most 400 patches, 100 tokens
 MAX_VIDEO_PIXELS = 2 * 320 * 320  # over all sampled frames; two frames share a patch: about 400 patches
 
-# In the order in which Qwen numbers them, after the vocabulary. The last four are not "special":
-# they survive `skip_special_tokens`.
+# Qwen's order of token ids, after the vocabulary. The tokens in _ADDED are not "special": `skip_special_tokens` keeps
+# them.
 _SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -58,11 +58,11 @@ _CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer like Qwen's; it loses no byte of NFC-normalised text."""
+    """Train a byte-level BPE tokenizer like Qwen's; it is lossless for NFC-normalised text."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]  # a lazy name
 
-    # Transformers 5 rebuilds a Qwen2 tokenizer around these rules when it loads one, so it must be trained with them.
+    # Transformers 5 applies these rules to every Qwen2 tokenizer it loads, so the tokenizer must be trained with them.
     rules = Qwen2TokenizerFast().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.decoder = rules.normalizer, rules.decoder
@@ -86,12 +86,12 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
 
 
 def write_processor(folder: Path) -> None:
-    """Write the two processor files of a Qwen3-VL, for smaller pictures."""
+    """Write the image and video processor files of a Qwen3-VL, for smaller pictures."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
     common: dict[str, Any] = {"patch_size": PATCH_SIZE, "temporal_patch_size": 2, "merge_size": MERGE_SIZE}
     common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    # Pixels of a picture, not of an edge.
+    # Despite their names, both values are numbers of pixels of the whole picture.
     images = {"shortest_edge": 64 * 64, "longest_edge": MAX_IMAGE_PIXELS}
     videos = {"shortest_edge": 4 * 64 * 64, "longest_edge": MAX_VIDEO_PIXELS}
     Qwen2VLImageProcessor(**common, size=images).save_pretrained(folder)
@@ -104,9 +104,9 @@ _MARKER = "tiny_model.json"
 def build_tiny_qwen3_vl(folder: Path, *, text: str | None = None, seed: int = 0) -> Path:
     """Write a random Qwen3-VL of under a million parameters, its processor and tokenizer; return `folder`.
 
-    text: trains the tokenizer (None: CPython's help topics, about 460,000 characters). seed: makes the weights. An
-    image gives at most 400 patches (100 tokens), a video about as many. A folder that holds this model already is kept.
-    Raises `FileExistsError` if it holds anything else.
+    text: training text of the tokenizer (None: CPython's help topics, about 460,000 characters). seed: for the weights.
+    An image has at most 400 patches (100 tokens), a video about as many. A folder that already holds this model is
+    kept. Raises `FileExistsError` if the folder holds anything else.
 
         build_tiny_qwen3_vl(Path("tiny_qwen3_vl"))
     """
@@ -148,7 +148,7 @@ def _build(
     return folder
 
 
-# The language model of both.
+# The language model of both models.
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -172,7 +172,7 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     text_config: dict[str, Any] = _TEXT | _token_ids(tokenizer)
-    # Half of head_dim is shared out between time, height and width.
+    # mrope_section splits half of head_dim into time, height and width.
     text_config |= {
         "head_dim": 16,
         "rope_theta": 10000.0,

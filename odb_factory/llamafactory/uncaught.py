@@ -1,8 +1,8 @@
-"""An uncaught error of known cause ends its process in one line instead of a traceback.
+"""Report an uncaught error of known cause in one line instead of a traceback.
 
-Under torchrun each rank prints the line and exits with `KNOWN_END`; torchrun adds nothing if the hooked launcher
-started it. Other errors are reported as without odb_factory. Standard library only: torchrun imports torch, which
-imports this module.
+Under torchrun each rank prints the line and exits with `KNOWN_END`; torchrun prints nothing more if the hooked launcher
+started it. Other errors are reported as without odb_factory. This module imports nothing outside odb_factory and the
+standard library, because importing torch, as torchrun does, imports this module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from odb_factory.llamafactory.activation import LAUNCHED
 
 TRACEBACK = "ODB_FACTORY_TRACEBACK"
 KNOWN_END = 75
-"""The exit code of a rank that has printed its line."""
+"""Exit code of a rank that has printed the line of its error."""
 TORCHRUN_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 _before: Any = None
-"""The `sys.excepthook` that was installed before."""
+"""The `sys.excepthook` that `install` replaced; None: not installed."""
 
 
 def shows_tracebacks() -> bool:
@@ -33,9 +33,9 @@ def shows_tracebacks() -> bool:
 
 
 def install() -> None:
-    """Report uncaught errors of known cause in one line from now on, and send every uncaught error to the other ranks.
+    """Install an excepthook: it prints errors of known cause in one line and reports all errors to the other ranks.
 
-    The traceback comes before the line if `ODB_FACTORY_TRACEBACK` is set.
+    If `ODB_FACTORY_TRACEBACK` is set, the traceback is printed before the line.
     """
     global _before
     if _before is None:
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore the previous hook, unless another hook has been installed since."""
+    """Restore the previous excepthook, unless another one has been installed since."""
     global _before
     if sys.excepthook is _excepthook:
         sys.excepthook, _before = _before, None
@@ -51,7 +51,7 @@ def uninstall() -> None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     shown: BaseException = error
-    if "odb_factory.data.ranks" in sys.modules:  # else torch has not been imported, and there are no other ranks
+    if "odb_factory.data.ranks" in sys.modules:  # otherwise torch is not imported, and there are no other ranks
         from odb_factory.data.ranks import end_all
         from odb_factory.ending import lost_rank
 
@@ -59,7 +59,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
         end_all(None if isinstance(shown, CollectiveError) else one_line(shown))
     is_known, prefix = isinstance(shown, ODBError | KeyboardInterrupt), ""
     if is_launched := LAUNCHED in os.environ and is_known:
-        # torch's hook, which calls this one, would lose text that is printed before an exit.
+        # torch's excepthook calls this function and would lose text that is printed before an exit.
         sys.stderr, prefix = sys.__stderr__, f"[rank{os.environ.get('RANK', 0)}]: "
     if shows_tracebacks() or not is_known:
         _before(kind, error, traceback)
@@ -70,12 +70,12 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
 
 def print_last(line: str, prefix: str = "") -> None:
-    # One write, so that the lines of two ranks do not mix.
+    # A single write, so that the lines of two ranks do not mix.
     print(f"{prefix}[odb] {' '.join(line.split())}\n", end="", file=sys.stderr, flush=True)
 
 
 def end_process(failure: str) -> None:
-    """End this process at once, whatever its main thread does."""
+    """Print `failure` and end this process at once, whatever its main thread is doing."""
     print_last(failure)
     sys.stdout.flush()
     shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # os._exit runs no exit handler
@@ -83,7 +83,7 @@ def end_process(failure: str) -> None:
 
 
 def quiet_torchrun() -> None:
-    """In torchrun's process: report nothing about ranks that have printed their line, and a signal in one line."""
+    """Make torchrun's process omit failures that the ranks have printed themselves, and report a signal in one line."""
     if "LOCAL_RANK" in os.environ or shows_tracebacks():
         return
     for name in TORCHRUN_LOGGERS:
@@ -103,6 +103,6 @@ def quiet_torchrun() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drops the records that torchrun ends ranks, and those about a rank that has printed its line."""
+    """Filter out log records about torchrun ending ranks and about ranks that have printed the line of their error."""
     ends_ranks = any(words in str(record.msg) for words in ("closing signal", "death signal"))
     return not ends_ranks and tuple(record.args or ())[:1] != (KNOWN_END,)

@@ -1,10 +1,10 @@
-"""LLaMA-Factory's next trainer (`USE_V1=1`): the optimizer steps of its `sft`, cut into micro-batches of odb.
+"""Online dynamic batching for `sft` in LLaMA-Factory's next trainer, v1 (`USE_V1=1`).
 
-v1's trainer takes the micro-batches of an optimizer step from its batch generator, any number of them, and multiplies
-the loss of each by its share of the step's labels, so the loss is a mean over the labels of the step, however they are
-cut. `BatchGenerator` replaces v1's own. The samples of an optimizer step are those of v1's strategy `normal`: the order
-is v1's, and the rest of an epoch that does not fill an optimizer step is dropped, as v1 does. A flat micro-batch is
-computed without logits (`log_probs_of_row`); the loss code is v1's.
+v1's trainer takes the micro-batches of an optimizer step from its batch generator, which may yield any number of them.
+The trainer weights the loss of each by its share of the step's labels, so the loss is a mean over the labels of the
+step, however the samples are cut. `BatchGenerator` replaces v1's batch generator. An optimizer step has the samples of
+v1's strategy `normal`, in the same order; samples at the end of an epoch that do not fill a step are dropped, as in v1.
+A flat micro-batch is computed without logits (`log_probs_of_row`); the loss code is v1's.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ logger = get_logger(__name__)
 
 NOT_COLLATED = ("extra_info", "_dataset_name")
 NOT_FOR_MODELS = ("labels", "loss_weights")
-"""Entries of a batch that v1 gives to the model, which does not need them."""
+"""Entries of a batch that v1 passes to the model although the model does not need them."""
 
 
 class RenderedRows(Dataset[dict[str, Any]]):
     """Rows of v1's dataset, rendered when they are observed.
 
-    `self[i]`: the model inputs of row i as v1's renderer makes them (lists), or the raw row if it has media, which is
-    rendered again when it is collated, so that no pixels wait; under `cost` its tokens, labels that carry loss and
-    media. has_ranks: the training has several ranks.
+    `self[i]` holds the model inputs of row i from v1's renderer (lists), and its `cost`: tokens, labels that carry loss
+    and media. For a row with media it holds the raw row instead of the inputs: the collator renders it again, so that
+    no pixels are kept in memory. has_ranks: the training has several ranks.
     """
 
     def __init__(self, dataset: Any, renderer: Any, cutoff_len: int, *, has_ranks: bool):
@@ -94,10 +94,10 @@ class RenderedRows(Dataset[dict[str, Any]]):
 
 
 class Collator:
-    """v1's own collation.
+    """Collate with v1's functions.
 
-    is_flat: the micro-batch becomes a flat row, which gets its own positions in place of v1's. positions: makes the
-    positions of images for a model that counts them in three axes; None: the model counts in one axis.
+    is_flat: the micro-batch becomes a flat row, with its own positions instead of v1's. positions: computes position
+    ids for a model with three position axes (images); None: the model has one axis.
     """
 
     def __init__(self, rows: RenderedRows, positions: Callable[..., Any] | None, *, is_flat: bool):
@@ -116,7 +116,7 @@ class Collator:
         else:
             batch = batching.default_collate(batching.pad_and_truncate(rendered, cutoff_len))
         if self.is_flat:
-            batch["loss_weights"][:, 0] = 0  # v1 leaves out the first of a row, and here each sample of a row has one
+            batch["loss_weights"][:, 0] = 0  # v1 skips a row's first token; a flat row has one per sample
             batch.pop("position_ids", None)
             if self.positions is not None:
                 batch["position_ids"] = self.positions(batch)
@@ -124,11 +124,11 @@ class Collator:
 
 
 class Order(Sampler[int]):
-    """The rows of v1's optimizer steps, in the order in which our loader deals them out: in each step the rows of the
-    first micro-batch of every rank, then those of the second ones. v1 deals rows out to ranks one by one."""
+    """The rows of v1's optimizer steps, reordered so that odb's loader gives each rank the same rows as v1: within a
+    step, the first micro-batch of every rank, then the second of every rank. v1 deals single rows to the ranks."""
 
     def __init__(self, num_rows: int, shape: tuple[int, int, int], seed: int):
-        """shape: micro-batches of a rank in an optimizer step, rows of a micro-batch, ranks."""
+        """shape: micro-batches per rank and optimizer step, rows per micro-batch, ranks."""
         self.num_rows, self.shape, self.seed, self.epoch = num_rows, shape, seed, 0
         self.num_steps = num_rows // math.prod(shape)
 
@@ -146,11 +146,11 @@ class Order(Sampler[int]):
 
 
 class BatchGenerator(TrainerCallback):
-    """Replaces v1's: iterates over the optimizer steps of an epoch, each a list of micro-batches.
+    """Replace v1's batch generator: iterate over the optimizer steps of an epoch, each a list of micro-batches.
 
-    The first iteration, when the trainer has wrapped its model, tries rows in both layouts and starts the workers. As a
-    callback of the trainer it closes itself when the training ends. num_micro_batch: micro-batches of an optimizer step
-    in v1's strategy `normal`. Raises `ConfigError`.
+    The first iteration, after the trainer has wrapped its model, tries rows in both layouts and starts the workers. The
+    generator is also a callback of the trainer, which closes it when the training ends. num_micro_batch: micro-batches
+    per rank and optimizer step in v1's strategy `normal`. Raises `ConfigError`.
     """
 
     def __init__(self, trainer: Any, config: ODBConfig):
@@ -180,7 +180,7 @@ class BatchGenerator(TrainerCallback):
         self._epoch = 0
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Number of optimizer steps in an epoch."""
         return self._order.num_steps
 
     def set_epoch(self, epoch: int) -> None:
@@ -189,7 +189,7 @@ class BatchGenerator(TrainerCallback):
             self._online.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """After the optimizer step handed out last (JSON types)."""
+        """The state after the last optimizer step that was yielded (JSON types)."""
         assert self._online is not None, "v1 saves after an optimizer step"
         return self._online.state_dict()
 
@@ -207,12 +207,12 @@ class BatchGenerator(TrainerCallback):
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self._online.load_state_dict(saved)
-            if saved["epoch"] > self._epoch:  # saved at the end of its epoch, which v1 iterates once more
+            if saved["epoch"] > self._epoch:  # saved at the end of an epoch; v1 iterates that epoch again
                 return
         step = []
         for batch in self._online:
             info = batch[STEP_INFO_KEY]
-            if info.is_idle:  # v1 multiplies the loss by the number of labels
+            if info.is_idle:  # v1 weights the loss by the number of labels: here 0
                 batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
             step.append(batch)
             if info.ends_optimizer_step:
@@ -269,7 +269,7 @@ class BatchGenerator(TrainerCallback):
         return online
 
     def _why_not_flat(self, online: ODBDataLoader[Any]) -> str | None:
-        """Try the model on a few rows in both layouts. Collective."""
+        """Try the model on a few rows in both layouts; return why flat cannot be used (None: it can). Collective."""
 
         def prepare(batch: dict[str, Any]) -> dict[str, Any]:
             return model_inputs(batch, self._trainer.device)
@@ -279,17 +279,17 @@ class BatchGenerator(TrainerCallback):
 
 
 def loss_of_micro_batch(own: Callable[[dict[str, Any]], Tensor], batch: dict[str, Any]) -> Tensor:
-    """v1's `compute_loss` (own) of a micro-batch, whose flat row begins here."""
+    """Begin the flat row of a micro-batch, then call `own`, v1's `compute_loss`."""
     pop_step_info(batch)
     return own(batch)
 
 
 def log_probs_of_row(door: WithoutLogits, device: torch.device, model: Any, batch: dict[str, Any]) -> Tensor:
-    """Replaces v1's `compute_log_probs` for a flat row: [1, tokens - 1], the log-probability of the next token's label,
-    0 if that carries no loss. No logits are made."""
+    """Replace v1's `compute_log_probs` for a flat row, without computing logits. Returns the log-probability of each
+    next token's label, 0 if that label carries no loss: [1, tokens - 1]."""
     labels: Tensor = batch["labels"]
     run = functools.partial(model, **model_inputs(batch, device))
-    _, places, log_probs, _ = door.log_probs(run, labels, count_supervised(labels))  # counted on the host
+    _, places, log_probs, _ = door.log_probs(run, labels, count_supervised(labels))  # labels are counted on the CPU
     return log_probs.new_zeros(labels.numel()).index_copy(0, places, log_probs)[None, :-1]
 
 
