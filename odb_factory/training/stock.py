@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from odb_factory.data.observe import IGNORE_INDEX
+from odb_factory.data.observe import IGNORE_INDEX, ItemError
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, OptimizerStepRule, StockMean, StockSteps
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
@@ -112,15 +112,22 @@ Rows = Sequence[tuple[Any, int]]
 
 
 def short_rows(dataset: Any, observer: Callable[[Any], Any], rank: int) -> Rows:
-    """A few short rows of the dataset, each perhaps several times. observer: dataset item -> features, cost."""
+    """A few short rows of the dataset, each perhaps several times. observer: dataset item -> features, cost.
+
+    Raises `ItemError` if no row can be read and the observer cannot read the kind of the first one.
+    """
     rows: list[tuple[int, int, Any]] = []
+    errors: list[Exception] = []
     with kept_random_numbers():
         for number in range(min(ROWS_READ, len(dataset))):
             try:
                 features, cost = observer(dataset[(rank * ROWS_READ + number) % len(dataset)])
-            except Exception:  # reported when the row is trained on
+            except Exception as error:  # reported when the row is trained on
+                errors.append(error)
                 continue
             rows.append((cost.tokens + cost.patches, cost.tokens, features))
+    if not rows and errors and isinstance(errors[0], ItemError):
+        raise errors[0]
     rows.sort(key=lambda row: (row[0] < FEW_TOKENS, row[0]))
     chosen = itertools.cycle([(features, tokens) for size, tokens, features in rows if size > 1])
     return list(itertools.islice(chosen, ROWS))
