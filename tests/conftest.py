@@ -32,7 +32,6 @@ OTHER_THAN_FOLDER = {
     "data/test_epochs.py",
     "data/test_loader.py",
     "data/test_resume.py",
-    "data/test_workers.py",
     "llamafactory/test_families.py",
     "loop/test_own_loop_ranks.py",
     "loop/test_replicas.py",
