@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from distributed.ranks import run_ranks
-from training.test_resume import train
-from training.test_saving import KEEP, Signalled, terminate
+from training.test_resume import KEEP, Signalled, terminate, train
 from training.toy_training import history
 
 from odb_factory import ODBError
