@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 from toy import a_micro_batch
 
-from odb_factory.accounting.losses import loss_of
+from odb_factory.accounting import loss_of
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import MicroBatch, SampleInfo, token_weights
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from odb_factory.accounting.losses import TokenLoss, weighted_token_loss
+from odb_factory.accounting import TokenLoss, weighted_token_loss
 from odb_factory.errors import ConfigError, DataError
 
 ROW_WEIGHTS = (0.07, 0.3)

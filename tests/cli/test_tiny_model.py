@@ -10,7 +10,7 @@ import torch
 import transformers
 from PIL import Image
 
-from odb_factory.cli.tiny_model import build_tiny_qwen2
+from odb_factory.cli.demo import build_tiny_qwen2
 
 TEXT = "def f(x):\n\treturn x['key'] + 1234  # it's\r\n\n Grüße, 你好, 🤗 <think>\nhm\n</think>\n\nyes"
 SMALL = "a small text, a small text"

@@ -17,8 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollat
 
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import flatten
-from odb_factory.data.samples import Sample
-from odb_factory.data.serialize import pack
+from odb_factory.data.samples import Sample, pack
 from odb_factory.errors import LayoutError
 from odb_factory.planner import Budget, Collation, Cost
 

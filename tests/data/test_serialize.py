@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from odb_factory.data.serialize import fingerprint, pack, unpack
+from odb_factory.data.samples import fingerprint, pack, unpack
 
 
 class Pair(NamedTuple):

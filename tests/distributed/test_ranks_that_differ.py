@@ -15,7 +15,7 @@ from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from support import training_config
 
-from odb_factory.data import agreement
+from odb_factory.data import ranks as agreement
 from odb_factory.errors import ODBError
 
 LORA = {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": 16}

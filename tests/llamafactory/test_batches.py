@@ -15,8 +15,7 @@ from support import training_config, write_dataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.samples import Rejection
-from odb_factory.data.serialize import unpack
+from odb_factory.data.samples import Rejection, unpack
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
 from odb_factory.llamafactory.stages import STAGES

@@ -24,8 +24,8 @@ from odb_factory import ConfigError, ODBDataLoader, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ODBError, OutOfMemoryError
 from odb_factory.planner import Budget, Cost, make_metadata, plan_optimizer_step
-from odb_factory.training import auto_budget
-from odb_factory.training.auto_budget import heaviest, most_samples_of
+from odb_factory.training import budgets as trials
+from odb_factory.training.budgets import heaviest, most_samples_of
 
 MIB = 2**20
 CAPACITY = 40 * MIB
@@ -41,7 +41,7 @@ LARGE_STEPS = {"gradient_accumulation_steps": 8}
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A busy machine ends no search."""
-    monkeypatch.setattr(auto_budget, "LIMIT_S", 600)
+    monkeypatch.setattr(trials, "LIMIT_S", 600)
     caplog.set_level(logging.INFO, "odb_factory")
 
 
@@ -137,14 +137,14 @@ def test_a_loop_has_no_auto() -> None:
 
 
 def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(auto_budget, "LIMIT_S", 0)
+    monkeypatch.setattr(trials, "LIMIT_S", 0)
     assert budget_of(trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1)) == LONGEST
 
 
 def test_ranks_that_cannot_continue_do_not_run_out_of_memory(tiny_text, tmp_path, monkeypatch) -> None:
     """FSDP: no trial begins that the two trials before it show to be too large."""
-    monkeypatch.setattr(auto_budget, "engine_of", lambda model: "sharded")
-    monkeypatch.setattr(auto_budget, "why_not_split", lambda args: "FSDP")
+    monkeypatch.setattr(trials, "engine_of", lambda model: "sharded")
+    monkeypatch.setattr(trials, "why_not_split", lambda args: "FSDP")
     assert budget_of(trained(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1, **LARGE_STEPS)) > 300
     with pytest.raises(ConfigError, match="^odb.token_budget: 'auto' ran out of memory"):
         trained(tmp_path, tiny_text, 7 * MIB, AUTO, max_steps=1)
@@ -237,7 +237,7 @@ def on_two_ranks(rank: int, model: str, output_dir: str) -> dict[str, Any]:
     """One rank has less memory than the other. Returns the budget of `auto`, the refusal of a rehearsal, and the losses
     under ZeRO-1 with a rehearsal that runs out of memory and without a rehearsal."""
     os.environ["LOCAL_RANK"] = str(rank)
-    auto_budget.LIMIT_S = 600
+    trials.LIMIT_S = 600
     folder, refused = Path(output_dir, str(rank)), ""
     with deepspeed_forgotten():
         auto = trained(folder / "auto", Path(model), CAPACITY - rank * 10 * MIB, AUTO)

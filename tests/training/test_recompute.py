@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from odb_factory import enable_odb
 from odb_factory.errors import OutOfMemoryError
 from odb_factory.model.engine import engine_of
-from odb_factory.training import auto_budget
-from odb_factory.training.recompute import Recompute, checkpointing_modules
+from odb_factory.training import budgets
+from odb_factory.training.budgets import Recompute, checkpointing_modules
 
 FULL = Training(batch=3, unequal=1, arguments={"gradient_checkpointing": True}, block={"layout": "flat"})
 LORA = replace(FULL, lora=True, block={"layout": "padded"})
@@ -109,7 +109,7 @@ def test_losses_equal_those_of_always_to_the_last_bit(
 def test_the_bound_is_measured_and_the_search_leaves_nothing_behind(tiny_text, tmp_path, caplog, monkeypatch) -> None:
     """On a CPU whose memory is counted (MiB): more memory gives a larger bound, too little memory none."""
     caplog.set_level(logging.INFO, "odb_factory")
-    monkeypatch.setattr(auto_budget, "LIMIT_S", 600)  # a busy machine ends no search
+    monkeypatch.setattr(budgets, "LIMIT_S", 600)  # a busy machine ends no search
     block: dict[str, Any] = {"token_budget": 256, "layout": "flat", "audit": True, "oom": "split"}
     many = {"gradient_checkpointing": True, "gradient_accumulation_steps": 8, "per_device_train_batch_size": 2}
     bounds, trainers = [], []
