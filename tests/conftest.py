@@ -36,7 +36,6 @@ OTHER_THAN_FOLDER = {
     "data/test_workers.py",
     "llamafactory/test_families.py",
     "loop/test_own_loop_ranks.py",
-    "loop/test_replicas.py",
     "training/test_auto_budget.py",
     "training/test_exact_gradient.py",
     "training/test_layout_falls_back.py",

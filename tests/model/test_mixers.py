@@ -72,15 +72,6 @@ def test_a_flat_row_is_its_samples_alone(kind: str) -> None:
     check_flat_is_alone(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "recurrent_gemma"])
-def test_gradient_checkpointing(kind: str, reentrant: bool) -> None:
-    model = make_model(kind, torch.float64)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    check_flat_is_alone(model)
-
-
 def test_lora_in_a_mixer_under_autocast() -> None:
     """Flat rows differ from samples alone by no more than padded rows do; both round to bfloat16."""
     model = make_model("qwen3_5_text")
@@ -149,22 +140,6 @@ def test_generation_is_as_before(kind: str) -> None:
     undo = install_both(model)
     assert torch.equal(model.generate(ids[None], **options), expected)
     undo()
-
-
-def test_the_undo_restores_the_model() -> None:
-    """In any order with other code that wraps a forward."""
-    model = make_model("qwen3_5_text")
-    before = [dict(vars(part)) for part in model.modules()]
-    undo = mixers.install(model)
-    assert [dict(vars(part)) for part in model.modules()] != before
-    undo()
-    assert [dict(vars(part)) for part in model.modules()] == before
-    mixer, *_ = mixers.find(model)
-    undo = mixers.install(model)
-    other_wrapper = mixer.forward = lambda *args, wrapped=mixer.forward, **kwargs: wrapped(*args, **kwargs)
-    undo()
-    assert mixer.forward is other_wrapper
-    sum_of_losses(model, padded_batch(samples()))
 
 
 def test_tokens_that_the_row_does_not_have_are_refused() -> None:

@@ -150,14 +150,6 @@ def test_one_pass_equals_two(family: str) -> None:
     assert float(sum(merged_gradients[name].abs().sum() for name in merged_gradients if "visual" in name)) > 0
 
 
-def test_an_error_leaves_the_model_unchanged() -> None:
-    model = make_model("qwen3_vl")
-    before = [(name, set(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()]
-    with pytest.raises(KeyError), one_pass(model, None, torch.nn.Linear(1, 1)):
-        raise KeyError
-    assert [(name, set(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()] == before
-
-
 def test_every_family_is_tested() -> None:
     """The tower of an omni model is in its thinker, the part that is trained."""
     assert set(FAMILIES) <= {*CLASSES, "qwen2_5_omni", "qwen3_omni_moe"}
@@ -291,9 +283,3 @@ def test_adapters_and_layers_with_another_forward_stay_as_they_are() -> None:
         assert {name for name, part in wrapped.named_modules() if "forward" in vars(part)} == before
         with patch_products(torch.nn.Sequential(layer := torch.nn.Conv2d(4, 4, 2, 2))):
             assert "forward" in vars(layer)
-
-
-def test_pixels_smaller_than_a_patch_fail_as_before() -> None:
-    layer = torch.nn.Conv2d(4, 4, 2, 2)
-    with patch_products(layer), pytest.raises(RuntimeError, match="[Kk]ernel size"):
-        layer(torch.randn(1, 4, 1, 2))

@@ -14,7 +14,7 @@ from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_strategies import budgets, costs, flat_budgets, within
+from plan_checks import budgets, costs, flat_budgets, within
 from toy import NUM_ROWS, Stream, pad
 from training.toy_training import audit, check_same, ids, losses, make
 from training.trainings import deepspeed_forgotten, zero
