@@ -21,7 +21,7 @@ from toy import a_micro_batch
 from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from odb_factory.accounting.losses import TokenLoss, loss_of, weighted_token_loss
+from odb_factory.accounting import TokenLoss, loss_of, weighted_token_loss
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import MicroBatch, SampleInfo, token_weights
 from odb_factory.errors import ConfigError, DataError
