@@ -29,11 +29,9 @@ HERE = Path(__file__).parent
 INTEGRATION = {"cli", "distributed", "examples", "integrations", "llamafactory", "test_yaml_configs.py"}
 """Folders and files of integration tests: torchrun, LLaMA-Factory, commands, whole trainings."""
 OTHER_THAN_FOLDER = {
-    "cli/test_tiny_model.py",
     "data/test_epochs.py",
     "data/test_loader.py",
     "data/test_resume.py",
-    "data/test_workers.py",
     "llamafactory/test_families.py",
     "loop/test_own_loop_ranks.py",
     "training/test_auto_budget.py",

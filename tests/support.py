@@ -233,7 +233,11 @@ def marked_processes(mark: str) -> dict[int, list[str]]:
 
 
 def end_of(
-    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    words: Sequence[str],
+    limit_s: float,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    stderr: int = subprocess.STDOUT,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and capture its output; none of its processes outlives the call."""
     mark = uuid.uuid4().hex
@@ -241,19 +245,19 @@ def end_of(
         words,
         cwd=cwd,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         env={"MASTER_PORT": str(free_port()), **(environment or os.environ), MARK: mark},
     )
     try:
-        printed, _ = process.communicate(timeout=limit_s)
+        printed, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         end_marked_processes(mark)
         printed, _ = process.communicate()
         pytest.fail(f"{words}: no end within {limit_s} s:\n{printed[-4000:]}")
     finally:
         end_marked_processes(mark)
-    return subprocess.CompletedProcess(words, process.returncode, printed)
+    return subprocess.CompletedProcess(words, process.returncode, printed, errors)
 
 
 def run_command(

@@ -1,23 +1,29 @@
-"""README and docs/ are consistent: links resolve, snippets are valid, every public name is documented."""
+"""README, docs/ and the metadata are consistent: links resolve, snippets are valid, every public name is documented, an
+extra has the packages of its commands."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import re
+import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from toy import a_micro_batch
 
 import odb_factory
-from odb_factory import accounting
-from odb_factory.cli.main import COMMANDS
+from odb_factory.accounting import statistics
+from odb_factory.cli.main import COMMANDS, EXTRAS, main
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured
+from odb_factory.llamafactory.activation import NEWEST_TESTED, SUPPORTED
 from odb_factory.loader import ODBStepInfo
 from odb_factory.planner import Media
 
@@ -72,11 +78,6 @@ def test_every_public_name_is_in_the_api_page() -> None:
     assert all(getattr(odb_factory, name) is not None for name in odb_factory.__all__)
 
 
-def test_the_changelog_begins_with_this_version() -> None:
-    versions = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert versions[0] == odb_factory.__version__
-
-
 def test_guarantees_name_tests_that_are_there() -> None:
     page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
     named = re.findall(r"\(\.\./(tests/[\w/]+\.py)\)`::(\w+)`", page)
@@ -99,3 +100,34 @@ def test_reference_has_every_public_name() -> None:
     assert first_column("Audit") == line.keys()
     assert (accounting.AUDIT_FILE, accounting.SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
     assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()
+
+
+# Metadata
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRA = {extra: list(map(Requirement, texts)) for extra, texts in PROJECT["optional-dependencies"].items()}
+
+
+def test_requirements() -> None:
+    """The core is small and has no upper bounds. pip would replace a clone of the main branch that is outside the pin;
+    an extra has the packages of its commands."""
+    core = list(map(Requirement, PROJECT["dependencies"]))
+    assert len(core) <= 8 and {bound.operator for package in core for bound in package.specifier} <= {">="}
+    (pin,) = [package.specifier for package in EXTRA["llamafactory"] if package.name == "llamafactory"]
+    assert pin == SpecifierSet(SUPPORTED)
+    assert all(pin.contains(version, prereleases=True) for version in ("0.9.5", NEWEST_TESTED, "0.9.6"))
+    for extra, packages in EXTRAS.items():
+        assert set(packages) <= {package.name for package in EXTRA[extra]}, extra
+
+
+NEEDS = [(name, extra) for name, command in COMMANDS.items() for extra in command.extras]
+
+
+@pytest.mark.parametrize(("command", "extra"), NEEDS)
+def test_a_command_without_its_extra_ends_in_one_line(command: str, extra: str, capsys, monkeypatch) -> None:
+    for package in EXTRAS[extra]:
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            assert main([command, *["none.yaml"] * (command != "demo")]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and package in error and f'"odb_factory[{extra}]"' in error

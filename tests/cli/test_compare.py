@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from training.toy_training import make
@@ -98,13 +97,6 @@ def test_yamls_name_their_folders_and_llamafactory_logs_speed_and_memory(folders
     assert {"tokens/s", "memory, GiB", "loss difference", "0.25"} <= texts_of(tmp_path / "page.html")
 
 
-def test_a_diverged_run_is_strict_json(folders, tmp_path: Path, capsys) -> None:
-    state: dict[str, Any] = STATE | {"log_history": [{"step": 1, "loss": float("nan")}]}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
-    out, _ = compare(capsys, str(tmp_path), "--json")
-    assert json.loads(out, parse_constant=pytest.fail)["figures"]["last loss"] == [None]
-
-
 BROKEN = [
     ("trainer_state.json", '{"global_step": 3'),
     ("trainer_state.json", "[]"),
@@ -116,20 +108,17 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), [*BROKEN, (None, "")])
-def test_a_broken_file_is_one_line(name: str | None, text: str, tmp_path: Path, capsys) -> None:
-    if name is not None:
-        (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))
-        (tmp_path / name).write_text(text)
-    assert main(["compare", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and (name or "trainer_state.json") in error and str(tmp_path) in error
-
-
-def test_a_page_that_cannot_be_written_is_one_line(folders, tmp_path: Path, capsys) -> None:
-    assert main(["compare", folders[0], "--html", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--html" in error
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_a_broken_file_is_one_line(name: str, text: str, tmp_path: Path, capsys) -> None:
+    """A folder without a training and a page that cannot be written, too."""
+    (tmp_path / "run").mkdir()
+    for file, content in {"trainer_state.json": json.dumps(STATE), name: text}.items():
+        (tmp_path / "run" / file).write_text(content)
+    for arguments in (["run"], ["."], ["run", "--html", str(tmp_path)]):
+        assert main(["compare", str(tmp_path / arguments[0]), *arguments[1:]]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and str(tmp_path) in error
+        assert arguments != ["run"] or name in error
 
 
 def test_without_matplotlib_the_table_alone(folders, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

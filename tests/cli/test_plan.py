@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from distributed.rows import INVALID, row, write_uneven_rows
+from distributed.rows import INVALID, row
 from llamafactory.train.tuner import run_exp
 from same_training import write_rows
 from support import training_config, write_dataset
@@ -33,16 +33,6 @@ def restored_environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(scope="module")
-def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_rows(tmp_path_factory.mktemp("rows") / "data")
-
-
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_uneven_rows(tmp_path_factory.mktemp("uneven"), {"texts": 48, "others": 12, "mixed": 20})
-
-
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture) -> Plan:
     """`plan(config, "--ranks", "2")`: the printed figures."""
@@ -61,10 +51,11 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture) -> Plan:
     ("stage", "dataset", "layout"),
     [("sft", "talks", "flat"), ("pt", "documents", "padded"), ("dpo", "pairs", "padded"), ("kto", "judged", "padded")],
 )
-def test_the_plan_agrees_with_the_training(stage, dataset, layout, plan, tiny_text, rows_dir, tmp_path) -> None:
+def test_the_plan_agrees_with_the_training(stage, dataset, layout, plan, tiny_text, tmp_path) -> None:
     """K and padding, except for rounding, with rows in the order of the data set."""
     block = {"token_budget": 300, "layout": layout}
-    config = training_config(tiny_text, rows_dir, tmp_path / "out", stage=stage, dataset=dataset, odb=block, **BATCHES)
+    data = {"stage": stage, "dataset": dataset} | BATCHES
+    config = training_config(tiny_text, write_rows(tmp_path / "rows"), tmp_path / "out", odb=block, **data)
     if stage == "pt":
         config |= {"train_sampling_strategy": "sequential"}
     figures = plan(config)
@@ -89,9 +80,10 @@ def test_the_plan_agrees_with_the_training(stage, dataset, layout, plan, tiny_te
     ],
 )
 def test_the_recommendation_follows_from_the_table(
-    block, arguments, step_size, resampled, plan, tiny_vl, uneven, tmp_path
+    block, arguments, step_size, resampled, plan, tiny_vl, data_dir, tmp_path
 ) -> None:
-    config = training_config(tiny_vl, uneven, tmp_path / "out", dataset="texts,mixed", **BATCHES | {"cutoff_len": 512})
+    both = {"dataset": "texts,pictures", "cutoff_len": 512} | BATCHES
+    config = training_config(tiny_vl, data_dir, tmp_path / "out", **both)
     figures = plan(config | ({} if block is None else {"odb": block}), *arguments)
     assert (figures["global_batch_size"], figures["resampled"]) == (step_size, resampled)
     table = {row["token_budget"]: row for row in figures["budgets"]}
@@ -99,22 +91,21 @@ def test_the_recommendation_follows_from_the_table(
     budget = figures["recommended"]["token_budget"]
     assert all(round(table[budget]["k"], 1) <= round(table[larger]["k"], 1) for larger in table if larger >= budget)
     assert all(0 <= row["padding"] < 1 and row["memory_gib"] > 0 for row in table.values())
-    assert {line["data"] for line in figures["lengths"]} == {"all", "texts.json", "mixed.json"}
+    assert {line["data"] for line in figures["lengths"]} == {"all", "texts.json", "pictures.json"}
 
 
-def test_text_and_picture(plan, tiny_text, uneven, tmp_path, capsys) -> None:
-    figures = plan(training_config(tiny_text, uneven, tmp_path / "out", odb={"token_budget": 256}))
+def test_text_and_picture(plan, tiny_text, data_dir, tmp_path, capsys) -> None:
+    figures = plan(training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 256}))
     assert main(["plan", str(tmp_path / "my.yaml"), "--png", str(tmp_path / "plan.png")]) == 0
-    shown = capsys.readouterr().out
-    assert f"token_budget: {figures['recommended']['token_budget']} " in shown and "256 *" in shown
+    assert f"token_budget: {figures['recommended']['token_budget']} " in capsys.readouterr().out
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_training_for_another_machine(tiny_text, uneven, tmp_path, monkeypatch) -> None:
+def test_a_training_for_another_machine(tiny_text, data_dir, tmp_path, monkeypatch) -> None:
     """DeepSpeed, bf16 and several ranks are planned in one process on a CPU."""
     (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     changes = {"deepspeed": str(tmp_path / "zero3.json"), "bf16": True, "tf32": True, "use_cpu": False}
-    config = training_config(tiny_text, uneven, tmp_path / "out", odb={"token_budget": 256}, **changes)
+    config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 256}, **changes)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("WORLD_SIZE", "4")
     four, eight = read(tmp_path / "my.yaml"), read(tmp_path / "my.yaml", ["odb.token_budget=200"], ranks=8)
@@ -124,7 +115,7 @@ def test_a_training_for_another_machine(tiny_text, uneven, tmp_path, monkeypatch
     assert memory is not None and shared is not None and shared[0] < memory[0] and shared[1:] == memory[1:]
 
 
-def test_memory_is_near_the_measurement_on_one_gpu(tiny_text, uneven, tmp_path) -> None:
+def test_memory_is_near_the_measurement_on_one_gpu(tiny_text, data_dir, tmp_path) -> None:
     """Qwen3-1.7B in pure bf16, 16,384 tokens: 17.4 GiB on an H200; stock, one row of 8,192 tokens: 27.8 GiB."""
     from transformers import Qwen3Config
 
@@ -132,7 +123,7 @@ def test_memory_is_near_the_measurement_on_one_gpu(tiny_text, uneven, tmp_path) 
     sizes |= {"num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True}
     Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path / "model")
     changes = {"pure_bf16": True, "disable_gradient_checkpointing": False}
-    config = training_config(tmp_path / "model", uneven, tmp_path / "out", odb={"token_budget": 16384}, **changes)
+    config = training_config(tmp_path / "model", data_dir, tmp_path / "out", odb={"token_budget": 16384}, **changes)
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     memory = memory_of(read(tmp_path / "my.yaml"))
     assert memory is not None

@@ -1,20 +1,26 @@
-"""Whole epochs of the loader on one to four ranks: small worlds, and random worlds. Resumed epochs: test_resume.py."""
+"""Whole epochs of the loader on one to four ranks: small worlds, random worlds, and orders of custom samplers. Resumed
+epochs: test_resume.py."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from transformers import set_seed
 from worlds import KEEP, Claims, Row, SplitStream, Stream, check_epoch, ids_of, of_steps, run, train, usable
 
-from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean
+from odb_factory.data.order import MEAN_OF_MICRO_BATCH, MEAN_OF_STEP, StockMean, dismantle
 from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planner import Collation, Cost
 
@@ -134,7 +140,9 @@ filled = st.fixed_dictionaries({"buffer_size": st.integers(1, 16), "seed": st.in
     lambda options: st.sampled_from([options | {"join": join, "balance": balance} for join, balance in JOINS])
 )
 JOINS = [(True, False), (True, True), (False, False)]
-AUDIO = Collation(dummy_audio_tokens=2)
+ONE_IMAGE: list[Row] = [Cost(2, 1, 1, True) if k == 6 else 2 for k in range(7)]
+DUMMIES = {"token_budget": 8, "collation": Collation(dummy_media_tokens=4)}
+UNEQUAL = KEEP | {"batch_size": 2, "accumulation": 2, "stock_mean": MEAN_OF_MICRO_BATCH, "equal_weights": True}
 
 
 @settings(deadline=None, max_examples=150)
@@ -147,31 +155,11 @@ AUDIO = Collation(dummy_audio_tokens=2)
     st.sampled_from([None, None, None, Stream]),
 )
 # The half without media gets dummy media, too much for two rows (I4).
-@example(
-    [Cost(2, 1, 1, True) if k == 6 else 2 for k in range(7)],
-    {"world_size": 3},
-    {"token_budget": 8, "collation": Collation(dummy_media_tokens=4)},
-    {"row_multiple": 2},
-    {"buffer_size": 3, "balance": True},
-    None,
-)
+@example(ONE_IMAGE, {"world_size": 3}, DUMMIES, {"row_multiple": 2}, {"buffer_size": 3, "balance": True}, None)
 # The epoch may end with the step before the last plan.
 @example([8] * 3, {"accumulation": 2}, {"token_budget": 8}, {}, {"buffer_size": 2, "join": False}, None)
 # Samples that stock weighs differently.
-@example(
-    [3, 9, 4, 20, 7, 5, 6, 8, 9, 10],
-    {"world_size": 2, "accumulation": 2},
-    {"token_budget": 100},
-    {},
-    {
-        "global_batch_size": "keep",
-        "batch_size": 2,
-        "stock_mean": MEAN_OF_MICRO_BATCH,
-        "equal_weights": True,
-        "balance": True,
-    },
-    None,
-)
+@example([3, 9, 4, 20, 7, 5, 6, 8, 9, 10], {"world_size": 2}, {"token_budget": 100}, {}, UNEQUAL, None)
 # One group a round is planned, with the oldest sample. If the fullest group came first, the rows of 17 would wait (I5).
 @example([17 if k in (1, 3, 5, 7) else 4 + 26 * (k % 2) for k in range(60)], {"world_size": 2}, {}, {}, {}, None)
 def test_an_epoch_of_any_world_keeps_its_promises(
@@ -317,3 +305,46 @@ def test_an_epoch_without_a_usable_row_is_an_error(
         assert message.startswith("no row of the training dataset can be trained on: ")
         assert all(word in message for word in words) and ("empty" in message) == (not rows)
         assert "remain" not in message
+
+
+# Orders of custom samplers
+
+
+class Custom(Sampler):
+    """Shuffles by an attribute; depends on the number of orders it has drawn."""
+
+    def __init__(self, numbers: Any, inner: Any = range(50)):
+        self.numbers, self.inner, self.drawn = numbers, inner, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.drawn += 1
+        rows = list(self.inner)
+        self.numbers.shuffle(rows)
+        return iter(rows[self.drawn :] + rows[: self.drawn])
+
+
+@pytest.mark.parametrize(
+    "sampler_of",
+    [
+        lambda: SubsetRandomSampler(range(50)),
+        lambda: WeightedRandomSampler([1.0] * 50, 50, generator=torch.Generator().manual_seed(3)),
+        lambda: Custom(random),
+        lambda: Custom(random.Random(3), Custom(np.random.default_rng(3))),
+    ],
+)
+def test_each_epoch_has_the_order_of_a_dataloader(sampler_of: Any) -> None:
+    """Also an epoch that begins again, a resumed epoch, and whatever else draws random numbers in between."""
+
+    def loader() -> DataLoader:
+        set_seed(5)
+        return DataLoader(range(50), sampler=sampler_of(), collate_fn=list)  # type: ignore[arg-type]
+
+    stock = loader()
+    expected = [[row for (row,) in stock] for _ in range(3)]
+    assert expected[0] != expected[1]
+    for epochs in ([0, 0, 1, 2], [2]):
+        sampler = dismantle(loader(), seed=9).sampler
+        for epoch in epochs:
+            torch.rand(3), random.random()
+            sampler.set_epoch(epoch)
+            assert list(sampler) == expected[epoch]

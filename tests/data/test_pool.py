@@ -1,7 +1,9 @@
-"""The worker processes of a rank, from outside: the same micro-batches with any workers; nothing is left behind."""
+"""The worker processes of a rank, from outside: the same micro-batches with any workers, the options of torch for
+workers, failures in one line; nothing is left behind."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -17,20 +19,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy import Rows, item, pad
+from distributed.ranks import run_ranks
+from torch.utils.data import IterableDataset, get_worker_info
+from toy import NUM_ROWS, Rows, item, pad
+from transformers.trainer_utils import seed_worker
 
 from odb_factory import DataError, ODBDataLoader, pop_step_info
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.random_numbers import random_states
 
 TESTS = Path(__file__).parents[1]
-OPTIONS: dict[str, Any] = {"token_budget": 100, "batch_size": 8}
+
+
+def make(dataset: Any = None, **options: Any) -> ODBDataLoader:
+    defaults = {"token_budget": 100, "batch_size": 8, "collate_fn": pad}
+    return ODBDataLoader(Rows() if dataset is None else dataset, **defaults | options)
+
+
+def batches_of(loader: Any) -> list[Any]:
+    """The batches of an epoch, without their step info."""
+    return [batch for batch in loader if pop_step_info(batch)]
+
+
+# Random numbers
 
 
 class Drawing(Rows):
-    """Each row brings random numbers of all three kinds."""
+    """Each row brings random numbers of all three kinds. broken: a row that cannot be read."""
 
-    broken: int | None = None
+    def __init__(self, broken: int | None = None):
+        super().__init__()
+        self.broken = broken
 
     def __getitem__(self, k: int) -> Any:
         if k == self.broken:
@@ -43,34 +62,44 @@ def _drawn() -> list[float]:
 
 
 def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
-    return pad(items) | {"of_rows": [row.get("drawn") for row in items], "drawn": _drawn()}
+    worker = get_worker_info()
+    return pad(items) | {
+        "of_rows": [row.get("drawn") for row in items],
+        "drawn": _drawn(),
+        "seed": worker and worker.seed,
+    }
 
 
-def epochs(count: int = 2, broken: int | None = None, **options: Any) -> list[list[Any]]:
-    """For each epoch the ids and the random numbers of rows and collator. broken: a row that cannot be read."""
-    rows = Drawing()
-    rows.broken = broken
-    with ODBDataLoader(rows, shuffle=True, collate_fn=drawing, **OPTIONS | options) as loader:
+def epochs(count: int = 2, broken: int | None = None, state: Any = None, **options: Any) -> list[list[Any]]:
+    """For each epoch the ids and the random numbers of rows and collator."""
+    with make(Drawing(broken), shuffle=True, collate_fn=drawing, **options) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
         return [
-            [
-                (pop_step_info(batch).samples, batch["input_ids"].tolist(), batch["of_rows"], batch["drawn"])
-                for batch in loader
-            ]
+            [(batch["input_ids"].tolist(), batch["of_rows"], batch["drawn"]) for batch in batches_of(loader)]
             for _ in range(count)
         ]
 
 
-@pytest.mark.parametrize("mode", ["keep", "fill"])
-def test_micro_batches_and_random_numbers_do_not_depend_on_workers(mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [
+        ("keep", {"num_workers": 2, "persistent_workers": True}),
+        ("keep", {"num_workers": 1, "multiprocessing_context": "forkserver"}),
+        ("fill", {"num_workers": 1}),
+        ("fill", {"num_workers": 1, "multiprocessing_context": "spawn"}),
+    ],
+)
+def test_micro_batches_and_random_numbers_do_not_depend_on_workers(mode: Any, workers: dict[str, Any]) -> None:
     """I6, in both epochs, also with rows left out; the random numbers of the training process do not change."""
     torch.manual_seed(5)
     before = random_states()
     options = {"global_batch_size": mode, "on_error": "skip", "broken": 7}
     expected = epochs(num_workers=0, **options)
     assert str(random_states()) == str(before)
-    assert epochs(num_workers=1, **options) == epochs(num_workers=2, persistent_workers=True, **options) == expected
+    assert epochs(**workers, **options) == expected
     assert expected[0] != expected[1]
-    drawn = [numbers for _, _, of_rows, own in expected[0] + expected[1] for numbers in (*of_rows, own)]
+    drawn = [numbers for _, of_rows, own in expected[0] + expected[1] for numbers in (*of_rows, own)]
     numbers = list(itertools.chain.from_iterable(drawn))
     assert len(set(numbers)) == len(numbers)
 
@@ -78,78 +107,120 @@ def test_micro_batches_and_random_numbers_do_not_depend_on_workers(mode: Any) ->
 def test_random_numbers_are_the_same_after_a_resume() -> None:
     """They follow from the sample."""
     torch.manual_seed(5)
-    options = {"shuffle": True, "collate_fn": drawing, "num_workers": 2, **OPTIONS}
     (expected,) = epochs(1, num_workers=2)
-    taken, rest = [], []
-    with ODBDataLoader(Drawing(), **options) as loader:
-        for batch in loader:
-            taken.append(batch["drawn"])
-            if pop_step_info(batch).ends_optimizer_step and len(taken) > 3:
+    with make(Drawing(), shuffle=True, collate_fn=drawing, num_workers=2) as loader:
+        for taken, batch in enumerate(loader, start=1):
+            if pop_step_info(batch).ends_optimizer_step and taken > 3:
                 break
         state = loader.state_dict()
-    with ODBDataLoader(Drawing(), **options) as loader:
-        loader.load_state_dict(state)
-        for batch in loader:
-            pop_step_info(batch)
-            rest.append(batch["drawn"])
-    assert taken and rest and taken + rest == [own for *_, own in expected]
+    (rest,) = epochs(1, state=state, num_workers=2)
+    assert rest == expected[taken:] != []
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_start_methods_give_the_same(method: str) -> None:
-    torch.manual_seed(5)
-    assert epochs(1, num_workers=1, multiprocessing_context=method) == epochs(1, num_workers=0)
+@pytest.mark.integration
+@pytest.mark.parametrize("by_generator", [False, True])
+def test_random_numbers_follow_the_seed_of_the_dataloader(by_generator: bool) -> None:
+    """The global seed, or the seed of the generator."""
+
+    def numbers(seed: int) -> list[Any]:
+        torch.manual_seed(77 if by_generator else seed)
+        generator = torch.Generator().manual_seed(seed) if by_generator else None
+        return [drawn for epoch in epochs(num_workers=1, generator=generator) for *_, drawn in epoch]
+
+    with_5 = numbers(5)
+    assert numbers(5) == with_5 and not {*map(str, numbers(1005))} & {*map(str, with_5)}
 
 
-# Values that travel
+def seeds_of(rank: int) -> list[Any]:
+    torch.manual_seed(5)  # the same on both ranks, as in trainers
+    # As the Trainer of transformers sets it, with the rank.
+    init_fn = functools.partial(seed_worker, num_workers=1, rank=rank)
+    with make(collate_fn=drawing, worker_init_fn=init_fn, num_workers=1) as loader:
+        return [value for batch in batches_of(loader) for value in (batch["seed"], batch["drawn"][0])]
 
 
-def same(value: Any, other: Any) -> bool:
-    """Equal, and of the same types: a collator distinguishes 1, 1.0 and True."""
-    if isinstance(value, (list, tuple)):
-        return type(value) is type(other) and len(value) == len(other) and all(map(same, value, other))
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        is_alike = type(value) is type(other) and (value.dtype, value.shape) == (other.dtype, other.shape)
-        dense = [one.to_dense() if isinstance(one, torch.Tensor) else one for one in (value, other)]
-        return is_alike and dense[0].tolist() == dense[1].tolist()
-    return type(value) is type(other) and (value is other or value == other)
+@pytest.mark.integration
+def test_ranks_draw_other_random_numbers(tmp_path: Any) -> None:
+    here, there = (outcome.value for outcome in run_ranks("data.test_pool:seeds_of", tmp_path))
+    assert here and there and not set(here) & set(there)
 
 
-LISTS: list[Any] = [[1, True], [1, [2, 3], None, 2.5], (1, "b"), [EncodedImage(b"file", None, 2), {"path": "b.png"}]]
-TENSORS: list[Any] = [
-    torch.tensor(3),
+# Datasets and collators that travel
+
+VALUES: list[Any] = [
+    [1, True, [2, 3], None, 2.5, (1, "b")],
+    [EncodedImage(b"file", None, 2), {"path": "b.png"}],
     torch.empty(0, 4),
     torch.tensor([True, False]),
     torch.randn(3, 2, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)),
     torch.arange(12).reshape(3, 4).t(),
-    torch.ones(1).expand(2, 3),
-    torch.arange(7, dtype=torch.uint8),
-    np.arange(6, dtype=np.int16).reshape(3, 2),
-    np.zeros((0, 3), np.float32),
     torch.eye(3).to_sparse(),
+    np.zeros((0, 3), np.float32),
+    np.arange(6, dtype=np.int16).reshape(3, 2),
+    torch.arange(7, dtype=torch.uint8),
 ]
 
 
 def carrying(k: int) -> dict[str, Any]:
-    return item(k) | {"values": LISTS + TENSORS}
+    return item(k) | {"values": VALUES}
 
 
 def carried(items: list[dict[str, Any]]) -> dict[str, Any]:
     """Changes its items in place, as collators may: tensors, arrays, keys."""
     values = items[0].pop("values")
-    for value in values[-4:-2]:
+    for value in values[-2:]:
         value += 0
     return pad(items) | {"values": values}
 
 
 def test_values_come_back_as_they_were_and_may_be_changed() -> None:
     """From the dataset to a collator in a worker, and from there: ids, media references, tensors, with their types."""
-    with ODBDataLoader(Rows(carrying), collate_fn=carried, num_workers=2, **OPTIONS) as loader:
-        for batch in loader:
-            pop_step_info(batch)
-            for value, other in zip(batch["values"], LISTS + TENSORS, strict=True):
-                assert same(value, other), other
-            batch["values"][len(LISTS) + 3].zero_(), batch["input_ids"].fill_(7)
+    with make(Rows(carrying), collate_fn=carried, num_workers=2) as loader:
+        for batch in batches_of(loader):
+            assert repr(batch["values"]) == repr(VALUES)
+            batch["values"][-1].zero_(), batch["input_ids"].fill_(7)
+
+
+class Changing(Rows):
+    """A dataset that changes between epochs."""
+
+    shift = 0
+
+    def __getitem__(self, k: int) -> Any:
+        return {key: [id + self.shift for id in ids] for key, ids in item(k).items()}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_dataset_that_changes_between_epochs_is_seen_as_in_torch(persistent: bool) -> None:
+    dataset = Changing()
+    with make(dataset, num_workers=1, persistent_workers=persistent) as loader:
+        batches_of(loader)
+        dataset.shift = 1000
+        first_ids = {int(batch["input_ids"][0, 0]) for batch in batches_of(loader)}
+    assert (min(first_ids) > 1000) is not persistent
+
+
+class WithModel:
+    """A collator that holds the model, as LLaMA-Factory's does; the model holds functions that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(1000, 1000)
+        self.model.scale = 3
+        self.model.forward = lambda x: x  # as set by engines
+        self.extra_repr = self.model.extra_repr
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        told = (self.model.weight.device.type, self.model.scale, self.extra_repr())
+        return pad(items) | {"told": told, "sent": len(get_worker_info().dataset)}
+
+
+@pytest.mark.integration
+def test_a_model_in_the_collator_is_sent_without_weights() -> None:
+    with make(collate_fn=WithModel(), multiprocessing_context="forkserver", num_workers=1) as loader:
+        batches = batches_of(loader)
+    assert {batch["told"] for batch in batches} == {("meta", 3, "in_features=1000, out_features=1000, bias=True")}
+    assert all(batch["sent"] == NUM_ROWS for batch in batches)
 
 
 # Failures
@@ -181,6 +252,13 @@ class Failing(Rows):
         return item(k)
 
 
+class Unsendable(IterableDataset):
+    """The fifth item cannot be pickled."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (item(k) | ({"made_by": lambda: None} if k == 4 else {}) for k in range(9))
+
+
 class Odd(Exception):
     """Cannot be pickled."""
 
@@ -206,6 +284,7 @@ def fails_to_begin(worker_id: int) -> None:
         ({"dataset": Failing("exit")}, r"row 100 .*exit code 3"),
         ({"dataset": Failing("sys.exit")}, "SystemExit: 3"),
         ({"dataset": Failing("odd error")}, "row 100 .*Odd"),
+        ({"dataset": Unsendable()}, "row 4 .*cannot be sent to another process"),
         (collating("odd error"), r"row.* \d+.*Odd"),
         (collating("killed"), "out-of-memory killer"),
         ({"worker_init_fn": fails_to_begin}, "no such disk"),
@@ -216,15 +295,9 @@ def fails_to_begin(worker_id: int) -> None:
     ],
 )
 def test_a_worker_that_fails_is_one_line_with_row_and_cause(options: dict[str, Any], words: str) -> None:
-    dataset = options.pop("dataset", None) or Rows()
-    with pytest.raises(DataError, match=words) as caught:
-        with ODBDataLoader(dataset, **{"num_workers": 2, "collate_fn": pad} | OPTIONS | options) as loader:
-            list(map(pop_step_info, loader))
+    with pytest.raises(DataError, match=words) as caught, make(**{"num_workers": 2} | options) as loader:
+        batches_of(loader)
     assert "\n" not in str(caught.value)
-    assert_no_child()
-
-
-def assert_no_child() -> None:
     end = time.monotonic() + 20
     while multiprocessing.active_children() and time.monotonic() < end:
         time.sleep(0.05)
@@ -238,8 +311,7 @@ def assert_no_child() -> None:
 def test_memory_and_descriptors_stay_the_same_over_epochs(rows: int, epochs: int) -> None:
     """The nightly case has more than 6,000 micro-batches."""
     held = []
-    options = OPTIONS | {"persistent_workers": True}
-    with ODBDataLoader(Rows(num_rows=rows), num_workers=2, collate_fn=pad, **options) as loader:
+    with make(Rows(num_rows=rows), num_workers=2, persistent_workers=True) as loader:
         for _ in range(epochs):
             for batch in loader:
                 pop_step_info(batch)

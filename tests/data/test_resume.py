@@ -14,18 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import run_ranks
 from toy import Observer
-from worlds import (
-    KEEP,
-    LENGTHS,
-    SplitStream,
-    Stream,
-    ids_of,
-    num_steps,
-    of_steps,
-    open_loader,
-    run,
-    usable,
-)
+from worlds import KEEP, LENGTHS, SplitStream, Stream, ids_of, num_steps, of_steps, open_loader, run, usable
 
 from odb_factory.data.order import MEAN_OF_MICRO_BATCH
 from odb_factory.errors import CollectiveError, ConfigError, DataError

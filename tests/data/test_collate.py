@@ -1,28 +1,146 @@
-"""I10: `flatten`, a pure function, lays a collated batch flat; real collators at the end."""
+"""Rows as bytes, the counts of a batch, which are those of the model, and `flatten`, which lays a batch flat (I10)."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llamafactory.extras.packages  # noqa: F401  (must be imported before trl's other trainers)
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, BatchEncoding, DataCollatorForSeq2Seq, DataCollatorWithFlattening
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
 
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import flatten
-from odb_factory.data.samples import Sample, pack
-from odb_factory.errors import LayoutError
-from odb_factory.planner import Budget, Collation, Cost
+from odb_factory.data.observe import VIDEO_KEYS, count_media, count_supervised, measure_batch
+from odb_factory.data.samples import Measured, Sample
+from odb_factory.data.serialize import fingerprint, pack, unpack
+from odb_factory.errors import DataError, LayoutError
+from odb_factory.planner import Budget, Collation, Cost, Media
 
 IGNORE = -100
 DUMMY = 90
+
+# Rows as bytes
+
+
+class Pair(NamedTuple):
+    series: Any
+    target: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, lambda x: {"x": [x], "odd": range(3)}, lambda x: Pair(x, 1)])
+def test_a_view_is_sent_without_its_base(wrap: Callable[[Any], Any]) -> None:
+    """Also in objects that only pickle can write."""
+    whole = torch.arange(1000.0)
+    assert len(pack(wrap(whole[:10]))) < len(pack({"x": whole})) / 4
+    assert str(unpack(pack(wrap(whole[10:20])))) == str(wrap(whole[10:20]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_the_fingerprint_of_a_row_depends_on_whole_numbers_and_texts(kind: Any) -> None:
+    def of(ids: list[Any], **more: Any) -> int:
+        return fingerprint([3, {"input_ids": kind(ids), **more}])
+
+    row = of([1, 2, 3], text="a", pixels=torch.zeros(2))
+    assert of([1, 2, 3], pixels=torch.ones(2), text="a") == row, "augmentation may change pixels"
+    assert len({row, of([1, 2, 4], text="a"), of([1, 2, 3], text="b"), of([[1], [2]]), of([1, 2])}) == 5
+
+
+# Counts
+
+GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
+PIXELS = torch.zeros(2, 3, 28, 42)
+"""Two images of 2 x 3 patches."""
+NESTED = [PIXELS, PIXELS.numpy(), PIXELS[None], list(PIXELS), [[image.numpy()] for image in PIXELS], tuple(PIXELS)]
+
+PIXTRAL = {"pixel_values": torch.ones(2, 3, 28, 42), "image_sizes": torch.tensor([[28, 42], [14, 28]])}
+TILES = torch.zeros(2, 3, 3, 28, 14)
+TILES[0, :, 0, 0, 0] = TILES[1, 0, 2, 27, 13] = 1  # a tile may be black in part
+FRAMES = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+MASKS: list[Any] = [torch.as_tensor, np.asarray, torch.Tensor.bool]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({}, 0),
+        *(({"image_grid_thw": none}, 0) for none in (None, [], torch.empty(0, 3, dtype=torch.long))),
+        *(({"image_grid_thw": kind(GRIDS)}, 56) for kind in (list, torch.tensor, np.array)),
+        *(({"image_grid_thw": [kind(grid) for grid in GRIDS]}, 56) for kind in (torch.tensor, np.array)),
+        ({"image_grid_thw": torch.tensor(GRIDS[0])}, 24),
+        ({"image_grid_thw": torch.tensor(GRIDS), "video_grid_thw": torch.tensor([[8, 2, 2]])}, 88),
+        ({"image_grid_thw": torch.empty(0, 3, dtype=torch.long), "video_grid_thw": [[8, 2, 2]]}, 32),
+        ({"image_grid_hws": torch.tensor([[4, 6], [2, 2]])}, 28),
+        ({"spatial_shapes": torch.tensor([[4, 6], [2, 2]])}, 28),
+        ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3)}, 0),
+        *(({"pixel_values": none}, 0) for none in (None, [], [[]], (), torch.zeros(0, 3, 28, 42))),
+        *(({"pixel_values": pixels}, 12) for pixels in NESTED),
+        *(({"pixel_values_videos": pixels}, 12) for pixels in NESTED),
+        ({"pixel_values_images": PIXELS}, 12),
+        ({"pixel_values": torch.zeros(1, 3, 14, 14), "pixel_values_videos": torch.zeros(1, 4, 3, 14, 14)}, 5),
+        # Flattened pixels carry a temporal axis twice; the grid is exact.
+        ({"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 3 * 2 * 14 * 14)}, 24),
+        # Padding is not counted: Pixtral's tower takes 28 x 42 and 14 x 28 pixels of two images,
+        (PIXTRAL, Media(6 + 2)),
+        (PIXTRAL | {"pixel_values_videos": torch.ones(1, 4, 3, 14, 14)}, Media(6 + 2, 4)),
+        # LLaVA-NeXT's three tiles of the first image and one of the second.
+        ({"pixel_values": TILES, "image_sizes": torch.tensor([[50, 60], [20, 20]])}, Media(4 * 2)),
+        ({"pixel_values": TILES}, Media(6 * 2)),
+        # Frames of audio are counted in pairs, with padding except for models with patch grids.
+        *(({"feature_attention_mask": kind(FRAMES)}, Media(audio_frames=20)) for kind in MASKS),
+        *(({"input_features_mask": kind(FRAMES), "pixel_values": torch.ones(1, 3, 14, 14)}, 11) for kind in MASKS),
+        ({"feature_attention_mask": FRAMES, "image_grid_thw": torch.zeros(0, 3)}, Media(audio_frames=10 + 4)),
+        ({"feature_attention_mask": FRAMES, "image_grid_thw": torch.tensor([[1, 4, 6]])}, Media(24, 0, 14)),
+        ({"feature_attention_mask": None}, Media()),
+    ],
+)
+def test_media_of_grids_pixels_or_masks(inputs: dict[str, Any], expected: int | Media) -> None:
+    """Patches are the product of the grid, whatever holds the grids; without a grid they are counted from pixels."""
+    count = count_media(inputs)
+    assert expected in (count, count.patches)
+    assert (count.video_patches > 0) == any(inputs.get(key) is not None for key in VIDEO_KEYS)
+    assert all(type(size) is int for size in count)
+
+
+@given(st.lists(st.sampled_from([IGNORE, 0, 7]), min_size=1, max_size=12))
+def test_units_are_the_labels_that_the_mean_loss_counts(labels: list[int]) -> None:
+    """I8: in torch's cross entropy, the sum of the losses over their mean is the count."""
+    logits = torch.randn(len(labels), 8, generator=torch.Generator().manual_seed(0))
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(labels)[1:], reduction=reduction).item()
+        for reduction in ("sum", "mean")
+    ]
+    count = count_supervised(labels)
+    assert count == count_supervised(np.array(labels)) == count_supervised(torch.tensor([labels]))
+    assert losses[0] == pytest.approx(count * losses[1]) if count else losses[0] == 0
+
+
+def test_a_collated_batch_is_measured_as_it_is() -> None:
+    batch = {
+        "input_ids": torch.ones(2, 5, dtype=torch.long),
+        "labels": torch.tensor([[1, 1, 1, -100, -100], [-100, 1, 1, 1, 1]]),
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+    }
+    assert measure_batch(batch) == Measured(rows=2, length=5, media=Media(24), units=6, units_by_row=(2, 4))
+    assert measure_batch(batch).num_supervised == 6
+    row = torch.tensor([[-100, 1, -100, 1, 1, -100, -100]])
+    assert measure_batch({"input_ids": row, "labels": row}, segments=(2, 3, 2)).units_by_row == (1, 2, 0)
+    batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
+    assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, media=Media(4), units=0)
+    row = torch.tensor([[-100, 5, -1, 7]])
+    with pytest.raises(DataError):  # stock's loss has no class -1; the loss without logits would take it for a token
+        measure_batch({"input_ids": row, "labels": row})
+
+
+# The flat layout
 
 
 def items(lengths: list[int]) -> list[dict[str, list[int]]]:
@@ -123,15 +241,6 @@ def test_a_flat_row_has_the_tokens_without_padding(
     assert batch.keys() == before.keys() and all(torch.equal(batch[key], before[key]) for key in batch), "pure"
 
 
-def test_the_type_of_the_mapping_and_tensors_of_media_stay() -> None:
-    """A clip for each row, with as many bands and frames as the rows have tokens."""
-    kept = {"input_features": torch.rand(2, 5, 7), "feature_attention_mask": torch.ones(2, 5), "note": "kept"}
-    batch = BatchEncoding(collate(items([5, 3])) | kept)
-    flat, _ = flatten(batch, [5, 3])
-    assert type(flat) is BatchEncoding and all(flat[name] is value for name, value in kept.items())
-    assert batch["input_ids"].shape == (2, 5) and "attention_mask" in batch
-
-
 def _changed(**values: Any) -> dict[str, Any]:
     return collate(items([3, 5])) | values
 
@@ -190,9 +299,6 @@ def test_a_batch_of_other_tokens_is_refused(
     assert refused.value.row == row and "\n" not in str(refused.value)
 
 
-# Real collators
-
-
 def test_collators_that_lay_flat_themselves_give_the_same_rows(tiny_text: Path) -> None:
     """transformers' `DataCollatorWithFlattening`, TRL's `padding_free=True`, and padded left and right."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_text)
@@ -215,11 +321,3 @@ def test_collators_that_lay_flat_themselves_give_the_same_rows(tiny_text: Path) 
             assert torch.equal(flat[key], expected[key]), (name, key)
         assert "attention_mask" not in flat
     assert flats["transformers"][0]["cu_seq_lens_q"].tolist() == [0, 4, 5, 11]
-
-
-def test_tokens_that_a_flat_collator_adds_after_the_samples_are_a_segment() -> None:
-    batch = TRLCollator(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)(items([4, 6]))
-    flat, segments = flatten(batch, [4, 6], pad_to_multiple_of=10)
-    assert segments.lengths == (4, 6, 6, 4) and flat["input_ids"].shape == (1, 20)
-    assert flat["position_ids"][0, 10:].tolist() == [*range(6), *range(4)]
-    assert (flat["labels"][0, 10:] == IGNORE).all()
