@@ -21,7 +21,7 @@ from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import flatten
 from odb_factory.data.observe import VIDEO_KEYS, count_media, count_supervised, measure_batch
 from odb_factory.data.samples import Measured, Sample
-from odb_factory.data.serialize import fingerprint, pack, unpack
+from odb_factory.data.samples import fingerprint, pack, unpack
 from odb_factory.errors import DataError, LayoutError
 from odb_factory.planner import Budget, Collation, Cost, Media
 
