@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.ranks import GROUP_TIMEOUT, Outcome, run_ranks, toy_loader
+from distributed.ranks import GROUP_TIMEOUT, Outcome, run_ranks
 from toy import Rows, pad
 
 from odb_factory import ODBDataLoader
-from odb_factory.data.ranks import BEAT_S, Channel
+from odb_factory.data.ranks import Channel
 
 STEP = 4
 BORDER = 0.5
@@ -233,41 +233,3 @@ def test_ranks_wait_for_a_sleeping_rank(tmp_path: Path, monkeypatch: pytest.Monk
     (first, second), _ = run(tmp_path, monkeypatch, Cell("sleeps", STEP + BORDER, options={"exchange_timeout_s": 3}))
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     assert first.value == second.value > 2 * STEP
-
-
-def lives_on(rank: int) -> float:
-    """Rank 1 fails and stays alive; returns the seconds that rank 0 waits, without workers in its main thread."""
-    started = time.monotonic()
-    with toy_loader(400, timeout_s=50, num_workers=0) as loader:
-        try:
-            for number, _ in enumerate(loader):
-                if number == 20 and rank == 1:
-                    fail()
-        except Exception as error:
-            loader.abort(str(error))
-    ended = time.monotonic() - started
-    dist.barrier()
-    return ended
-
-
-def test_no_rank_waits_for_a_failed_rank_that_lives_on(tmp_path: Path) -> None:
-    """After a rank has sent the reason of its end, no rank waits for its answer."""
-    first, _ = run_ranks("distributed.test_patience:lives_on", tmp_path, may_fail=True)
-    assert first.value < 40, first
-
-
-def ends_after_a_pause(rank: int, first: int, fails: bool) -> None:
-    with toy_loader(100) as loader:
-        list(loader)
-        if rank != first:
-            time.sleep(3 * BEAT_S)
-            if fails:
-                loader.abort("cannot save")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
-    """Rank 0 serves a store that the other rank reads now and then."""
-    for outcome in run_ranks("distributed.test_patience:ends_after_a_pause", tmp_path, first=first, fails=fails):
-        assert "Exception" not in outcome.output and "[odb]" not in outcome.output
