@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from toy import a_micro_batch
 
 import odb_factory
-from odb_factory import accounting as statistics
+from odb_factory import accounting
 from odb_factory.cli.main import COMMANDS, EXTRAS, main
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured

@@ -20,8 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollat
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import flatten
 from odb_factory.data.observe import VIDEO_KEYS, count_media, count_supervised, measure_batch
-from odb_factory.data.samples import Measured, Sample
-from odb_factory.data.samples import fingerprint, pack, unpack
+from odb_factory.data.samples import Measured, Sample, fingerprint, pack, unpack
 from odb_factory.errors import DataError, LayoutError
 from odb_factory.planner import Budget, Collation, Cost, Media
 

@@ -21,7 +21,7 @@ from support import training_config
 from toy import Observer, Rows, core_loader, pad
 
 from odb_factory import ODBDataLoader
-from odb_factory.data import agreement
+from odb_factory.data import ranks as agreement
 from odb_factory.data.order import StockMean
 from odb_factory.data.ranks import Ranks
 from odb_factory.errors import ODBError

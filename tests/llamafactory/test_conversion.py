@@ -21,8 +21,7 @@ from tiny_models import TinyModels
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
-from odb_factory.data.samples import Rejection
-from odb_factory.data.samples import unpack
+from odb_factory.data.samples import Rejection, unpack
 from odb_factory.errors import DataError
 from odb_factory.llamafactory import dataset as dataset_module
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset

@@ -23,7 +23,7 @@ from transformers import GenerationMixin, Qwen2ForCausalLM, TrainerCallback
 
 from odb_factory import ConfigError, memory
 from odb_factory.errors import DataError, OutOfMemoryError
-from odb_factory.training import auto_budget
+from odb_factory.training import budgets
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -122,7 +122,7 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
     with pytest.raises(ConfigError, match=r"odb\.token_budget: 'auto' tries micro-batches on an accelerator"):
         run("refused", token_budget="auto")
     with monkeypatch.context() as context:
-        context.setattr(auto_budget, "LIMIT_S", 600)  # on a busy machine
+        context.setattr(budgets, "LIMIT_S", 600)  # on a busy machine
         context.setattr(memory, "find_meter", lambda device: CPUMeter(CAPACITY))
         auto = run("auto", token_budget="auto", max_patches="auto")
     (line,) = [message for message in caplog.messages if "token_budget: auto is" in message]

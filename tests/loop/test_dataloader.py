@@ -62,7 +62,7 @@ def test_ids_of_any_kind(kind: Any) -> None:
 )
 def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patches: int) -> None:
     """I4: two samples are within the cap, three are not; the collator does not see `odb_n_patches`. Kinds of media:
-    tests/data/test_measure.py."""
+    tests/data/test_collate.py."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         assert not any("odb_n_patches" in item for item in items)
