@@ -110,12 +110,14 @@ EXTRA = {extra: list(map(Requirement, texts)) for extra, texts in PROJECT["optio
 
 def test_requirements() -> None:
     """The core is small and has no upper bounds. pip would replace a clone of the main branch that is outside the pin;
-    an extra has the packages of its commands."""
+    an extra has the packages of its commands. The changelog begins with this version."""
     core = list(map(Requirement, PROJECT["dependencies"]))
     assert len(core) <= 8 and {bound.operator for package in core for bound in package.specifier} <= {">="}
     (pin,) = [package.specifier for package in EXTRA["llamafactory"] if package.name == "llamafactory"]
     assert pin == SpecifierSet(SUPPORTED)
     assert all(pin.contains(version, prereleases=True) for version in ("0.9.5", NEWEST_TESTED, "0.9.6"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)$", changelog, re.MULTILINE)[0] == odb_factory.__version__
     for extra, packages in EXTRAS.items():
         assert set(packages) <= {package.name for package in EXTRA[extra]}, extra
 

@@ -144,9 +144,11 @@ def each_argument(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     for words, (both, differs) in ARGUMENTS.items():
         ends[words] = end_of_arguments(config | both | (differs if rank else {}))
     version = metadata.version
-    with mock.patch.object(metadata, "version", lambda name: "2.1.0" if rank and name == "torch" else version(name)):
-        agreement.releases.cache_clear()
-        ends["release of torch ("] = end_of_arguments(config)
+    for words, releases in {"release of torch (": ["2.0.0", "2.1.0"], "build": ["2.1.0+cu126", "2.1.0+cpu"]}.items():
+        release_of = {"torch": releases[rank]}
+        with mock.patch.object(metadata, "version", lambda name, of=release_of: of.get(name) or version(name)):
+            agreement.releases.cache_clear()
+            ends[words] = end_of_arguments(config)
     agreement.releases.cache_clear()
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
     ends["paths"] = end_of_arguments(config | paths)
@@ -221,10 +223,10 @@ def test_settings_of_the_model_are_compared_before_it_is_loaded(tiny_text, data_
         assert first[words].startswith("the ranks differ in ") and words in first[words] and "\n" not in first[words], (
             first[words]
         )
-    assert first["paths"] == "went on"
+    assert first["build"] == first["paths"] == "went on"
     assert first["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
     assert first["both refused"].startswith("accelerator_config.dispatch_batches: True")
-    assert not any("the ranks differ in" in outcome.output for outcome in ranks), "paths may differ"
+    assert not any("the ranks differ in" in outcome.output for outcome in ranks), "paths and builds may differ"
 
 
 CONNECTIONS, MOST_KEPT = 100, 50

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from distributed.ranks import GROUP_TIMEOUT, Outcome, run_ranks
 from toy import Rows, pad
 
 from odb_factory import ODBDataLoader
-from odb_factory.data.ranks import Channel
+from odb_factory.data.ranks import BEAT_S, Channel
 
 STEP = 4
 BORDER = 0.5
@@ -233,3 +234,41 @@ def test_ranks_wait_for_a_sleeping_rank(tmp_path: Path, monkeypatch: pytest.Monk
     (first, second), _ = run(tmp_path, monkeypatch, Cell("sleeps", STEP + BORDER, options={"exchange_timeout_s": 3}))
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     assert first.value == second.value > 2 * STEP
+
+
+def loader_of_loop(**options: Any) -> ODBDataLoader:
+    return ODBDataLoader(Rows(num_rows=NUM_ROWS), 4, token_budget=64, collate_fn=pad, **options)
+
+
+def lives_on(rank: int) -> float:
+    """Rank 1 fails and stays alive; returns the seconds until the loop of this rank has ended."""
+    started = time.monotonic()
+    with suppress(Exception), loader_of_loop(exchange_timeout_s=50) as loader:
+        for number, _ in enumerate(loader):
+            if number == 20 and rank == 1:
+                fail()
+    ended = time.monotonic() - started
+    dist.barrier()
+    return ended
+
+
+def test_no_rank_waits_for_a_failed_rank_that_lives_on(tmp_path: Path) -> None:
+    """After a rank has sent the reason of its end, no rank waits for its answer."""
+    first, _ = run_ranks("distributed.test_patience:lives_on", tmp_path, may_fail=True)
+    assert first.value < 40, first
+
+
+def ends_after_a_pause(rank: int, fails: bool) -> None:
+    with suppress(ValueError), loader_of_loop(num_workers=1) as loader:
+        list(loader)
+        if rank == 1:
+            time.sleep(3 * BEAT_S)
+            if fails:
+                fail()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_may_end_before_the_other(fails: bool, tmp_path: Path) -> None:
+    """Rank 0 serves a store that the other rank reads now and then."""
+    for outcome in run_ranks("distributed.test_patience:ends_after_a_pause", tmp_path, fails=fails):
+        assert "Exception" not in outcome.output and "[odb]" not in outcome.output

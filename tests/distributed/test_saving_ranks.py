@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 from contextlib import suppress
@@ -21,8 +22,10 @@ from safetensors.torch import load_file
 from same_training import launch
 from support import training_config, without_clock, write_dataset
 from training.test_resume import train
-from training.test_saving import KEEP, Signalled
+from training.test_saving import KEEP, Signalled, terminate
 from training.toy_training import history
+
+from odb_factory import ODBError
 
 EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
@@ -38,19 +41,29 @@ def as_rank(rank: int) -> list[str]:
     return lines
 
 
+class SignalledTwice(Signalled):
+    """Sends SIGTERM once more while it saves."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_training_stop:
+            terminate()
+        super()._save_checkpoint(*args, **kwargs)
+
+
 def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """For each cell the steps, checkpoints and log of the stopped run, and the history of the resumed run.
 
-    cells: `at`: for each rank the event and the optimizer steps done at SIGTERM (None: no signal); the rest are
-    training arguments.
+    cells: `at`: for each rank the event and the optimizer steps done at SIGTERM (None: no signal); `twice`: a second
+    SIGTERM during the save; the rest are training arguments.
     """
     lines = as_rank(rank)
     results: dict[str, Any] = {"": history(train(Path(model), Path(out_dir, "whole"), block=KEEP, **EPOCH))}
     for name, cell in cells.items():
         out = Path(out_dir, name)
         changes = EPOCH | {"enable_jit_checkpoint": True, "save_steps": 100} | cell
-        event, steps = changes.pop("at")[rank] or ("on_step_end", -1)
-        kind = type("Stopped", (Signalled,), {"event": event, "steps": steps})
+        at, twice = changes.pop("at")[rank], changes.pop("twice", False)
+        event, steps = at or ("on_step_end", -1)
+        kind = type("Stopped", (SignalledTwice if twice else Signalled,), {"event": event, "steps": steps})
         lines.clear()
         stopped = train(Path(model), out, block=KEEP, trainer_class=kind, **changes)
         dist.barrier()
@@ -67,7 +80,11 @@ PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
     "all": ({"at": [(MIDDLE, 3), (MIDDLE, 3)]}, 4, [0, 1]),
     "rank 1 alone": ({"at": [None, (MIDDLE, 2)]}, 3, [1]),
     "rank 0 a step before rank 1": ({"at": [(END, 2), (END, 3)]}, 2, [0]),
-    "save_total_limit 1": ({"at": [None, (MIDDLE, 4)], "save_steps": 2, "save_total_limit": 1}, 5, [1]),
+    "twice, save_total_limit 1": (
+        {"at": [None, (MIDDLE, 4)], "twice": True, "save_steps": 2, "save_total_limit": 1},
+        5,
+        [1],
+    ),
 }
 """The cell, the optimizer step that all ranks save, the ranks that get SIGTERM."""
 
@@ -84,6 +101,18 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
             assert (result["steps"], result["left"]) == (step, [f"checkpoint-{step}"]), (rank, name)
             assert [line.split(":")[0] for line in result["logged"]] == [f"SIGTERM on rank {ranks[0]}"], (rank, name)
             assert result["history"] == outcome.value[""], (rank, name)
+
+
+def resumed_with_other_rows(rank: int, *, model: str, out_dir: str) -> str:
+    """The error that ends the resumed run."""
+    as_rank(rank)
+    train(Path(model), Path(out_dir), block=KEEP, stop=2, **EPOCH)
+    dist.barrier()
+    try:
+        train(Path(model), Path(out_dir), block=KEEP, resume=True, num_rows=50, **EPOCH)
+    except ODBError as error:
+        return str(error)
+    return "trained"
 
 
 NUM_ROWS = 200
@@ -174,3 +203,12 @@ def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     launch([whole, again], tmp_path, env=ENGINES[engine].env | ENV)
     first, second = (losses(Path(config["output_dir"])) for config in (whole, again))
     assert len(first) == SAVE_STEPS + 2 and second == first
+
+
+def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, tmp_path: Path) -> None:
+    options = {"model": str(tiny_text), "out_dir": str(tmp_path / "out")}
+    outcomes = run_ranks("distributed.test_saving_ranks:resumed_with_other_rows", tmp_path, limit_s=150, **options)
+    reasons = {re.sub(r"^rank \d left the training: ", "", outcome.value) for outcome in outcomes}
+    (reason,) = reasons  # a rank may report the error of the other rank
+    assert "samples was 60, is 50" in reason and "\n" not in reason
+    assert not any("sign of life" in outcome.output for outcome in outcomes)

@@ -29,7 +29,7 @@ from stock import load_data
 from support import RUN_TIMEOUT_S, read_audit, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import dataset
+from odb_factory.llamafactory import dataset, media
 from odb_factory.llamafactory.activation import activate, deactivate, is_active
 
 pytestmark = pytest.mark.timeout(600)
@@ -224,3 +224,25 @@ def test_a_pass_that_does_more_is_refused(config: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(dataset, name, lambda *args, **kwargs: stock(*args, **kwargs).map(change))
     with pytest.raises(ConfigError, match=f"gives another {column.replace('_system', 'input_ids')} "):
         load(config)
+
+
+def test_a_formula_that_differs_is_not_used(config, monkeypatch) -> None:
+    """`_regularize_images` gives other sizes than the processor: patches are then counted from its output."""
+    patches = media.MediaObserver.count_media
+    online = load(config)
+    assert online.media._by_formula
+    expected = patches(online.media, online[1], [])
+    regular = mm_plugin.Qwen2VLPlugin._regularize_images
+
+    def halved(self: Any, images: Any, **kwargs: Any) -> Any:
+        answer = regular(self, images, **kwargs)
+        if isinstance(images[0], media.SizeOnlyImage):
+            answer["images"] = [image.resize((image.width // 2, image.height // 2)) for image in answer["images"]]
+        return answer
+
+    for owner in (mm_plugin.MMPluginMixin, mm_plugin.Qwen2VLPlugin, mm_plugin.Qwen3VLPlugin):
+        if "_regularize_images" in vars(owner):
+            monkeypatch.setattr(owner, "_regularize_images", halved)
+    observer = load(config).media
+    assert not observer._by_formula
+    assert patches(observer, online[1], []) == expected

@@ -13,6 +13,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from llamafactory.data.parser import DatasetAttr
+from llamafactory.train.kto.trainer import CustomKTOTrainer
+from llamafactory.train.tuner import run_exp
 from PIL import Image
 from same_training import configurations, write_rows
 from stock import Stock, load_data, load_stock
@@ -22,9 +25,9 @@ from tiny_models import TinyModels
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
 from odb_factory.data.samples import Rejection, unpack
-from odb_factory.errors import DataError
+from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory import dataset as dataset_module
-from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planner import Budget
@@ -195,6 +198,23 @@ def test_sources_that_stock_converts_give_stocks_rows(tiny_vl, formats, tmp_path
     assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
 
 
+@pytest.mark.parametrize(
+    ("column", "feature"),
+    [
+        ("images", datasets.Image(mode="L")),
+        ("images", datasets.Sequence(datasets.Sequence(datasets.Image()))),
+        ("videos", datasets.Sequence(datasets.Sequence(datasets.Image()))),
+        ("audios", datasets.Audio()),
+    ],
+    ids=["mode", "nested", "frames", "audio"],
+)
+def test_media_that_stock_would_encode_again_are_converted_by_its_pass(column: str, feature: Any) -> None:
+    rows = datasets.Dataset.from_dict({"media": []}, features=datasets.Features({"media": feature}))
+    used, unused = (DatasetAttr("file", dataset_name="rows.json", **columns) for columns in ({column: "media"}, {}))
+    assert not dataset_module.is_convertible(rows, used)
+    assert dataset_module.is_convertible(rows, unused), "a column that is not used does not matter"
+
+
 ALPACA, PAIR = (
     {"prompt": "instruction"} | names for names in ({"response": "output"}, {"chosen": "a", "rejected": "b"})
 )
@@ -237,6 +257,18 @@ def test_a_dataset_without_rows_is_refused(tiny_text, formats, tmp_path) -> None
     config = training_config(tiny_text, formats, tmp_path / "out", dataset="alpaca", odb=BLOCK, max_samples=0)
     with pytest.raises(DataError, match="alpaca.json has no row"):
         load_data(config)
+
+
+def test_a_row_that_cannot_be_converted_is_named(tiny_text, formats, tmp_path) -> None:
+    rows = [_openai(k) for k in range(4)]
+    rows[2]["messages"][-1]["role"] = "developer"
+    (tmp_path / "openai.json").write_text(json.dumps(rows), encoding="utf-8")
+    shutil.copy(formats / "dataset_info.json", tmp_path)
+    online = load_data(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai", odb=BLOCK))
+    observer = RowObserver(online["train_dataset"].media, STAGES["sft"])
+    observed = ObservedDataset(online["train_dataset"], observer, ODBConfig.from_block(BLOCK), Budget(1024))
+    assert observed[2].reason == "unreadable" and observed[1].cost.tokens > 0
+    assert observed[2].message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
 
 
 OBSERVED = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
@@ -357,6 +389,20 @@ def test_tokenized_rows_without_media_columns(vl: Setting) -> None:
     assert ours.keys() == stock.keys() and all(torch.equal(ours[key], stock[key]) for key in columns)
 
 
+def test_a_row_with_images_and_videos_is_refused_if_ranks_share_parameters(vl: Setting) -> None:
+    """Its rank would run the vision tower twice, the others once, and all ranks would hang."""
+    features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
+    shared = {"model_type": "llava_next_video", "shards_parameters": True}
+    with pytest.raises(ValueError, match="both images and videos.*llava_next_video"):
+        RowObserver(vl.dataset.media, STAGES["sft"], **shared)(features)
+
+
+def test_tokenized_rows_that_are_packed_are_refused() -> None:
+    packed = datasets.Dataset.from_list([{"input_ids": [5, 6], "packing_params": {"sequence_boundaries": [0, 1, 2]}}])
+    with pytest.raises(ConfigError, match="^tokenized_path: "):
+        training_rows(packed, STAGES["sft"], None, None, None)
+
+
 TIGHT = {"token_budget": 512, "audit": True}
 NO_MEDIA: Any = SimpleNamespace(cost_of=lambda *args: {})
 
@@ -366,6 +412,30 @@ def test_a_pad_token_inside_a_document_carries_no_loss() -> None:
     tokenizer: Any = SimpleNamespace(pad_token_id=2)
     cost = STAGES["pt"].of_training(None, tokenizer).cost({"input_ids": [2, 5, 2, 7, 2]}, NO_MEDIA)
     assert (cost.tokens, cost.units, cost.leading_label) == (5, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("pref_loss", "pref_ftx", "units"),
+    [("sigmoid", 0.0, [1, 1]), ("sigmoid", 0.5, [0, 1]), ("ipo", 0.0, [0, 0]), ("simpo", 0.0, [0, 0])],
+)
+def test_an_empty_answer_is_left_out_if_the_loss_divides_by_its_length(pref_loss, pref_ftx, units) -> None:
+    arguments: Any = SimpleNamespace(pref_loss=pref_loss, pref_ftx=pref_ftx)
+    stage = STAGES["dpo"].of_training(arguments, None)
+    empty, answer = ([1, 1], [-100, -100]), ([1, 1, 4], [-100, -100, 4])
+    counted = []
+    for chosen, rejected in ((empty, answer), (answer, empty)):
+        features = {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1]}
+        features |= {"rejected_input_ids": rejected[0], "rejected_labels": rejected[1]}
+        cost = stage.cost(features, NO_MEDIA)
+        assert (cost.tokens, cost.row_tokens) == (5, 6)
+        counted.append(cost.units)
+    assert counted == units
+
+
+def test_rows_of_kto_with_videos_are_refused() -> None:
+    features = {"input_ids": [1, 2], "kl_input_ids": [1, 2, 3], "videos": ["one.mp4"]}
+    with pytest.raises(ValueError, match="it has videos"):
+        STAGES["kto"].cost(features, NO_MEDIA)
 
 
 @pytest.fixture(scope="module")
@@ -408,3 +478,16 @@ def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, A
             continue
     assert kept == [dict(row) for row in stock]
     assert len(online) - len(kept) == ("dropped" in config["dataset"])
+
+
+def test_another_loss_of_kto_is_refused(kto, tmp_path: Path, monkeypatch) -> None:
+    """A loss that is no function of the log-ratio minus the estimate."""
+    loss = CustomKTOTrainer.kto_loss
+
+    @functools.wraps(loss)
+    def another(trainer: Any, chosen: Any, rejected: Any, kl: Any, *reference: Any) -> Any:
+        return loss(trainer, chosen, rejected, 2 * kl, *reference)
+
+    monkeypatch.setattr(CustomKTOTrainer, "kto_loss", another)
+    with pytest.raises(ConfigError, match="kto_loss"):
+        run_exp(kto(tmp_path, odb=BLOCK))

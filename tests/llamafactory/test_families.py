@@ -35,7 +35,7 @@ from odb_factory.llamafactory.attach import PADS_TILES, _check_tiles
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planner import Budget, Cost, Media
+from odb_factory.planner import VIDEO, Budget, Cost, Media
 
 NEWEST = "0.9.5"
 GRID = ("gemma3n", "gemma4n")
@@ -211,6 +211,17 @@ def test_every_plugin_is_tested_or_cannot_be_built_offline() -> None:
     left_out = {PLUGINS[name] for name in ("base", *NOT_OFFLINE)}
     tested = {name for family in FAMILIES for name in (family.template, *family.templates)}
     assert tested == {name for name, template in TEMPLATES.items() if type(template.mm_plugin) not in left_out}
+
+
+@pytest.mark.parametrize(("model_type", "apart"), [(None, False), ("qwen2_vl", False), ("glm4v", True)])
+def test_videos_are_apart_from_images_if_the_model_runs_its_tower_for_each(
+    tmp_path: Path, model_type: str | None, apart: bool
+) -> None:
+    setting = of_template("qwen2_vl")
+    rows = make_rows("image and video", tmp_path)
+    dataset = OnlineDataset(rows, setting.rows, setting.media, STAGES["sft"])
+    observer = RowObserver(setting.media, STAGES["sft"], model_type=model_type)
+    assert [observer(dataset[index])[1].modality for index in range(2)] == [0, VIDEO if apart else 0]
 
 
 def test_a_processor_whose_answer_depends_on_pixels_runs_for_each_image(caplog, monkeypatch) -> None:

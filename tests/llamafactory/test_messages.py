@@ -182,6 +182,28 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
     assert lines[-1] in ours
 
 
+def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    def end_by(error: Exception) -> str:
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        return capsys.readouterr().err
+
+    assert "Traceback" in end_by(ODBError("two\nlines")), "no run has had a block"
+    uncaught.install()
+    uncaught.install()
+    assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
+    shown = end_by(ValueError("of another library"))
+    assert shown.startswith("Traceback") and "[odb]" not in shown, "not an error of odb"
+    monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
+    assert "Traceback" in end_by(ODBError("two\nlines"))
+    uncaught.uninstall()
+    assert sys.excepthook is sys.__excepthook__
+
+
 FILL = {"token_budget": 256, "global_batch_size": "fill"}
 FLAT = {"token_budget": 256, "layout": "flat"}
 BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [

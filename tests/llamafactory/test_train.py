@@ -106,6 +106,16 @@ def test_filled_steps_are_scheduled_saved_and_evaluated_by_samples(tiny_text, da
     )
 
 
+def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
+    """Other callbacks work, and a stopped run writes its summary."""
+    changes = {"num_train_epochs": 50, "learning_rate": 0.0, "val_size": 8, "eval_strategy": "epoch"}
+    changes |= {"save_strategy": "epoch", "load_best_model_at_end": True, "early_stopping_steps": 2}
+    run_exp(training_config(tiny_text, data_dir, tmp_path / "out", odb=BLOCK, **changes))
+    audit = read_audits(tmp_path / "out", 1)[0]
+    assert sorted(ids_by_epoch(audit)) == [0, 1, 2]
+    assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["epochs"] == 3
+
+
 class TextCollator(DataCollatorForSeq2Seq):
     """Has no template and takes no media."""
 

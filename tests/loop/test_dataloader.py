@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from toy import NUM_ROWS, Opening, Rows, item, pad
 from transformers import AutoTokenizer, BatchEncoding, DataCollatorForLanguageModeling
 
@@ -184,6 +184,25 @@ def test_a_sampler_that_goes_by_the_orders_it_has_drawn_is_resumed_in_a_later_ep
         assert rows_of(loader) == epochs[2]
 
 
+def test_a_loaded_state_is_not_dropped_in_silence(logged: pytest.LogCaptureFixture) -> None:
+    with make(batch_size=1) as first:
+        next(iter(first))
+        amid = first.state_dict()
+        first.set_epoch(3)
+        end = first.state_dict()
+    with make(batch_size=1) as second:
+        for state, epoch in ((end, 3), (amid, 0)):
+            second.load_state_dict(state)
+            second.set_epoch(epoch)
+        assert second.estimate_optimizer_steps() and not logged.messages
+        second.set_epoch(1)
+        assert "the loaded state, of epoch 0, is dropped" in logged.text
+        assert flat(epoch_of(second)) == EVERY_ROW
+        second.load_state_dict(end)
+        second.set_epoch(0)
+        assert "the loaded state, of epoch 3, is dropped" in logged.text
+
+
 # Rows that cannot be collated: left out before their optimizer step begins, or with weight 0 (I2, I8)
 
 BAD = {9, 31, 32, 33, 34, 57}
@@ -279,3 +298,31 @@ def test_rows_are_counted_by_reason_and_the_first_ten_logged(caplog: pytest.LogC
     assert left_out == {"unreadable": 6, "unsupervised": 4, "overlong": 2 * len(long), "collation": 2}
     assert len([message for message in caplog.messages if message.startswith("left out (")]) == 10
     assert "are counted and not logged" in caplog.text
+
+
+class Lines(IterableDataset):
+    """All iterators read one file, each from the beginning."""
+
+    def __init__(self, path: Path):
+        self.file = path.open()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.file.seek(0)
+        while line := self.file.readline():
+            yield item(int(line))
+
+
+def without_row_100(items: list[dict[str, Any]]) -> Any:
+    if any(item["input_ids"][0] == 101 for item in items):
+        raise ValueError("no pixels")
+    return pad(items)
+
+
+@pytest.mark.parametrize("batch_size", [1, 12])
+def test_a_stand_in_is_not_read_by_another_iterator(batch_size: int, tmp_path: Path) -> None:
+    """I2: the current iterator would go on elsewhere in the file."""
+    path = tmp_path / "rows"
+    path.write_text("".join(f"{k:60}\n" for k in range(600)))
+    options = {"token_budget": 41, "collate_fn": without_row_100, "on_error": "skip"}
+    with ODBDataLoader(Lines(path), batch_size, **options) as loader:
+        assert Counter(id for batch in loader for id in pop_step_info(batch).ids) == Counter(set(range(600)) - {100})

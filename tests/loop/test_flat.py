@@ -6,7 +6,9 @@ Real transformers models in float64 on real worker processes.
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from training.toy_training import collate
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from odb_factory import ConfigError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
-from odb_factory.model.flat_row import begin_row
+from odb_factory.model.flat_row import begin_row, row_in_progress
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +109,38 @@ def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, logged: pyt
     assert not [record for record in logged.records if record.levelname == "WARNING"] and model.training
 
 
+def test_the_replaced_forward_has_the_own_signature(tiny_text: Path) -> None:
+    """`generate` masks padding only if the signature of the forward has a mask."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
+    rows, signature = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]]), inspect.signature(model.forward)
+
+    def generate(**more: Any) -> torch.Tensor:
+        ask = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
+        return torch.stack(model.generate(rows, output_logits=True, **ask, **more).logits)
+
+    expected = generate()
+    assert not torch.allclose(generate(attention_mask=torch.ones_like(rows)), expected)
+    with make() as loader:
+        unpad(model, loader)
+        assert torch.allclose(generate(), expected) and inspect.signature(model.forward) == signature
+
+
+def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
+    """I10: a thread at the end of the epoch does not change the row within a forward, nor does the end of another
+    iteration, which the garbage collector may cause."""
+    with make() as loader, make() as other:
+        broken_off, batches, rest = iter(other), iter(loader), list[Any]()
+        pop_step_info(next(broken_off))
+        info = pop_step_info(next(batches))
+        del broken_off
+        thread = threading.Thread(target=rest.extend, args=(batches,))
+        thread.start()
+        thread.join()
+        row = row_in_progress()
+        assert rest and row is not None and row.segments == info.segments
+        pop_step_info(rest[-1])
+
+
 def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
     """I10: by name, or by what they compute."""
 
@@ -123,6 +157,14 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
     refused(model, "made with layout='flat'", layout="padded")
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     refused(model, r"loss of rows .* is nan, each alone in a plain batch")
+
+
+def test_auto_is_padded_in_a_loop() -> None:
+    with make(layout="auto") as loader:
+        batch = next(iter(loader))
+        assert pop_step_info(batch).segments == () and "position_ids" not in batch
+    with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 .*`layout: flat`"):
+        make(layout="auto", pad_to_multiple_of=8)
 
 
 def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:

@@ -76,6 +76,26 @@ def test_the_step_info_has_the_figures_of_a_loop(steps: dict[str, Any]) -> None:
     assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "taken" not in repr(infos[0])
 
 
+def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
+    """Its default is `stock`, which is unknown in a loop."""
+    with make(config=ODBConfig(token_budget=BUDGET), token_budget=None) as loader:
+        assert pop_step_info(next(iter(loader))).loss_scaling == "exact"
+
+
+def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
+    """I2: a micro-batch is yielded before the next is collated, with any accumulation."""
+    place = torch.zeros(16, 40, dtype=torch.long)
+
+    def reuse(items: list[Any]) -> Any:
+        ids = pad(items)["input_ids"]
+        view = place[: len(ids), : ids.shape[1]].copy_(ids)
+        return {"input_ids": view, "labels": view.masked_fill(view == 0, -100)}
+
+    with make(collate_fn=reuse, gradient_accumulation_steps=3) as loader:
+        for batch in loader:
+            assert (batch["input_ids"][:, 0] - 1).tolist() == list(pop_step_info(batch).ids)
+
+
 @pytest.mark.parametrize("kind", [Rows, Stream])
 def test_an_epoch_ends_as_in_torch(kind: Any) -> None:
     """An epoch ends with the remaining rows, or with `drop_last` at the last whole batch of all ranks."""

@@ -72,6 +72,15 @@ def test_a_flat_row_is_its_samples_alone(kind: str) -> None:
     check_flat_is_alone(model)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "recurrent_gemma"])
+def test_gradient_checkpointing(kind: str, reentrant: bool) -> None:
+    model = make_model(kind, torch.float64)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    check_flat_is_alone(model)
+
+
 def test_lora_in_a_mixer_under_autocast() -> None:
     """Flat rows differ from samples alone by no more than padded rows do; both round to bfloat16."""
     model = make_model("qwen3_5_text")

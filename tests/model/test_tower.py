@@ -150,6 +150,14 @@ def test_one_pass_equals_two(family: str) -> None:
     assert float(sum(merged_gradients[name].abs().sum() for name in merged_gradients if "visual" in name)) > 0
 
 
+def test_an_error_leaves_the_model_unchanged() -> None:
+    model = make_model("qwen3_vl")
+    before = [(name, set(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()]
+    with pytest.raises(KeyError), one_pass(model, None, torch.nn.Linear(1, 1)):
+        raise KeyError
+    assert [(name, set(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()] == before
+
+
 def test_every_family_is_tested() -> None:
     """The tower of an omni model is in its thinker, the part that is trained."""
     assert set(FAMILIES) <= {*CLASSES, "qwen2_5_omni", "qwen3_omni_moe"}
