@@ -271,4 +271,5 @@ def ends_after_a_pause(rank: int, fails: bool) -> None:
 def test_a_rank_may_end_before_the_other(fails: bool, tmp_path: Path) -> None:
     """Rank 0 serves a store that the other rank reads now and then."""
     for outcome in run_ranks("distributed.test_patience:ends_after_a_pause", tmp_path, fails=fails):
-        assert "Exception" not in outcome.output and "[odb]" not in outcome.output
+        lines = [line for line in outcome.output.splitlines() if not line.startswith("[odb] one optimizer step: ")]
+        assert not any("Exception" in line or "[odb]" in line for line in lines), lines
