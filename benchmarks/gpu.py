@@ -131,7 +131,7 @@ def _save_model(model: Model, place: Path, text: str, tiny: bool) -> None:
     import torch
     import transformers
 
-    from odb_factory.cli.tiny_model import train_tokenizer, write_processor
+    from odb_factory.cli.demo import train_tokenizer, write_processor
 
     draft = place.with_name("draft")
     shutil.rmtree(draft, ignore_errors=True)

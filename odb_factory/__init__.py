@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.version import __version__
+from odb_factory.refusals import __version__
 
 if TYPE_CHECKING:
     from odb_factory.config import ODBConfig as ODBConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from odb_factory.model.unpad import unpad as unpad
     from odb_factory.planner import Collation as Collation
     from odb_factory.planner import Cost as Cost
-    from odb_factory.planner.micro_batches import plan_micro_batches as plan_micro_batches
+    from odb_factory.planner.keep import plan_micro_batches as plan_micro_batches
     from odb_factory.training.trainer import ODBTrainer as ODBTrainer
     from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
     from odb_factory.training.trainer import enable_odb as enable_odb
@@ -45,7 +45,7 @@ _HOMES = {
     "ODBTrainerMixin": "odb_factory.training.trainer",
     "apply_odb": "odb_factory.loader",
     "enable_odb": "odb_factory.training.trainer",
-    "plan_micro_batches": "odb_factory.planner.micro_batches",
+    "plan_micro_batches": "odb_factory.planner.keep",
     "pop_step_info": "odb_factory.loader",
     "unpad": "odb_factory.model.unpad",
     "weighted_loss": "odb_factory.loader",

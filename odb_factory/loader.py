@@ -22,8 +22,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from odb_factory.accounting.losses import TokenLoss, in_float32, weighted_token_loss
-from odb_factory.accounting.statistics import StepAccounting, log_first_step
+from odb_factory.accounting import StepAccounting, TokenLoss, in_float32, log_first_step, weighted_token_loss
 from odb_factory.config import LOSS_SCALINGS, ODBConfig, ODBKeys, make_config, refusals_of_auto
 from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.loader import ODBLoader, Pass
@@ -39,8 +38,7 @@ from odb_factory.data.order import (
 )
 from odb_factory.data.pool import why_not_observed
 from odb_factory.data.ranks import Ranks, check_process_group, find_process_group, gather_once, ring_of, world_size_of
-from odb_factory.data.samples import Measured, MicroBatch
-from odb_factory.data.serialize import Picklable
+from odb_factory.data.samples import Measured, MicroBatch, Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger

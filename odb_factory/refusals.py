@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
 
 from odb_factory.errors import ConfigError, quoted
-from odb_factory.version import installed_version
+
+__version__ = "0.2.0"
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if not installed. odb_factory itself may run without being installed."""
+    if package == "odb_factory":
+        return __version__
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 class Settings:

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+from odb_factory.cli.demo import build_tiny_qwen2, build_tiny_qwen3_vl
 
 # Set before torch is imported, which then counts its threads. Tiny models gain nothing from threads, and worker
 # processes need the cores.
@@ -34,7 +34,6 @@ OTHER_THAN_FOLDER = {
     "data/test_resume.py",
     "llamafactory/test_families.py",
     "loop/test_own_loop_ranks.py",
-    "loop/test_replicas.py",
     "training/test_budgets.py",
     "training/test_exact_gradient.py",
     "training/test_resume.py",

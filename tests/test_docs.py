@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from toy import a_micro_batch
 
 import odb_factory
-from odb_factory.accounting import statistics
+from odb_factory import accounting
 from odb_factory.cli.main import COMMANDS, EXTRAS, main
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.samples import Measured
@@ -92,13 +92,13 @@ def test_reference_has_every_public_name() -> None:
     assert get_type_hints(ODBKeys) == get_type_hints(ODBConfig)
     fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
     assert first_column("Step info") == fields | {"loss_scale"}
-    metrics = statistics.metrics_of(defaultdict(float), token_budget=8, world_size=1).keys()
+    metrics = accounting.metrics_of(defaultdict(float), token_budget=8, world_size=1).keys()
     assert first_column("Metrics") == metrics | {"odb/peak_memory_gib"}
-    assert {*statistics.SUMMARY, *statistics.ratios_of(defaultdict(float))} < first_column("Summary")
+    assert {*accounting.SUMMARY, *accounting.ratios_of(defaultdict(float))} < first_column("Summary")
     measured = Measured(rows=2, length=3, media=Media(), units=3)
-    line = statistics.audit_line(statistics.Computing(a_micro_batch(), measured, 1.0), 0, 2, 0.25)
+    line = accounting.audit_line(accounting.Computing(a_micro_batch(), measured, 1.0), 0, 2, 0.25)
     assert first_column("Audit") == line.keys()
-    assert (statistics.AUDIT_FILE, statistics.SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
+    assert (accounting.AUDIT_FILE, accounting.SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
     assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()
 
 
@@ -110,12 +110,14 @@ EXTRA = {extra: list(map(Requirement, texts)) for extra, texts in PROJECT["optio
 
 def test_requirements() -> None:
     """The core is small and has no upper bounds. pip would replace a clone of the main branch that is outside the pin;
-    an extra has the packages of its commands."""
+    an extra has the packages of its commands. The changelog begins with this version."""
     core = list(map(Requirement, PROJECT["dependencies"]))
     assert len(core) <= 8 and {bound.operator for package in core for bound in package.specifier} <= {">="}
     (pin,) = [package.specifier for package in EXTRA["llamafactory"] if package.name == "llamafactory"]
     assert pin == SpecifierSet(SUPPORTED)
     assert all(pin.contains(version, prereleases=True) for version in ("0.9.5", NEWEST_TESTED, "0.9.6"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+)$", changelog, re.MULTILINE)[0] == odb_factory.__version__
     for extra, packages in EXTRAS.items():
         assert set(packages) <= {package.name for package in EXTRA[extra]}, extra
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from plan_checks import check_groups, totals_of
-from planner_strategies import shape_of
+from plan_checks import check_groups, shape_of, totals_of
 from thread_ranks import LOST, Seat, run_ranks
 from torch.utils.data import BatchSampler, IterableDataset
 from toy import core_loader, cost_of

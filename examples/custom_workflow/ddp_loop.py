@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from odb_factory import ODBDataLoader, pop_step_info
-from odb_factory.cli.tiny_model import build_tiny_qwen2
+from odb_factory.cli.demo import build_tiny_qwen2
 
 
 class Chats(Dataset):

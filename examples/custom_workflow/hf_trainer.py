@@ -14,7 +14,7 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
-from odb_factory.cli.tiny_model import build_tiny_qwen2
+from odb_factory.cli.demo import build_tiny_qwen2
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
+from odb_factory.cli.demo import build_tiny_qwen3_vl
 from odb_factory.cli.mm_mix import build_builtin_mix
-from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
 
 FRAMES_A_SECOND, MOST_FRAMES = 2.0, 16
 PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import odb_factory.integrations.trl  # noqa: F401  with transformers 5, trl 0.24 cannot be imported without it
 from odb_factory import plan_micro_batches
-from odb_factory.cli.tiny_model import build_tiny_qwen2
+from odb_factory.cli.demo import build_tiny_qwen2
 
 MEAN_OF_SAMPLES = ("grpo", "dr_grpo")
 """TRL's `loss_type`s that take the mean over the answers of a batch; the others take it over their tokens."""

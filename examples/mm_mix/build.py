@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from odb_factory.cli.demo import build_tiny_qwen3_vl
 from odb_factory.cli.mm_mix import build_builtin_mix
-from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
 
 
 def main() -> None:

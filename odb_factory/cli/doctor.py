@@ -15,7 +15,7 @@ from typing import Any
 
 from odb_factory.llamafactory import activation, hooks
 from odb_factory.llamafactory.activation import DISABLE, HOOKS, NEWEST_TESTED, SUPPORTED
-from odb_factory.version import __version__, installed_version
+from odb_factory.refusals import __version__, installed_version
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RELEASES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from odb_factory.errors import ODBError
-from odb_factory.version import __version__
+from odb_factory.refusals import __version__
 
 EXTRAS = {"llamafactory": ("llamafactory",), "tools": ("matplotlib", "rich")}
 """Extra of odb_factory -> packages of this extra that commands need."""

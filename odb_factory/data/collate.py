@@ -15,8 +15,7 @@ from torch import Tensor
 
 from odb_factory.data.flat import UNPADDED, flatten, model_keys, with_flat_rows
 from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch, retried
-from odb_factory.data.samples import Measured, MicroBatch, Sample, name_rows
-from odb_factory.data.serialize import unpack
+from odb_factory.data.samples import Measured, MicroBatch, Sample, name_rows, unpack
 from odb_factory.errors import ConfigError, DataError, LayoutError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planner import VIDEO, Budget, Media

@@ -20,7 +20,6 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import Tensor
 
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.agreement import block_settings, compare, releases
 from odb_factory.data.collate import Collated, CollatedDataset, Salvaged
 from odb_factory.data.cursor import Cursor
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
@@ -32,9 +31,17 @@ from odb_factory.data.order import (
     length_of,
 )
 from odb_factory.data.pool import CLOSED, POLL_S, Draws, Pending, Pool, Row, Work, ends_of, size
-from odb_factory.data.ranks import Ranks
-from odb_factory.data.samples import LeftOut, MicroBatch, OptimizerStep, Rejection, Remaining, Sample, no_usable_row
-from odb_factory.data.serialize import Picklable
+from odb_factory.data.ranks import Ranks, block_settings, compare, releases
+from odb_factory.data.samples import (
+    LeftOut,
+    MicroBatch,
+    OptimizerStep,
+    Picklable,
+    Rejection,
+    Remaining,
+    Sample,
+    no_usable_row,
+)
 from odb_factory.data.steps import EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger

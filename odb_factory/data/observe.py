@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost
-from odb_factory.data.serialize import pack, unpack
+from odb_factory.data.samples import Measured, Rejection, Sample, describe_cost, pack, unpack
 from odb_factory.errors import DataError, one_line
 from odb_factory.planner import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 

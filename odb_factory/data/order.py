@@ -23,11 +23,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import first_unlike
 from odb_factory.data.observe import RawItem
-from odb_factory.data.ranks import world_size_of
-from odb_factory.data.samples import Rejection, Remaining
-from odb_factory.data.serialize import fingerprint
+from odb_factory.data.ranks import first_unlike, world_size_of
+from odb_factory.data.samples import Rejection, Remaining, fingerprint
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planner import BufferMetadata, Collation
 from odb_factory.planner.plan import pool

@@ -41,8 +41,7 @@ from torch.utils.data import _utils as torch_utils
 from odb_factory.data.collate import CollatedDataset, Salvaged
 from odb_factory.data.observe import ItemError, ItemObserver, ObservedDataset, RawItem, UnitsFrom
 from odb_factory.data.order import DataLoaderParts
-from odb_factory.data.samples import Rejection, Sample, name_rows
-from odb_factory.data.serialize import NOT_SENT, Dumped, dump, fingerprint, load
+from odb_factory.data.samples import NOT_SENT, Dumped, Rejection, Sample, dump, fingerprint, load, name_rows
 from odb_factory.ending import why_no_space, why_worker_died
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.random_numbers import kept_random_numbers, random_seed, seed_random_numbers
@@ -64,7 +63,7 @@ CLOSED = "odb: this loader has been closed; make another one."
 
 @dataclass(slots=True)
 class _Worker:
-    """This process as a worker. line: its line of the table of `_begin`. connection: see `serialize.dump`. problem: why
+    """This process as a worker. line: its line of the table of `_begin`. connection: see `dump`. problem: why
     the worker can compute nothing."""
 
     number: int

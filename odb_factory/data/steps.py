@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.agreement import first_unlike
 from odb_factory.data.cursor import Place
 from odb_factory.data.order import ShardSampler, StockSteps, StreamReader, split_by_weight
 from odb_factory.data.pool import Pool, size
-from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks
+from odb_factory.data.ranks import LEFT_EPOCH, RankMetadata, Ranks, first_unlike
 from odb_factory.data.samples import (
     LeftOut,
     MicroBatch,

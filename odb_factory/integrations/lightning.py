@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from odb_factory.accounting.losses import in_float32
+from odb_factory.accounting import in_float32
 from odb_factory.errors import ConfigError
 from odb_factory.loader import ODBDataLoader, ODBStepInfo, pop_step_info
 from odb_factory.model.flat_row import begin_row

@@ -15,7 +15,7 @@ from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.serialize import Picklable, fingerprint
+from odb_factory.data.samples import Picklable, fingerprint
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import WHY_NOT_SHIFTED
 from odb_factory.llamafactory.dataset import (

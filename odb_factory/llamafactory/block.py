@@ -220,8 +220,7 @@ def check_combination(
 
     config: the block; None in a patched fork, whose `data_args` hold it.
     """
-    from odb_factory.data.agreement import block_settings, compare, releases
-    from odb_factory.data.ranks import gather_once
+    from odb_factory.data.ranks import block_settings, compare, gather_once, releases
     from odb_factory.llamafactory import dataset
     from odb_factory.training.checks import check_arguments, of_arguments
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting import Computing
 from odb_factory.data.collate import Collated
 from odb_factory.data.flat import UNPADDED
 from odb_factory.data.samples import MicroBatch

@@ -12,9 +12,8 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from odb_factory.data.agreement import compare
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.ranks import Channel
+from odb_factory.data.ranks import Channel, compare
 from odb_factory.errors import ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
 

@@ -28,8 +28,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
-from odb_factory.accounting.losses import loss_of
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting import Computing, loss_of
 from odb_factory.config import AUTO, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader

@@ -18,8 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_factory.accounting.losses import sum_of_losses
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting import Computing, sum_of_losses
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.ranks import ring_of
@@ -30,8 +29,8 @@ from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
 from odb_factory.planner import Budget, Limits
 from odb_factory.training.arguments import replaced
+from odb_factory.training.budgets import Recompute
 from odb_factory.training.checks import why_not_split
-from odb_factory.training.recompute import Recompute
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting import Computing
 from odb_factory.data.samples import OptimizerStep
 from odb_factory.training.arguments import replaced
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from odb_factory.accounting.statistics import Computing, StepAccounting, log_first_step
+from odb_factory.accounting import Computing, StepAccounting, log_first_step
 from odb_factory.config import BUDGETS, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.loader import ODBLoader
@@ -46,11 +46,10 @@ from odb_factory.model.known import can_know
 from odb_factory.model.tower import images_at_once, one_pass, patch_products
 from odb_factory.model.unpad import FlatRows, UnpadDoor
 from odb_factory.training.arguments import replaced, run_arguments
-from odb_factory.training.auto_budget import choose_budgets, rehearse
+from odb_factory.training.budgets import Recompute, can_be_measured, choose_budgets, find_recompute, rehearse
 from odb_factory.training.checkpoint import CURSOR, Checkpoint, Preemption, go_to_checkpoint
 from odb_factory.training.checks import check_hooks, check_own_rows, of_trainer, why_not_split
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
-from odb_factory.training.recompute import Recompute, can_be_measured, find_recompute
 from odb_factory.training.shared_encoder import shared_encoder
 from odb_factory.training.stock import StockLoss, UnknownWeights, assumed, measurable_model, measure, short_rows
 

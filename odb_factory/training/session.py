@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_function
 
-from odb_factory.accounting.losses import TokenLoss, in_float32
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting import Computing, TokenLoss, in_float32
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.flat import UNPADDED
@@ -27,8 +26,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver, Measure, Observer
 from odb_factory.data.order import DataLoaderParts, StockMean
 from odb_factory.data.ranks import Ranks, gather_once
-from odb_factory.data.samples import Measured
-from odb_factory.data.serialize import Picklable
+from odb_factory.data.samples import Measured, Picklable
 from odb_factory.errors import ConfigError
 from odb_factory.memory import MemoryMeter
 from odb_factory.model.check import Layout, positions_of_media, unwrapped

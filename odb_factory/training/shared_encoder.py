@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from odb_factory.data.agreement import compare
-from odb_factory.data.ranks import gather_once, patience_of, ring_of
+from odb_factory.data.ranks import compare, gather_once, patience_of, ring_of
 from odb_factory.log import get_logger
 from odb_factory.model.encoder import EncoderDoor, cost_of, find_tower
 from odb_factory.planner import EncoderCost, EncoderPlan, plan_encoders

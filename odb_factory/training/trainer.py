@@ -20,8 +20,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from odb_factory import memory
-from odb_factory.accounting.losses import sum_of_losses
-from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting import Computing, sum_of_losses
 from odb_factory.config import ODBConfig, ODBKeys, make_config
 from odb_factory.data.flat import pads_left
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, MediaCut, Observer, RowDropped, measure_batch

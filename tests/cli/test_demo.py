@@ -13,9 +13,9 @@ import transformers
 from PIL import Image
 
 from odb_factory.cli import demo
+from odb_factory.cli.demo import build_tiny_qwen2
 from odb_factory.cli.main import main
 from odb_factory.cli.mm_mix import build_builtin_mix
-from odb_factory.cli.tiny_model import build_tiny_qwen2
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,8 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollat
 from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import flatten
 from odb_factory.data.observe import VIDEO_KEYS, count_media, count_supervised, measure_batch
-from odb_factory.data.samples import Measured, Sample
-from odb_factory.data.serialize import fingerprint, pack, unpack
+from odb_factory.data.samples import Measured, Sample, fingerprint, pack, unpack
 from odb_factory.errors import DataError, LayoutError
 from odb_factory.planner import Budget, Collation, Cost, Media
 
@@ -321,3 +320,11 @@ def test_collators_that_lay_flat_themselves_give_the_same_rows(tiny_text: Path) 
             assert torch.equal(flat[key], expected[key]), (name, key)
         assert "attention_mask" not in flat
     assert flats["transformers"][0]["cu_seq_lens_q"].tolist() == [0, 4, 5, 11]
+
+
+def test_tokens_that_a_flat_collator_adds_after_the_samples_are_a_segment() -> None:
+    batch = TRLCollator(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)(items([4, 6]))
+    flat, segments = flatten(batch, [4, 6], pad_to_multiple_of=10)
+    assert segments.lengths == (4, 6, 6, 4) and flat["input_ids"].shape == (1, 20)
+    assert flat["position_ids"][0, 10:].tolist() == [*range(6), *range(4)]
+    assert (flat["labels"][0, 10:] == IGNORE).all()

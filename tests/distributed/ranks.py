@@ -1,4 +1,4 @@
-"""Ranks without a training: processes that each run one function, and a toy loader for such a function."""
+"""Ranks without a training: processes that each run one function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +20,6 @@ import torch
 import torch.distributed as dist
 from distributed import forks
 from support import free_port
-from toy import Observer, core_loader
-
-from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import StockMean
-from odb_factory.data.ranks import Ranks
 
 TESTS = Path(__file__).parents[1]
 GROUP_TIMEOUT = "ODB_TEST_GROUP_TIMEOUT"
@@ -105,27 +99,6 @@ def _kill_group(process: forks.Forked) -> None:
     except ProcessLookupError:
         pass
     process.wait(10)
-
-
-# In a rank
-
-
-def toy_loader(
-    num_rows: int,
-    *,
-    timeout_s: float = 30,
-    bad: int | None = None,
-    hangs: tuple[int, int] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    **options: Any,
-) -> AbstractContextManager[ODBLoader]:
-    """Rows of 2 to 40 tokens, dealt out in turn. bad: a row that cannot be collated; hangs: as in `Observer`."""
-    rows = [(k, 2 + k * 7 % 39, "uncollatable" if k == bad else "") for k in range(num_rows)]
-    if "stock_mean" in options:  # JSON has only its name
-        options["stock_mean"] = StockMean(options["stock_mean"])
-    defaults = {"num_workers": 1, "persistent_workers": True, "accumulation": 2, "seed": 0}
-    observer, ranks = Observer(tuple(hangs) if hangs else None), Ranks(process_group, timeout_s)
-    return core_loader(rows, observer=observer, ranks=ranks, **defaults | options)
 
 
 def main(function: str, kwargs: str, result: str) -> None:

@@ -114,16 +114,6 @@ def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
         assert has_ray_error or "has ended without a word" in lines[ours], "\n".join(lines)
 
 
-@pytest.mark.nightly
-def test_a_refused_training_ends_in_one_line(config_of, tmp_path) -> None:
-    """The refusal depends on the number of workers."""
-    config = config_of(odb={"oom": "skip"}, torch_compile=True)
-    with Command([*CLI, write_config(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
-        assert run.end() != 0
-        assert run.own_lines()[-1].startswith("[odb] odb.oom: 'skip' works in one process"), run.log[-6000:]
-        assert not any(line.startswith("Traceback") for line in run.own_lines())
-
-
 def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:
     """examples/ray_train.py on two nodes; after a node dies, losses equal those of a run without a failure."""
     config = config_of(

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from distributed.invariants import check_audits, check_books, read_audits
 from distributed.launch import Node, Run
+from distributed.rows import check_audits, check_books, read_audits
 from distributed.test_engines import deepspeed_config
 from support import training_config
 

@@ -1,25 +1,33 @@
-"""Rows converted one at a time equal the rows of LLaMA-Factory's pass over all rows."""
+"""Rows converted and observed one at a time equal the rows of LLaMA-Factory's pass over all rows."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
+import torch
 from llamafactory.data.parser import DatasetAttr
+from llamafactory.train.kto.trainer import CustomKTOTrainer
+from llamafactory.train.tuner import run_exp
 from PIL import Image
-from stock import load_data
-from support import noise, training_config
+from same_training import configurations, write_rows
+from stock import Stock, load_data, load_stock
+from support import noise, training_config, write_dataset
+from tiny_models import TinyModels
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
-from odb_factory.errors import DataError
+from odb_factory.data.samples import Rejection, unpack
+from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory import dataset as dataset_module
-from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset, training_rows
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planner import Budget
@@ -183,6 +191,13 @@ def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path
         assert once.tobytes() != stock[0]["images"][0].tobytes(), "the JPEG should have changed"
 
 
+def test_sources_that_stock_converts_give_stocks_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
+    config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
+    stock = load_data(config)
+    monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
+    assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
+
+
 @pytest.mark.parametrize(
     ("column", "feature"),
     [
@@ -200,25 +215,6 @@ def test_media_that_stock_would_encode_again_are_converted_by_its_pass(column: s
     assert dataset_module.is_convertible(rows, unused), "a column that is not used does not matter"
 
 
-def test_sources_that_stock_converts_give_stocks_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
-    config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
-    stock = load_data(config)
-    monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
-    assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
-
-
-def test_a_row_that_cannot_be_converted_is_named(tiny_text, formats, tmp_path) -> None:
-    rows = [_openai(k) for k in range(4)]
-    rows[2]["messages"][-1]["role"] = "developer"
-    (tmp_path / "openai.json").write_text(json.dumps(rows), encoding="utf-8")
-    shutil.copy(formats / "dataset_info.json", tmp_path)
-    online = load_data(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai", odb=BLOCK))
-    observer = RowObserver(online["train_dataset"].media, STAGES["sft"])
-    observed = ObservedDataset(online["train_dataset"], observer, ODBConfig.from_block(BLOCK), Budget(1024))
-    assert observed[2].reason == "unreadable" and observed[1].cost.tokens > 0
-    assert observed[2].message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
-
-
 ALPACA, PAIR = (
     {"prompt": "instruction"} | names for names in ({"response": "output"}, {"chosen": "a", "rejected": "b"})
 )
@@ -229,12 +225,10 @@ ANSWERED = {"from": "gpt", "value": "so"}
 DROPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "number": ("sft", {"columns": ALPACA}, ROW | {"output": 2}, "response 'output'"),
     "label": ("kto", {"columns": ALPACA | {"kto_tag": "label"}}, ROW | {"label": 1}, "kto_tag 'label'"),
-    "no label": ("kto", {"columns": ALPACA}, ROW, "kto_tag None"),
     "pair": ("rm", {"ranking": True, "columns": PAIR}, ROW | {"a": "so", "b": 0}, "rejected 'b'"),
     "role": ("sft", SHAREGPT, {"conversations": [ASKED, ANSWERED | {"from": "bot"}]}, "assistant_tag 'gpt'"),
     "tags": ("sft", SHAREGPT | {"tags": SHAREGPT_TAGS}, {"conversations": [ASKED]}, "role_tag 'role'"),
     "no answer": ("sft", SHAREGPT, {"conversations": [ASKED]}, "messages 'conversations'"),
-    "text": ("sft", SHAREGPT | {"columns": {"messages": "text"}}, {"text": "why? so"}, "messages 'text'"),
     "no such column": ("sft", {"columns": ALPACA | {"response": "answer"}}, ROW, "not 'answer'.*response 'answer'"),
 }
 """Stage, description and row of a dataset, and a pattern of the message."""
@@ -259,19 +253,241 @@ def test_a_dataset_without_a_usable_row_is_refused(tiny_text, tmp_path, case: st
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["role", "no answer"])
-def test_a_dropped_row_is_reported_with_its_description(tiny_text, tmp_path, case: str) -> None:
-    """Other rows are good, so the dataset itself is not refused."""
-    _, description, row, names = DROPPED[case]
-    good = {"conversations": [ASKED, ANSWERED]}
-    write_described(tmp_path, [good, row, good], description)
-    online = load_data(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="rows", odb=BLOCK))
-    with pytest.raises(RowDropped, match=names):
-        online["train_dataset"][1]
-    assert online["train_dataset"][0] == online["train_dataset"][2]
-
-
 def test_a_dataset_without_rows_is_refused(tiny_text, formats, tmp_path) -> None:
     config = training_config(tiny_text, formats, tmp_path / "out", dataset="alpaca", odb=BLOCK, max_samples=0)
     with pytest.raises(DataError, match="alpaca.json has no row"):
         load_data(config)
+
+
+def test_a_row_that_cannot_be_converted_is_named(tiny_text, formats, tmp_path) -> None:
+    rows = [_openai(k) for k in range(4)]
+    rows[2]["messages"][-1]["role"] = "developer"
+    (tmp_path / "openai.json").write_text(json.dumps(rows), encoding="utf-8")
+    shutil.copy(formats / "dataset_info.json", tmp_path)
+    online = load_data(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai", odb=BLOCK))
+    observer = RowObserver(online["train_dataset"].media, STAGES["sft"])
+    observed = ObservedDataset(online["train_dataset"], observer, ODBConfig.from_block(BLOCK), Budget(1024))
+    assert observed[2].reason == "unreadable" and observed[1].cost.tokens > 0
+    assert observed[2].message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
+
+
+OBSERVED = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
+
+
+class Setting:
+    """A configuration of real LLaMA-Factory with a block; `stock` is loaded when it is used."""
+
+    def __init__(self, config: dict[str, Any], **block: Any):
+        self.stock_config, self.config = config, ODBConfig.from_block(OBSERVED | block)
+        self.dataset: OnlineDataset = load_data({**config, "odb": OBSERVED | block})["train_dataset"]
+        self.observer = RowObserver(self.dataset.media, STAGES["sft"])
+
+    @functools.cached_property
+    def stock(self) -> Stock:
+        return load_stock(self.stock_config)
+
+    def stock_row(self, index: int) -> dict[str, Any]:
+        return dict(self.stock.datasets["train_dataset"][index])
+
+    def observe(self, index: int, tokenized: list[dict[str, Any]] | None = None) -> Any:
+        """Observe a row of the dataset, or of tokenized rows."""
+        rows: Any = self.dataset
+        if tokenized is not None:
+            rows = TokenizedDataset(datasets.Dataset.from_list(tokenized), rows.media, STAGES["sft"])
+        budget = Budget(self.config.token_budget, self.config.max_patches)
+        return ObservedDataset(rows, self.observer, self.config, budget)[index]
+
+
+@pytest.fixture(scope="module")
+def vl(tiny_vl, data_dir, tmp_path_factory) -> Setting:
+    return Setting(training_config(tiny_vl, data_dir, tmp_path_factory.mktemp("out"), dataset="texts,pictures"))
+
+
+def conversation(question: str, images: tuple[str, ...] = (), system: str = "") -> dict[str, Any]:
+    turns = [("system", system)] if system else []
+    turns += [("user", question), ("assistant", "an answer of some words")]
+    return {"messages": [{"role": role, "content": content} for role, content in turns], "images": list(images)}
+
+
+def setting_of(rows: list[dict[str, Any]], model: Path, folder: Path, **block: Any) -> Setting:
+    """The setting of a dataset `mine` with these rows."""
+    return Setting(
+        training_config(model, write_dataset(folder, {"mine": rows}), folder / "out", dataset="mine"), **block
+    )
+
+
+@pytest.mark.stock
+def test_cut_placeholders(tiny_vl, data_dir, tmp_path) -> None:
+    config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures", cutoff_len=16)
+    sample = Setting(config).observe(1)
+    assert isinstance(sample, Rejection) and sample.fatal and sample.reason == "media_cut"
+    for word in ("cutoff_len 16", "row 1 of pictures.json", "wide.png", "overlong: drop"):
+        assert word in sample.message
+    assert "\n" not in sample.message
+    dropped = Setting(config, overlong="drop").observe(1)
+    assert not dropped.fatal and "overlong" not in dropped.message, "no advice to set what is set"
+
+
+@pytest.mark.stock
+def test_placeholders_written_out(tiny_vl, tmp_path) -> None:
+    """A text with `<|image_pad|>` is a bad row, for `on_error`; stock fails when it collates the row."""
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "red.png")
+    rows = [
+        conversation("what is <|image_pad|> for"),
+        conversation("what is <|video_pad|> for"),
+        conversation("<image>what is <|image_pad|> for", ("red.png",)),
+        conversation("what?", system="say <|image_pad|>"),
+        conversation("<|image_pad|> <image>", ("red.png",)),
+        conversation("what?"),
+        conversation("<image>what is <|vision_start|> for", ("red.png",)),
+    ]
+    setting = setting_of(rows, tiny_vl, tmp_path, on_error="skip")
+    for index in range(len(rows)):
+        sample = setting.observe(index)
+        if index > 4:
+            assert not isinstance(sample, Rejection)
+            continue
+        assert (sample.reason, sample.fatal) == ("unreadable", False)
+        assert f"row {index} of mine.json" in sample.message and "contains the placeholder" in sample.message
+    # Also if truncation leaves as many placeholders as the picture needs.
+    data_args = setting.dataset.processor.data_args
+    for data_args.cutoff_len in range(4, len(setting.stock_row(4)["input_ids"]) + 2):
+        assert isinstance(setting.observe(4), Rejection), data_args.cutoff_len
+
+
+@pytest.mark.stock
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_media_that_cannot_be_read(tiny_vl, tmp_path, on_error: str) -> None:
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "good.png")
+    (tmp_path / "not_an_image.png").write_bytes(b"plain text")
+    whole = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "folder.png").mkdir()
+    names = ("good.png", "not_an_image.png", "cut_off.png", "folder.png")
+    rows = [conversation("<image>what?", (name,)) | {"videos": []} for name in names]
+    rows.append(conversation("<video>what?") | {"videos": [["good.png", "gone.png", "good.png", "good.png"]]})
+    good, not_an_image, cut_off, folder, gone = map(
+        setting_of(rows, tiny_vl, tmp_path, on_error=on_error).observe, range(len(rows))
+    )
+    assert not isinstance(good, Rejection)
+    assert (not_an_image.reason, not_an_image.fatal) == ("unreadable", on_error == "raise")
+    assert "row 1 of mine.json" in not_an_image.message and "not_an_image.png" in not_an_image.message
+    assert ("on_error: skip" in not_an_image.message) == (on_error == "raise"), "no advice to set what is set"
+    assert not isinstance(cut_off, Rejection), "the error occurs when the image is decoded, in a collate worker"
+    assert "no such file: folder.png: " in folder.message
+    assert "no such file: gone.png: ValueError" in gone.message
+
+
+@pytest.mark.stock
+def test_tokenized_rows_without_media_columns(vl: Setting) -> None:
+    """As in stock: data that were tokenized elsewhere, or text alone."""
+    columns = ("input_ids", "attention_mask", "labels")
+    rows = [{key: vl.stock_row(index)[key] for key in columns} for index in range(3)]
+    collator = vl.stock.collator
+    ours = OpenMedia(collator)([unpack(vl.observe(index, rows).features) for index in range(3)])
+    stock = collator([dict(row) for row in rows])
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[key], stock[key]) for key in columns)
+
+
+def test_a_row_with_images_and_videos_is_refused_if_ranks_share_parameters(vl: Setting) -> None:
+    """Its rank would run the vision tower twice, the others once, and all ranks would hang."""
+    features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
+    shared = {"model_type": "llava_next_video", "shards_parameters": True}
+    with pytest.raises(ValueError, match="both images and videos.*llava_next_video"):
+        RowObserver(vl.dataset.media, STAGES["sft"], **shared)(features)
+
+
+def test_tokenized_rows_that_are_packed_are_refused() -> None:
+    packed = datasets.Dataset.from_list([{"input_ids": [5, 6], "packing_params": {"sequence_boundaries": [0, 1, 2]}}])
+    with pytest.raises(ConfigError, match="^tokenized_path: "):
+        training_rows(packed, STAGES["sft"], None, None, None)
+
+
+TIGHT = {"token_budget": 512, "audit": True}
+NO_MEDIA: Any = SimpleNamespace(cost_of=lambda *args: {})
+
+
+def test_a_pad_token_inside_a_document_carries_no_loss() -> None:
+    """The collator masks every end-of-text token if the tokenizer pads with it."""
+    tokenizer: Any = SimpleNamespace(pad_token_id=2)
+    cost = STAGES["pt"].of_training(None, tokenizer).cost({"input_ids": [2, 5, 2, 7, 2]}, NO_MEDIA)
+    assert (cost.tokens, cost.units, cost.leading_label) == (5, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("pref_loss", "pref_ftx", "units"),
+    [("sigmoid", 0.0, [1, 1]), ("sigmoid", 0.5, [0, 1]), ("ipo", 0.0, [0, 0]), ("simpo", 0.0, [0, 0])],
+)
+def test_an_empty_answer_is_left_out_if_the_loss_divides_by_its_length(pref_loss, pref_ftx, units) -> None:
+    arguments: Any = SimpleNamespace(pref_loss=pref_loss, pref_ftx=pref_ftx)
+    stage = STAGES["dpo"].of_training(arguments, None)
+    empty, answer = ([1, 1], [-100, -100]), ([1, 1, 4], [-100, -100, 4])
+    counted = []
+    for chosen, rejected in ((empty, answer), (answer, empty)):
+        features = {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1]}
+        features |= {"rejected_input_ids": rejected[0], "rejected_labels": rejected[1]}
+        cost = stage.cost(features, NO_MEDIA)
+        assert (cost.tokens, cost.row_tokens) == (5, 6)
+        counted.append(cost.units)
+    assert counted == units
+
+
+def test_rows_of_kto_with_videos_are_refused() -> None:
+    features = {"input_ids": [1, 2], "kl_input_ids": [1, 2, 3], "videos": ["one.mp4"]}
+    with pytest.raises(ValueError, match="it has videos"):
+        STAGES["kto"].cost(features, NO_MEDIA)
+
+
+@pytest.fixture(scope="module")
+def kto(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`kto(output_dir, ...)`: a configuration. Datasets: `judged`, and `dropped`, whose row 4 LLaMA-Factory drops."""
+    folder = tmp_path_factory.mktemp("stages")
+    rows_dir = write_rows(folder / "rows")
+    rows = json.loads((rows_dir / "judged.json").read_text(encoding="utf-8"))
+    info = json.loads((rows_dir / "dataset_info.json").read_text(encoding="utf-8"))
+    dropped = [*rows[:4], rows[4] | {"good": None}, *rows[5:9]]
+    (rows_dir / "dropped.json").write_text(json.dumps(dropped), encoding="utf-8")
+    info["dropped"] = info["judged"] | {"file_name": "dropped.json"}
+    (rows_dir / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    config_of = configurations(TinyModels(tiny_text, tiny_vl, folder), rows_dir)
+    return functools.partial(config_of, "kto", model="tied", val_size=0, eval_strategy="no")
+
+
+def rows_of_kto(config: dict[str, Any]) -> Any:
+    return load_data(config, stage="kto")["train_dataset"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preprocessing_batch_size": 4, "val_size": 3},
+        {"dataset": "dropped, judged", "preprocessing_batch_size": 7, "max_samples": 21},
+        {"max_samples": 21, "preprocessing_batch_size": 4, "preprocessing_num_workers": 2},
+    ],
+    ids=["split", "two datasets, one row dropped", "two processes"],
+)
+def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = kto(tmp_path, **changes)
+    stock, online = rows_of_kto(config), rows_of_kto(config | {"odb": TIGHT})
+    assert isinstance(online, OnlineDataset)
+    kept = []
+    for number in range(len(online)):
+        try:
+            kept.append(online[number])
+        except RowDropped:
+            continue
+    assert kept == [dict(row) for row in stock]
+    assert len(online) - len(kept) == ("dropped" in config["dataset"])
+
+
+def test_another_loss_of_kto_is_refused(kto, tmp_path: Path, monkeypatch) -> None:
+    """A loss that is no function of the log-ratio minus the estimate."""
+    loss = CustomKTOTrainer.kto_loss
+
+    @functools.wraps(loss)
+    def another(trainer: Any, chosen: Any, rejected: Any, kl: Any, *reference: Any) -> Any:
+        return loss(trainer, chosen, rejected, 2 * kl, *reference)
+
+    monkeypatch.setattr(CustomKTOTrainer, "kto_loss", another)
+    with pytest.raises(ConfigError, match="kto_loss"):
+        run_exp(kto(tmp_path, odb=BLOCK))

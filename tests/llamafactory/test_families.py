@@ -29,7 +29,7 @@ from support import noise
 from odb_factory.config import ODBConfig
 from odb_factory.data.flat import flatten
 from odb_factory.data.observe import measure_batch
-from odb_factory.data.serialize import pack, unpack
+from odb_factory.data.samples import pack, unpack
 from odb_factory.errors import ConfigError, LayoutError
 from odb_factory.llamafactory.attach import PADS_TILES, _check_tiles
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver

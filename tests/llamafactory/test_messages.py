@@ -1,11 +1,15 @@
-"""A user's mistake ends in one line without a traceback: before the launch, or on each rank under torchrun."""
+"""A user's mistake ends in one line without a traceback, before the launch or on each rank under torchrun.
+
+A refused training changes no file of its output folder, and is refused before a model is loaded if possible.
+
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import re
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from llamafactory.hparams import get_ray_args, get_train_args
+from llamafactory.hparams import FinetuningArguments, get_ray_args, get_train_args
 from llamafactory.train.tuner import run_exp
 from support import run_llamafactory, training_config
 
@@ -58,7 +62,6 @@ LONG = "9" * 5000
     [
         (ODB + "  rehears: false\n  joins: true\n", (), "odb.rehears: False .* odb.joins: True "),
         ("odb:\n  join: true\n  join: false\n", (), ".*my.yaml: .*line 3"),
-        ("odb:\n\ttoken_budget: 1\n", (), ".*my.yaml: .*line 2"),
         (ODB + "seed: 1\nodb:\n  token_budget: 2\n", (), ".*my.yaml: .*line 4"),
         ("seed: 1\nodb: {token_budget: 1", (), ".*my.yaml: .*line 2"),
         (ODB, ("odb.token_budget",), "odb.token_budget: "),
@@ -73,14 +76,10 @@ LONG = "9" * 5000
         ("seed: 1\n", ("obd.token_budget=1",), "obd: "),
         # Flat keys, and keys of forks of LLaMA-Factory
         ("odb.token_budget: 1\n", (), "odb.token_budget: "),
-        ("enable_odb: true\nodb_token_budget: 1\n", (), "enable_odb: "),
         ("token_budget: 1\n", (), "token_budget: "),
         ("odb_token_budget: 1\n", (), "odb_token_budget: "),
         # Values that no YAML reader can load
         ("odb:\n  token_budget: !!set {1024}\n", (), "odb.token_budget|.*cannot be read"),
-        (f"odb:\n  token_budget: {LONG}\n", (), ".*my.yaml: .*digits"),
-        (ODB + "  ~: 2\n", (), ".*my.yaml: .*Key"),
-        (ODB + "x: \0\n", (), ".*my.yaml: "),
         (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ".*my.yaml: "),
         (f"odb:\n  token_budget: '{LONG}'\n", (), "odb.token_budget: "),
     ],
@@ -135,18 +134,6 @@ def test_without_a_block_the_launcher_is_stocks(command: Callable[..., Path], mo
         monkeypatch.setattr(sys, "argv", ["llamafactory-cli", *argv])
         assert launch(lambda: "stock") == "stock"
     assert sys.excepthook is before
-
-
-# The arguments that LLaMA-Factory gets
-
-
-def test_a_block_is_kept_for_one_training_only(config: dict[str, Any]) -> None:
-    changes = {"per_device_train_batch_size": 4, "dataloader_drop_last": True, "learning_rate": 1, "save_steps": 10}
-    parsed = get_train_args(config | changes | {"eval_strategy": "no", "report_to": ["none"]})
-    assert parsed[2].per_device_train_batch_size == 4, "optimizer steps of any size are taken"
-    assert hooks._active is not None and hooks._active.keeps and hooks._active.token_budget == 1024
-    get_train_args({key: value for key, value in config.items() if key != "odb"})
-    assert hooks._active is None
 
 
 def test_an_override_takes_the_block_out(config, command: Callable[..., Path], monkeypatch) -> None:
@@ -217,13 +204,94 @@ def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
     assert sys.excepthook is sys.__excepthook__
 
 
-def test_a_process_that_another_rank_ends_leaves_no_folder(tmp_path: Path) -> None:
-    """The folder in which multiprocessing keeps its sockets."""
-    code = (
-        "import multiprocessing.util; from odb_factory.llamafactory.uncaught import end_process\n"
-        "multiprocessing.util.get_temp_dir(); end_process('rank 1 has ended')"
-    )
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (1, "[odb] rank 1 has ended\n")
-    assert not list(tmp_path.iterdir())
+FILL = {"token_budget": 256, "global_batch_size": "fill"}
+FLAT = {"token_budget": 256, "layout": "flat"}
+BEFORE_A_MODEL: list[tuple[dict[str, Any], str]] = [
+    ({"odb": {"token_budget": "auto"}}, "odb.token_budget: 'auto'"),
+    ({"odb": {"token_bugdet": 256}}, "odb.token_bugdet: 256"),
+    ({"packing": True}, "packing: True"),
+    ({"streaming": True, "stage": "kto", "max_steps": 1}, "streaming: True"),
+    ({"streaming": True, "tokenized_path": "tokens", "max_steps": 1}, "streaming: True"),
+    ({"shift_attn": True, "odb": FLAT}, "shift_attn: True"),
+    ({"use_mca": True}, "use_mca: True"),
+    ({"use_unsloth": True}, "use_unsloth: True"),
+    ({"use_kt": True}, "use_kt: True"),
+    ({"use_hyper_parallel": True}, "use_hyper_parallel: True"),
+    ({"use_galore": True, "galore_layerwise": True}, "galore_layerwise: True"),
+    ({"use_badam": True, "badam_mode": "ratio"}, "badam_mode: 'ratio'"),
+    ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: False"),
+    ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, "stage: 'ppo'"),
+    ({"stage": "dpo", "pref_bco_weight": 0.5}, "pref_bco_weight: 0.5"),
+    ({"mixture_of_depths": "convert"}, "mixture_of_depths: 'convert'"),
+    ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
+    ({"odb": None}, "odb: None"),
+    # Values of a wrong type
+    ({"cutoff_len": "abc"}, "cutoff_len: 'abc'"),
+    ({"gradient_accumulation_steps": [2]}, r"gradient_accumulation_steps: \[2\]"),
+    ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such'"),
+]
+"""Changes to a YAML, and a pattern of the start of the message."""
+WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
+    ({"odb": {"token_budget": 16, "overlong": "error"}}, ".*overlong"),
+    ({"odb": FILL | {"lr_scale": "sqrt", "buffer_size": 8}, "disable_shuffling": True}, "odb.lr_scale: 'sqrt'"),
+    (
+        # The patches of the fake image in a micro-batch without images
+        {"template": "qwen3_vl", "dataset": "pictures", "odb": {"token_budget": 256, "max_patches": 1}},
+        r"odb.max_patches: 1 is less than the \d+ patches",
+    ),
+    # In stock the loss of these optimizer steps is 0.
+    ({"cutoff_len": 1}, ".*48 unsupervised"),
+    ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ".*checkpoint-3"),
+]
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """The output folder of an earlier training."""
+    folder = tmp_path / "out"
+    (folder / "checkpoint-3").mkdir(parents=True)
+    names = ("odb_audit_rank0.jsonl", "odb_summary.json", "trainer_state.json")
+    for name in (*names, "model.safetensors", "checkpoint-3/trainer_state.json"):
+        (folder / name).write_text(f"{name} of the run before\n")
+        os.utime(folder / name, (1_000_000_000, 1_000_000_000))
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def refused(model: Path, data_dir: Path, output_dir: Path, changes: dict[str, Any], start: str) -> None:
+    if "use_hyper_parallel" in changes and not hasattr(FinetuningArguments, "use_hyper_parallel"):
+        pytest.skip("this release has no use_hyper_parallel")
+    config = training_config(model, data_dir, output_dir, template="qwen", odb={"token_budget": 256, "audit": True})
+    if "resume_from_checkpoint" in changes:
+        changes = {"resume_from_checkpoint": changes["resume_from_checkpoint"].replace("OUT", str(output_dir))}
+    before = files_of(output_dir)
+    with pytest.raises(ODBError) as caught:
+        run_exp(config | changes)
+    message = str(caught.value)
+    assert re.match(start, message) and "\n" not in message, message
+    assert files_of(output_dir) == before
+
+
+def ids(value: Any) -> str:
+    return "-".join(value) if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(("changes", "start"), BEFORE_A_MODEL, ids=ids)
+def test_before_a_model_is_loaded(tiny_text: Path, data_dir, output_dir, tmp_path, changes, start) -> None:
+    """The model has no weights: loading it would be another error."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_text, model, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    refused(model, data_dir, output_dir, changes, start)
+    assert hooks._active is None
+
+
+@pytest.mark.parametrize(("changes", "start"), WITH_A_MODEL, ids=ids)
+def test_with_a_model(tiny_text: Path, tiny_vl: Path, data_dir, output_dir, changes, start) -> None:
+    refused(tiny_vl if "template" in changes else tiny_text, data_dir, output_dir, changes, start)

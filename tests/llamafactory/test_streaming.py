@@ -6,10 +6,8 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from distributed.rows import row, write_uneven_rows
@@ -18,11 +16,7 @@ from llamafactory.train.tuner import run_exp
 from same_training import Training, check_same_training, report, train
 from support import training_config
 
-from odb_factory.config import ODBConfig
-from odb_factory.data.order import is_split_by_node
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.llamafactory.dataset import online_stream
-from odb_factory.llamafactory.stages import STAGES
 
 BLOCK = {"token_budget": 256, "audit": True}
 SHARDS = (8, 2, 8, 3, 8, 3)
@@ -117,34 +111,6 @@ def test_what_a_stream_cannot_do_is_named_in_one_line(config, tmp_path) -> None:
     with pytest.raises(DataError, match="texts.json yields no row; .*dataloader_num_workers") as caught:
         run_exp(config | STREAM | {"dataset": "shards,texts", "dataloader_num_workers": 0})
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("keeps", "changes", "splits"),
-    [
-        (True, {}, False),
-        (True, {"accelerator_config": {"dispatch_batches": False}}, True),
-        (False, {}, True),
-        (False, {"val_size": 6}, False),
-    ],
-    ids=["stock reads on one rank", "stock splits", "fill", "held out"],
-)
-def test_shards_are_split_where_stock_does_or_nothing_is_kept(config, data, keeps, changes, splits) -> None:
-    """If they are split, each rank reads other files, and all ranks together read every row."""
-    _, data_args, training_args, *_ = get_train_args(config | STREAM | changes)
-    block = ODBConfig(token_budget=256, global_batch_size="keep" if keeps else "fill")
-    parts = []
-    for rank in range(2):
-        ranks = SimpleNamespace(process_index=rank, world_size=2, accelerator_config=training_args.accelerator_config)
-        files = [str(data / "shards" / f"{number}.jsonl") for number in range(len(SHARDS))]
-        rows = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
-        head = SimpleNamespace(stage=STAGES["sft"], media=None, processor=None)
-        stream = online_stream(rows, head, block, data_args, ranks)
-        assert stream.already_split == splits == is_split_by_node(stream)
-        parts.append(Counter(json.dumps(row["messages"]) for row in stream))
-    every_row = parts[0] + parts[1] if splits else parts[0]
-    assert every_row.total() == len(every_row) == sum(SHARDS)
-    assert splits or parts[0] == parts[1]
 
 
 @pytest.mark.nightly

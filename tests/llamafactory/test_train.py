@@ -1,21 +1,23 @@
-"""Whole trainings of real LLaMA-Factory: coverage, exact loss, progress."""
+"""Whole trainings of real LLaMA-Factory: coverage, exact loss, progress, images that fail, LLaMA Board."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.invariants import check_audits, check_books, read_audits
+from distributed.rows import check_audits, check_books, losses, read_audits, row
 from llamafactory.hparams import TrainingArguments, get_train_args
 from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from llamafactory.train.tuner import run_exp
-from same_training import configurations, write_rows
+from PIL import Image
+from same_training import configurations, launch, train, write_rows
 from stock import load_stock
-from support import RUN_TIMEOUT_S, read_jsonl, read_log, run_llamafactory, shimmed, training_config
+from support import read_jsonl, read_log, run_llamafactory, shimmed, training_config, write_dataset
 from transformers import DataCollatorForSeq2Seq
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
@@ -157,19 +159,85 @@ def test_tokens_per_second_need_no_pass_over_the_data(stage: str, tiny_text: Pat
     assert results["effective_tokens_per_sec"] * results["train_runtime"] == pytest.approx(summary["tokens"])
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(3 * RUN_TIMEOUT_S + 60)
-def test_spawn_and_forkserver_train_as_fork_does(tiny_vl, data_dir, tmp_path) -> None:
-    """I6. The collator holds a model that cannot be pickled, and is also sent to the workers of the evaluation."""
-    logs: dict[str, Any] = {}
-    for method in ("fork", "spawn", "forkserver"):
-        changes = {"dataset": "texts,pictures", "eval_dataset": "texts", "eval_strategy": "epoch"}
-        changes |= {"gradient_accumulation_steps": 2, "odb": BLOCK | {"token_budget": 1536, "max_patches": 900}}
-        config = training_config(tiny_vl, data_dir, tmp_path / method, **changes)
-        done = run_llamafactory(config, env=shimmed("start_method") | {"ODB_TEST_START_METHOD": method})
-        assert done.returncode == 0, done.stdout[-3000:]
-        logs[method] = [
-            [entry.get(key) for key in ("loss", "grad_norm", "eval_loss")] for entry in read_log(tmp_path / method)
-        ]
-    assert logs["spawn"] == logs["forkserver"] == logs["fork"]
-    assert any(eval_loss for _, _, eval_loss in logs["fork"])
+NUM_ROWS, ACCUMULATION = 32, 4
+FADING = {5: "gone.png", 22: "cut.png", 26: "once.png"}
+LOST = {5: 2, 22: 6}
+"""Optimizer step of each row that is left out."""
+
+
+def configured(tiny_vl: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """The learning rate is almost 0, so that the loss of an optimizer step depends only on its rows."""
+    folder.mkdir(parents=True)
+    for name in {"fine.png", *FADING.values()}:
+        Image.radial_gradient("L").resize((64, 96)).convert("RGB").save(folder / name)
+    if folder.name == "odb":
+        (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:200])
+    rows = [row(3 + (k * 11) % 38, [FADING.get(k, "fine.png")]) for k in range(NUM_ROWS)]
+    write_dataset(folder, {"rows": rows})
+    block = {"token_budget": 256, "audit": True, "on_error": "skip"}
+    settings = {"learning_rate": 1e-12, "gradient_accumulation_steps": ACCUMULATION, "disable_shuffling": True}
+    return training_config(tiny_vl, folder, folder / "out", dataset="rows", odb=block, **settings | changes)
+
+
+@pytest.mark.timeout(600)
+def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path) -> None:
+    """`on_error` also decides about images that fail at collation (I2, I9)."""
+    num_ranks = 2
+    config = configured(tiny_vl, tmp_path / "odb", gradient_accumulation_steps=ACCUMULATION // num_ranks)
+    folder = Path(config["output_dir"])
+    ended = launch([config | {"ddp_backend": "gloo"}], folder.parent, num_ranks, env=shimmed("fading_pictures"))
+    audits = read_audits(folder, num_ranks)
+    ids = Counter(id for audit in audits for line in audit for id in line["ids"])
+    assert ids == Counter(set(range(NUM_ROWS)) - LOST.keys()), "I2"
+    check_books(folder, audits, left_out={"collation": 2})
+    assert sum(rank.output.count("left out (collation): ") for rank in ended) == 2
+    # The other optimizer steps are stock's.
+    stock = configured(tiny_vl, tmp_path / "stock")
+    del stock["odb"]
+    train(stock)
+    odb_losses, stock_losses = (losses(Path(run["output_dir"])) for run in (config, stock))
+    for step, (odb_loss, stock_loss) in enumerate(zip(odb_losses, stock_losses, strict=True), 1):
+        if step not in LOST.values():
+            assert odb_loss == pytest.approx(stock_loss, rel=1e-4), step
+
+
+def test_the_odb_key_in_extra_arguments_of_llama_board_is_a_block(tiny_text, data_dir, tmp_path, monkeypatch) -> None:
+    """LLaMA Board builds its page without a server, its runner writes the YAML, and the test trains that YAML."""
+    pytest.importorskip("gradio", reason="gradio is not installed: LLaMA-Factory's pin excludes the newest releases")
+    from llamafactory.webui import interface, runner
+    from llamafactory.webui.common import save_cmd
+
+    engines = []
+
+    class Engine(interface.Engine):
+        def __init__(self, *args: object, **kwargs: object):
+            super().__init__(*args, **kwargs)
+            engines.append(self)
+
+    monkeypatch.setattr(interface, "Engine", Engine)
+    interface.create_ui()
+    (engine,) = engines
+    monkeypatch.setattr(runner, "get_save_dir", lambda *names: str(tmp_path / "out"))
+    extra = {"odb": {"token_budget": 2048, "audit": True}, "max_steps": 3, "use_cpu": True, "optim": "adamw_torch"}
+    entered = {
+        "top.model_path": str(tiny_text),
+        "top.model_name": "tiny",
+        "top.template": "qwen",
+        "train.dataset_dir": str(data_dir),
+        "train.dataset": ["texts"],
+        "train.compute_type": "fp32",
+        "train.extra_args": json.dumps(extra),
+    }
+    manager = engine.manager
+    data = {element: getattr(element, "value", None) for element in manager.get_elem_list()}
+    data |= {manager.get_elem_by_id(name): value for name, value in entered.items()}
+    path = save_cmd(engine.runner._parse_train_args(data))
+
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", path])
+    monkeypatch.setenv("LLAMABOARD_ENABLED", "1")
+    monkeypatch.setenv("LLAMABOARD_WORKDIR", str(tmp_path / "out"))
+    run_exp()
+    samples = [len(line["ids"]) for line in read_jsonl(tmp_path / "out" / "odb_audit_rank0.jsonl")]
+    assert sum(samples) == 3 * 16, "batch size 2 and accumulation 8 are the page's defaults"
+    progress = read_jsonl(tmp_path / "out" / "trainer_log.jsonl")
+    assert {line["total_steps"] for line in progress} == {3}, "for the progress bar"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from toy import NUM_ROWS, Opening, Rows, item, pad
 from transformers import AutoTokenizer, BatchEncoding, DataCollatorForLanguageModeling
 
@@ -63,7 +62,7 @@ def test_ids_of_any_kind(kind: Any) -> None:
 )
 def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patches: int) -> None:
     """I4: two samples are within the cap, three are not; the collator does not see `odb_n_patches`. Kinds of media:
-    tests/data/test_measure.py."""
+    tests/data/test_collate.py."""
 
     def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         assert not any("odb_n_patches" in item for item in items)
@@ -104,28 +103,6 @@ def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
 
 
 # States
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("mode", ["keep", "fill"])
-def test_an_unfinished_optimizer_step_comes_again(mode: Any, num_workers: int, tmp_path: Path) -> None:
-    """I2 over stop and resume within an optimizer step; the audit goes on. At any step: tests/data/test_resume.py."""
-    options = {"batch_size": 8, "global_batch_size": mode, "buffer_size": 16, "shuffle": True}
-    options |= {"gradient_accumulation_steps": 2, "num_workers": num_workers}
-    with make(**options) as loader:
-        infos = [info for batch in loader if (info := pop_step_info(batch)).optimizer_step < 3]
-    with make(audit_dir=tmp_path, **options) as loader:
-        batches = iter(loader)
-        seen = [pop_step_info(next(batches)).ids for _ in infos[:-1]]
-        state = json.loads(json.dumps(loader.state_dict()))
-    done = [info.ids for info in infos if info.optimizer_step == 1]
-    assert seen == [info.ids for info in infos[:-1]] and len(seen) > len(done)
-    with make(audit_dir=tmp_path, **options) as loader:
-        loader.load_state_dict(state)
-        rest = epoch_of(loader)
-    assert flat(done + rest) == EVERY_ROW
-    assert mode == "fill" or tuple(rest[0]) == tuple(infos[len(done)].ids)
-    assert [line["ids"] for line in read_audit(tmp_path)] == [*map(list, seen), *rest]
 
 
 def applied_to(loader: Any) -> tuple[Any, Any]:
@@ -224,3 +201,128 @@ def test_a_loaded_state_is_not_dropped_in_silence(logged: pytest.LogCaptureFixtu
         second.load_state_dict(end)
         second.set_epoch(0)
         assert "the loaded state, of epoch 3, is dropped" in logged.text
+
+
+# Rows that cannot be collated: left out before their optimizer step begins, or with weight 0 (I2, I8)
+
+BAD = {9, 31, 32, 33, 34, 57}
+SKIPS = {"batch_size": 12, "on_error": "skip"}
+TWICE = [11, *range(12, 22), 11]
+"""Row 11, the longest, is in the first micro-batch and in the second: the first may fail in time, the second late."""
+
+
+class Failing:
+    """A collator that fails for these rows; only the first time if `folder` is given, where it notes them."""
+
+    def __init__(self, rows: set[int], folder: Path | None = None):
+        self.rows, self.folder = rows, folder
+
+    def __call__(self, items: list[dict[str, Any]]) -> Any:
+        for k in self.rows & {int(row["input_ids"][0]) - 1 for row in items}:
+            if self.folder is None:
+                raise ValueError(f"no pixels in {k}")
+            if not (self.folder / str(k)).exists():
+                (self.folder / str(k)).touch()
+                raise OSError("stale file handle")
+        return pad(items)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("bad", "changes", "steps"),
+    [
+        (BAD, {}, None),
+        (BAD, {"token_budget": 48}, None),  # many micro-batches an optimizer step
+        (BAD, {"global_batch_size": "fill"}, None),
+        (set(range(12, 24)), {}, [1, 0, 1, 1, 1]),
+        ({11}, {"sampler": TWICE, "token_budget": 41}, None),
+    ],
+    ids=["keep", "short", "fill", "all of a step", "twice"],
+)
+def test_a_row_that_cannot_be_collated_is_left_out_and_logged(
+    caplog, num_workers: int, bad: set[int], changes: dict[str, Any], steps: list[int] | None
+) -> None:
+    """steps: the weight of each optimizer step; a step without a usable row is idle."""
+    weights: dict[int, float] = defaultdict(float)
+    ids: Counter[int] = Counter()
+    with make(collate_fn=Failing(bad), num_workers=num_workers, **SKIPS | changes) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            weights[info.optimizer_step] += info.token_weight * int((batch["labels"][:, 1:] != -100).sum())
+            ids.update(info.ids)
+        order = changes.get("sampler", range(NUM_ROWS))
+        assert loader.stats()["odb/skipped"] == sum(row in bad for row in order)
+    assert ids == Counter(row for row in order if row not in bad), "I2"
+    assert sum(f"no pixels in {row};" in caplog.text for row in bad) == min(len(bad), 10)
+    assert all(weight <= 1.00001 for weight in weights.values()), "I8"
+    assert steps is None or [round(weight, 6) for weight in weights.values()] == steps
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_failure_is_tried_again(tmp_path: Path, num_workers: int, policy: str) -> None:
+    """A collation, and a read."""
+
+    class Flaky(Rows):
+        def __getitem__(self, k: int) -> Any:
+            path = tmp_path / f"read_{k}"
+            if not path.exists():
+                path.touch()
+                raise OSError("stale file handle")
+            return item(k)
+
+    collator = Failing(BAD, tmp_path)
+    with make(Flaky(), collate_fn=collator, num_workers=num_workers, **SKIPS | {"on_error": policy}) as loader:
+        assert rows_of(loader) == EVERY_ROW and loader.stats()["odb/skipped"] == 0
+
+
+def test_rows_are_counted_by_reason_and_the_first_ten_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows of every reason, in each epoch."""
+
+    class Odd(Rows):
+        def __getitem__(self, k: int) -> Any:
+            if k in (3, 4, 5):
+                raise OSError("no such file")
+            without_labels = {20: {"labels": [-100] * len(item(20)["labels"])}, 21: {"input_ids": [], "labels": []}}
+            return item(k) | without_labels.get(k, {})
+
+    with make(Odd(), collate_fn=Failing({9}), token_budget=39, overlong="drop", **SKIPS) as loader:
+        for _ in range(2):
+            ids = rows_of(loader)
+        summary = loader.accounting.summary()
+        left_out = summary["left_out"]
+        assert type(summary["samples"]) is type(summary["oom_cuts"]) is int, "as logged"
+        assert loader.stats()["odb/skipped"] == sum(left_out.values())
+    long = {k for k in range(NUM_ROWS) if len(item(k)["input_ids"]) > 39}
+    assert {k for k in range(NUM_ROWS) if not ids[k]} == {3, 4, 5, 20, 21, 9} | long
+    assert left_out == {"unreadable": 6, "unsupervised": 4, "overlong": 2 * len(long), "collation": 2}
+    assert len([message for message in caplog.messages if message.startswith("left out (")]) == 10
+    assert "are counted and not logged" in caplog.text
+
+
+class Lines(IterableDataset):
+    """All iterators read one file, each from the beginning."""
+
+    def __init__(self, path: Path):
+        self.file = path.open()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.file.seek(0)
+        while line := self.file.readline():
+            yield item(int(line))
+
+
+def without_row_100(items: list[dict[str, Any]]) -> Any:
+    if any(item["input_ids"][0] == 101 for item in items):
+        raise ValueError("no pixels")
+    return pad(items)
+
+
+@pytest.mark.parametrize("batch_size", [1, 12])
+def test_a_stand_in_is_not_read_by_another_iterator(batch_size: int, tmp_path: Path) -> None:
+    """I2: the current iterator would go on elsewhere in the file."""
+    path = tmp_path / "rows"
+    path.write_text("".join(f"{k:60}\n" for k in range(600)))
+    options = {"token_budget": 41, "collate_fn": without_row_100, "on_error": "skip"}
+    with ODBDataLoader(Lines(path), batch_size, **options) as loader:
+        assert Counter(id for batch in loader for id in pop_step_info(batch).ids) == Counter(set(range(600)) - {100})

@@ -6,11 +6,9 @@ Real transformers models in float64 on real worker processes.
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +18,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from loop import loops
-from loop.loops import BUDGET, EVERY_ROW
-from support import read_audit
-from toy import Rows, item
+from loop.loops import BUDGET
+from toy import Rows
 from training.flat_models import make_model
 from training.toy_training import collate
 from transformers import AutoModelForCausalLM, BloomConfig
@@ -45,34 +42,6 @@ def labelled(k: int) -> dict[str, Any]:
 
 def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
     return loops.make(dataset, **{"layout": "flat"} | changes)
-
-
-def test_every_row_once_in_flat_batches_within_the_budget(tmp_path: Path) -> None:
-    """I2, I4."""
-    seen, segments = Counter[int](), []
-    with make(audit_dir=tmp_path) as loader:
-        for batch in loader:
-            info = pop_step_info(batch)
-            assert set(batch) == {"input_ids", "labels", "position_ids"}
-            ids = batch["input_ids"]
-            assert ids.shape == batch["labels"].shape == batch["position_ids"].shape == (1, sum(info.segments))
-            assert ids.numel() <= BUDGET and info.tokens == ids.numel(), "only samples"
-            parts = ids[0].split(info.segments)
-            assert [part.tolist() for part in parts] == [item(k)["input_ids"] for k in info.ids]
-            seen.update(info.ids)
-            segments.append(list(info.segments))
-        assert seen == EVERY_ROW and loader.stats()["odb/padding_ratio"] == 0
-    lines = read_audit(tmp_path)
-    assert [line["segments"] for line in lines] == segments
-    assert all(line["rows"] == 1 and line["length"] == sum(line["segments"]) for line in lines)
-
-
-def test_auto_is_padded_in_a_loop() -> None:
-    with make(layout="auto") as loader:
-        batch = next(iter(loader))
-        assert pop_step_info(batch).segments == () and "position_ids" not in batch
-    with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 .*`layout: flat`"):
-        make(layout="auto", pad_to_multiple_of=8)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +109,38 @@ def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, logged: pyt
     assert not [record for record in logged.records if record.levelname == "WARNING"] and model.training
 
 
+def test_the_replaced_forward_has_the_own_signature(tiny_text: Path) -> None:
+    """`generate` masks padding only if the signature of the forward has a mask."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
+    rows, signature = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]]), inspect.signature(model.forward)
+
+    def generate(**more: Any) -> torch.Tensor:
+        ask = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
+        return torch.stack(model.generate(rows, output_logits=True, **ask, **more).logits)
+
+    expected = generate()
+    assert not torch.allclose(generate(attention_mask=torch.ones_like(rows)), expected)
+    with make() as loader:
+        unpad(model, loader)
+        assert torch.allclose(generate(), expected) and inspect.signature(model.forward) == signature
+
+
+def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
+    """I10: a thread at the end of the epoch does not change the row within a forward, nor does the end of another
+    iteration, which the garbage collector may cause."""
+    with make() as loader, make() as other:
+        broken_off, batches, rest = iter(other), iter(loader), list[Any]()
+        pop_step_info(next(broken_off))
+        info = pop_step_info(next(batches))
+        del broken_off
+        thread = threading.Thread(target=rest.extend, args=(batches,))
+        thread.start()
+        thread.join()
+        row = row_in_progress()
+        assert rest and row is not None and row.segments == info.segments
+        pop_step_info(rest[-1])
+
+
 def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
     """I10: by name, or by what they compute."""
 
@@ -156,6 +157,14 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
     refused(model, "made with layout='flat'", layout="padded")
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     refused(model, r"loss of rows .* is nan, each alone in a plain batch")
+
+
+def test_auto_is_padded_in_a_loop() -> None:
+    with make(layout="auto") as loader:
+        batch = next(iter(loader))
+        assert pop_step_info(batch).segments == () and "position_ids" not in batch
+    with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 .*`layout: flat`"):
+        make(layout="auto", pad_to_multiple_of=8)
 
 
 def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
@@ -176,22 +185,6 @@ def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
         pop_step_info(batch)
         model(**batch)
         del batches
-
-
-def test_the_replaced_forward_has_the_own_signature(tiny_text: Path) -> None:
-    """`generate` masks padding only if the signature of the forward has a mask."""
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text)
-    rows, signature = torch.tensor([[0, 0, 0, 5, 6, 7], [8, 9, 10, 11, 12, 13]]), inspect.signature(model.forward)
-
-    def generate(**more: Any) -> torch.Tensor:
-        ask = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
-        return torch.stack(model.generate(rows, output_logits=True, **ask, **more).logits)
-
-    expected = generate()
-    assert not torch.allclose(generate(attention_mask=torch.ones_like(rows)), expected)
-    with make() as loader:
-        unpad(model, loader)
-        assert torch.allclose(generate(), expected) and inspect.signature(model.forward) == signature
 
 
 @pytest.mark.parametrize("is_prepared_first", [True, False])
@@ -222,17 +215,6 @@ def gradient(model: Any, loader: Any) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def test_a_set_up_model_is_freed_with_its_last_reference(tiny_text: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_text)
-    with make() as loader:
-        unpad(model, loader)
-        gradient(model, loader)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_set_up_model_is_set_up_separately(kind: str, copied: Any) -> None:
@@ -249,22 +231,6 @@ def test_a_copy_of_a_set_up_model_is_set_up_separately(kind: str, copied: Any) -
         puts_back_again()
         assert [dict(vars(part)) for part in model.modules()] == before
         assert torch.equal(gradient(copy_that_stays, loader), expected)
-
-
-def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
-    """I10: a thread at the end of the epoch does not change the row within a forward, nor does the end of another
-    iteration, which the garbage collector may cause."""
-    with make() as loader, make() as other:
-        broken_off, batches, rest = iter(other), iter(loader), list[Any]()
-        pop_step_info(next(broken_off))
-        info = pop_step_info(next(batches))
-        del broken_off
-        thread = threading.Thread(target=rest.extend, args=(batches,))
-        thread.start()
-        thread.join()
-        row = row_in_progress()
-        assert rest and row is not None and row.segments == info.segments
-        pop_step_info(rest[-1])
 
 
 def big_padded_batch(model: Any, ids: list[int]) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +19,9 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.state import PartialState
 from accelerate.utils import DataLoaderConfiguration
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, default_collate
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
@@ -38,12 +43,6 @@ def test_a_loop_without_gradients_evaluates(tiny_text: Path) -> None:
         rows = [pad([item(k)]) for k in range(NUM_ROWS)]
         expected = sum(model(**row).loss.item() * (row["labels"].shape[1] - 1) for row in rows)
     assert tokens == sum(row["labels"].shape[1] - 1 for row in rows) and loss == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
-    """Its default is `stock`, which is unknown in a loop."""
-    with make(config=ODBConfig(token_budget=BUDGET), token_budget=None) as loader:
-        assert pop_step_info(next(iter(loader))).loss_scaling == "exact"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +74,26 @@ def test_the_step_info_has_the_figures_of_a_loop(steps: dict[str, Any]) -> None:
         assert {row for info in infos for row in info.ids} == set(range(4 * step - 4, 4 * step))
         assert {info.progress for info in infos} == {step / 15}
     assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "taken" not in repr(infos[0])
+
+
+def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
+    """Its default is `stock`, which is unknown in a loop."""
+    with make(config=ODBConfig(token_budget=BUDGET), token_budget=None) as loader:
+        assert pop_step_info(next(iter(loader))).loss_scaling == "exact"
+
+
+def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
+    """I2: a micro-batch is yielded before the next is collated, with any accumulation."""
+    place = torch.zeros(16, 40, dtype=torch.long)
+
+    def reuse(items: list[Any]) -> Any:
+        ids = pad(items)["input_ids"]
+        view = place[: len(ids), : ids.shape[1]].copy_(ids)
+        return {"input_ids": view, "labels": view.masked_fill(view == 0, -100)}
+
+    with make(collate_fn=reuse, gradient_accumulation_steps=3) as loader:
+        for batch in loader:
+            assert (batch["input_ids"][:, 0] - 1).tolist() == list(pop_step_info(batch).ids)
 
 
 @pytest.mark.parametrize("kind", [Rows, Stream])
@@ -154,20 +173,6 @@ def test_a_collator_that_changes_its_rows_is_logged_once(
         assert (loader.accounting.summary()["over_budget"] > 3) is (collate_fn is widen)
     assert len(logged.messages) == (words is not None) and "None" not in logged.text
     assert re.search(words or "", logged.text)
-
-
-def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
-    """I2: a micro-batch is yielded before the next is collated, with any accumulation."""
-    place = torch.zeros(16, 40, dtype=torch.long)
-
-    def reuse(items: list[Any]) -> Any:
-        ids = pad(items)["input_ids"]
-        view = place[: len(ids), : ids.shape[1]].copy_(ids)
-        return {"input_ids": view, "labels": view.masked_fill(view == 0, -100)}
-
-    with make(collate_fn=reuse, gradient_accumulation_steps=3) as loader:
-        for batch in loader:
-            assert (batch["input_ids"][:, 0] - 1).tolist() == list(pop_step_info(batch).ids)
 
 
 # Calls in the wrong order
@@ -309,21 +314,6 @@ def test_a_cost_may_be_a_number_of_torch_or_numpy(number: Callable[[int], Any], 
             assert rows_of(loader) == EVERY_ROW
 
 
-def test_arguments_of_torch_reach_torch() -> None:
-    """Frameworks that build a DataLoader again pass `drop_last=False` and similar arguments."""
-    with make(drop_last=False, num_workers=1, timeout=7, persistent_workers=True) as loader:
-        assert (loader.timeout, loader.persistent_workers, loader.drop_last) == (7, True, False)
-
-
-def test_an_order_that_changes_between_epochs_is_followed() -> None:
-    """Curricula, or examples that are drawn by their losses, work as in torch."""
-    order = list(range(NUM_ROWS))
-    with make(sampler=order, batch_size=NUM_ROWS) as loader:
-        assert rows_of(loader) == EVERY_ROW
-        order[:] = [7] * 20 + [3] * 40
-        assert rows_of(loader) == Counter({7: 20, 3: 40})
-
-
 # accelerate
 
 
@@ -451,3 +441,148 @@ def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) 
         gathered = [accelerator.gather_for_metrics(batch["input_ids"][:, 0]) for batch in prepared]
     assert sorted(torch.cat(gathered).tolist()) == list(range(1, 18)) and len(gathered) == 1
     assert [len(accelerator.gather_for_metrics(batch["input_ids"])) for batch in prepared] == [16, 1]
+
+
+# Loops that train no language model: the loader needs only a `cost_fn`
+
+NUM_ITEMS, STEP, EPOCHS = 37, 8, 2
+Pair = namedtuple("Pair", ["inputs", "targets"])
+SERIES = [torch.randn(3 + 7 * k % 23, 4, generator=torch.Generator().manual_seed(k)) for k in range(NUM_ITEMS)]
+IMAGES = [torch.randn(3, 8, 8 + 4 * (k % 5), generator=torch.Generator().manual_seed(k)) for k in range(NUM_ITEMS)]
+
+
+def pad_tokens(items: list[Any]) -> dict[str, Tensor]:
+    return {
+        key: pad_sequence([torch.tensor(item[key]) for item in items], batch_first=True, padding_value=value)
+        for key, value in {"input_ids": 0, "labels": -100}.items()
+    }
+
+
+# Each world returns items, collate_fn, cost_fn, budget, the model, and the mean loss of a batch.
+def regression_of_tuples() -> tuple[Any, ...]:
+    items = [(x, float(x.mean())) for x in SERIES]
+
+    def collate(items: list[Any]) -> Any:
+        series, y = zip(*items)
+        return pad_sequence(series, batch_first=True), torch.tensor([len(x) for x in series]), torch.tensor(y)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, lengths, y = batch
+        return functional.mse_loss(model(x)[..., 0].sum(1) / lengths, y)
+
+    return items, collate, lambda item: len(item[0]), 64, nn.Linear(4, 1, bias=False), loss
+
+
+def regression_of_a_named_tuple() -> tuple[Any, ...]:
+    items, collate, cost_fn, budget, model, loss = regression_of_tuples()
+
+    def named(items: list[Any]) -> Any:
+        x, lengths, y = collate(items)
+        return Pair((x, lengths), y)
+
+    return items, named, cost_fn, budget, model, lambda model, batch: loss(model, (*batch.inputs, batch.targets))
+
+
+def images_and_classes() -> tuple[Any, ...]:
+    """`labels` has a class for each row, as for image classifiers of transformers."""
+    items = [{"pixel_values": image, "labels": k % 5} for k, image in enumerate(IMAGES)]
+
+    def collate(items: list[Any]) -> Any:
+        widest = max(item["pixel_values"].shape[-1] for item in items)
+        pixels = [functional.pad(item["pixel_values"], (0, widest - item["pixel_values"].shape[-1])) for item in items]
+        return {"pixel_values": torch.stack(pixels), "labels": torch.tensor([item["labels"] for item in items])}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+    # Padding of images would change the mean over pixels: only images of one width share a batch.
+    def cost(item: Any) -> Cost:
+        width = item["pixel_values"].shape[-1]
+        return Cost(8 * width, modality=width)
+
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 5))
+    return items, collate, cost, 300, model, loss
+
+
+def tagged_tokens() -> tuple[Any, ...]:
+    """A tag for each token and no causal shift: the loss is a mean over tags, which `Cost` counts."""
+    rows = [list(range(3 + 7 * k % 23)) for k in range(NUM_ITEMS)]
+    items = [{"input_ids": ids, "labels": [-100 if i % 3 else i for i in ids]} for ids in rows]
+
+    def cost(item: Any) -> Cost:
+        return Cost(len(item["labels"]), units=sum(label != -100 for label in item["labels"]))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    return items, pad_tokens, cost, 64, nn.Sequential(nn.Embedding(32, 6), nn.Linear(6, 32)), loss
+
+
+WORLDS = [regression_of_tuples, regression_of_a_named_tuple, images_and_classes, tagged_tokens]
+
+
+def loader_of(world: Callable[[], tuple[Any, ...]] = regression_of_tuples, **changes: Any) -> ODBDataLoader[Any]:
+    items, collate, cost_fn, budget, *_ = world()
+    settings = {"batch_size": STEP, "token_budget": budget, "collate_fn": collate, "cost_fn": cost_fn}
+    return ODBDataLoader(items, **settings | changes)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, ...]], num_workers: int) -> None:
+    """I9: the gradient of an optimizer step is that of the mean over its samples (or units of `Cost`), for any cut."""
+    torch.manual_seed(0)
+    items, collate, cost_fn, _, model, loss_of = world()
+    by_odb, by_hand = model, copy.deepcopy(model)
+    optimizer, steps, cuts = torch.optim.SGD(by_odb.parameters(), lr=0.1), Counter[tuple[int, int]](), set()
+    with loader_of(world, num_workers=num_workers) as loader:
+        for _ in range(EPOCHS):
+            for batch in loader:
+                info = pop_step_info(batch)
+                (loss_of(by_odb, batch) * info.loss_scale).backward()
+                steps.update((info.optimizer_step - 1, k) for k in info.ids)
+                cuts.add(info.micro_batches)
+                if info.ends_optimizer_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert max(cuts) > 1 and 0 < loader.stats()["odb/budget_use"] <= 1
+    expected = [range(k, min(k + STEP, NUM_ITEMS)) for k in range(0, NUM_ITEMS, STEP)] * EPOCHS
+    assert steps == Counter((step, k) for step, rows in enumerate(expected) for k in rows)
+
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    for rows in expected:
+        alone = [(loss_of(by_hand, collate([items[k]])), cost_fn(items[k])) for k in rows]
+        units = [getattr(cost, "units", 0) or 1 for _, cost in alone]
+        sum(loss * n / sum(units) for (loss, _), n in zip(alone, units)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weight, expected in zip(by_odb.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("labels", "units"),
+    [
+        (lambda k: [-100, *range(3 + k)], sum(3 + k for k in range(16))),
+        (lambda k: [1] * (1 + k % 3), 16),  # as in an encoder-decoder model: a row has one loss
+    ],
+    ids=["of tokens", "of another length"],
+)
+def test_labels_are_counted_if_there_is_one_for_each_token(labels: Callable[[int], list[int]], units: int) -> None:
+    """I8, with a cost function."""
+    rows = [{"input_ids": list(range(4 + k)), "labels": labels(k)} for k in range(16)]
+    options = {"token_budget": 64, "collate_fn": pad_tokens, "cost_fn": lambda item: len(item["input_ids"])}
+    with ODBDataLoader(rows, STEP, **options) as loader:
+        assert sum(pop_step_info(batch).units for batch in loader) == units
+
+
+@pytest.mark.parametrize("changes", [{}, {"global_batch_size": "fill"}, {"gradient_accumulation_steps": 4}])
+def test_the_snippet_of_online_dynamic_batching_logs_that_nothing_is_batched(changes: dict[str, Any], caplog) -> None:
+    """There `batch_size=1` is required; here it means optimizer steps of one sample."""
+    snippet = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 64, "loss_scaling": "exact"}
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        with loader_of(join=True, **snippet | changes) as loader:
+            num_batches = len(list(loader))
+    logged = " ".join(caplog.messages)
+    assert ("nothing can be batched" in logged and 'global_batch_size="fill"' in logged) is (not changes)
+    assert num_batches == NUM_ITEMS if not changes else num_batches < NUM_ITEMS

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.flat_models import COMMON, HEAD, MOE
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odb_factory.model import chunked
 from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
@@ -117,17 +117,6 @@ def check(model: Any, batch: dict[str, Tensor], weights: Tensor, rtol: float = 1
 def test_loss_and_gradients_are_those_by_logits(name: str) -> None:
     in_float32 = name == "own loss code"  # its forward rounds logits
     check(text_model(name), *batch_of(), rtol=5e-7 if in_float32 else 1e-11)
-
-
-def test_vision_language_models_too(tiny_vl: Path) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(tiny_vl, dtype=torch.float64)
-    check(model, *batch_of())
-
-
-def test_one_weight_for_all_and_one_for_each_row() -> None:
-    model, (batch, weights) = text_model("plain"), batch_of()
-    for some_weights in (torch.tensor(0.25), weights[:, :1]):
-        check(model, batch, some_weights)
 
 
 def test_a_micro_batch_without_labels_has_a_loss_of_zero() -> None:
@@ -373,31 +362,6 @@ def test_other_forwards_and_the_model_stay_as_they_were(tiny_text: Path) -> None
         raise KeyError
     assert torch.equal(model(**batch).logits, own.logits) and torch.equal(model(**batch).loss, own.loss)
     assert state(model) == before
-
-
-def test_a_wrapped_forward_stays_wrapped() -> None:
-    """accelerate wraps it for autocast."""
-    model, calls = text_model("plain"), list[Any]()
-    own = model.forward
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return own(*args, **kwargs)
-
-    model.forward = wrapped
-    check(model, *batch_of())
-    assert model.forward is wrapped and calls
-
-
-def test_a_second_backward_adds_the_same_gradients() -> None:
-    model, (batch, weights) = text_model("plain"), batch_of()
-    with WithoutLogits(model).weighing(weights):
-        loss = model(**batch).loss
-    loss.backward(retain_graph=True)
-    once = {name: value.grad.clone() for name, value in model.named_parameters()}
-    loss.backward()
-    for name, value in model.named_parameters():
-        torch.testing.assert_close(value.grad, 2 * once[name])
 
 
 # Adapters and engines

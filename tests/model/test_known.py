@@ -133,30 +133,11 @@ def test_a_copy_on_the_device_is_made_once_and_again_after_a_write(monkeypatch: 
     assert ordinary(wide).shape == wide.shape and copies[-1] == (2, 5, 1)
 
 
-def test_the_device_computes_floats_and_random_numbers() -> None:
-    ids = Known(IDS, META)
-    for result in (ids / 2, ids.float(), ids.to(torch.bfloat16), torch.zeros_like(ids, dtype=torch.float), ids.sqrt()):
-        assert type(result) is torch.Tensor and result.device == META
-    assert type(torch.randint_like(ids, 7)) is torch.Tensor
-    torch.manual_seed(0)
-    expected = torch.randint_like(IDS, 7)
-    torch.manual_seed(0)
-    assert torch.equal(torch.randint_like(Known(IDS, CPU), 7), expected)
-
-
 def test_access_to_the_memory_gives_an_ordinary_tensor() -> None:
     ids = Known(IDS, CPU)
     assert ids.data_ptr() == ids.ordinary().data_ptr() and ordinary(IDS) is IDS
     for duplicate in (copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
         assert type(duplicate) is torch.Tensor and torch.equal(duplicate, IDS)
-
-
-def test_integers_and_masks_of_a_batch_are_known() -> None:
-    batch = {"ids": IDS, "mask": IDS == 90, "pixels": torch.zeros(2), "rows": {"ids": IDS}, "text": "a", "none": None}
-    known = with_known_integers(batch, META)
-    kinds = {key: type(value) for key, value in known.items()}
-    assert kinds == {"ids": Known, "mask": Known, "pixels": torch.Tensor, "rows": dict, "text": str, "none": type(None)}
-    assert type(known["rows"]["ids"]) is Known and with_known_integers(known, META)["ids"] is known["ids"]
 
 
 def test_integers_are_known_on_accelerators_and_not_in_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Memory: `token_budget: auto`, the rehearsal and `recompute: auto` on a CPU whose tensors are counted, and the policies
-of `oom`. Trials leave nothing behind, and the numbers are the same (I8, I9)."""
+"""`token_budget: auto`, the rehearsal and `recompute: auto` on a CPU whose tensors are counted, and the policies of
+`oom`. Trials leave nothing behind, and the numbers are the same (I8, I9)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cpu_meter import CPUMeter
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_strategies import budgets, costs, flat_budgets, within
+from plan_checks import budgets, costs, flat_budgets, within
 from same_training import RELATIVE, deviation, read
 from support import need, read_audit, shimmed
 from toy import NUM_ROWS, Stream, a_micro_batch, pad
@@ -33,10 +33,9 @@ from odb_factory.errors import CollectiveError, ODBError, OutOfMemoryError
 from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
 from odb_factory.planner import Budget, Cost, Media
-from odb_factory.training import auto_budget
-from odb_factory.training.auto_budget import heaviest
+from odb_factory.training import budgets as trials
+from odb_factory.training.budgets import Recompute, checkpointing_modules, heaviest
 from odb_factory.training.oom import MemoryWatch
-from odb_factory.training.recompute import Recompute, checkpointing_modules
 
 # A budget of auto, and the rehearsal
 
@@ -53,7 +52,7 @@ LARGE_STEPS = {"gradient_accumulation_steps": 8}
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A busy machine ends no search."""
-    monkeypatch.setattr(auto_budget, "LIMIT_S", 600)
+    monkeypatch.setattr(trials, "LIMIT_S", 600)
     caplog.set_level(logging.INFO, "odb_factory")
 
 
@@ -151,14 +150,14 @@ def test_a_loop_has_no_auto_and_no_split() -> None:
 
 
 def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(auto_budget, "LIMIT_S", 0)
+    monkeypatch.setattr(trials, "LIMIT_S", 0)
     assert budget_of(with_memory(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1)) == LONGEST
 
 
 def test_ranks_that_cannot_continue_do_not_run_out_of_memory(tiny_text, tmp_path, monkeypatch) -> None:
     """FSDP: no trial begins that the two trials before it show to be too large."""
-    monkeypatch.setattr(auto_budget, "engine_of", lambda model: "sharded")
-    monkeypatch.setattr(auto_budget, "why_not_split", lambda args: "FSDP")
+    monkeypatch.setattr(trials, "engine_of", lambda model: "sharded")
+    monkeypatch.setattr(trials, "why_not_split", lambda args: "FSDP")
     assert budget_of(with_memory(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1, **LARGE_STEPS)) > 300
     with pytest.raises(ConfigError, match="^odb.token_budget: 'auto' ran out of memory"):
         with_memory(tmp_path, tiny_text, 7 * MIB, AUTO, max_steps=1)
@@ -228,7 +227,7 @@ def with_less_memory_on_rank_1(rank: int, model: str, output_dir: str) -> dict[s
     """One rank has less memory than the other. Returns the budget of `auto`, the refusal of a rehearsal, and the losses
     under ZeRO-1 with a rehearsal that runs out of memory and without a rehearsal."""
     os.environ["LOCAL_RANK"] = str(rank)
-    auto_budget.LIMIT_S = 600
+    trials.LIMIT_S = 600
     folder, refused = Path(output_dir, str(rank)), ""
     with deepspeed_forgotten():
         auto = with_memory(folder / "auto", Path(model), CAPACITY - rank * 10 * MIB, AUTO)

@@ -1,5 +1,5 @@
-"""I10: a model that cannot compute flat rows is refused: by name, or by the check of a tiny copy or the real model. Rows
-that cannot be laid flat: `layout: auto` pads them and trains as stock (I9), `flat` is refused.
+"""I10: a model that cannot compute flat rows is refused: by name, or by the check of a tiny copy or the real model.
+Rows that cannot be laid flat: `layout: auto` pads them and trains as stock (I9), `flat` is refused.
 
 The check before training reads 16 rows. A later row that cannot be laid flat pads only its own micro-batch.
 """
@@ -170,8 +170,8 @@ def train(model: Any, folder: Path, layout: str, dataset: Any = None, block: Any
 def test_a_row_that_cannot_be_collated_does_not_decide_the_layout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
-    """The check before training takes another row, or reads the row again if only the first read fails. The model has no
-    tiny copy, because its class has another constructor."""
+    """The check before training takes another row, or reads the row again if only the first read fails. The model has
+    no tiny copy, because its class has another constructor."""
     rows, failed = Rows(num_rows=16), 0
     lengths = [len(rows[number]["input_ids"]) for number in range(16)]
     shortest = rows[lengths.index(min(lengths))]["input_ids"][0]  # a row that the check reads
