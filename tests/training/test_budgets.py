@@ -32,9 +32,9 @@ from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import CollectiveError, ODBError, OutOfMemoryError
 from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
-from odb_factory.planner import Budget, Cost, Media
+from odb_factory.planner import Budget, Cost, Media, make_metadata, plan_optimizer_step
 from odb_factory.training import budgets as trials
-from odb_factory.training.budgets import Recompute, checkpointing_modules, heaviest
+from odb_factory.training.budgets import Recompute, checkpointing_modules, heaviest, most_samples_of
 from odb_factory.training.oom import MemoryWatch
 
 # A budget of auto, and the rehearsal
@@ -191,6 +191,17 @@ def test_a_rehearsal_out_of_memory_ends_before_the_first_step(tiny_text, tmp_pat
 
 def samples_of(drawn: list[Cost]) -> list[Sample]:
     return [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
+
+
+@given(st.lists(costs(), min_size=1, max_size=24), flat_budgets | budgets, st.integers(1, 6), st.booleans())
+def test_no_plan_has_more_samples_in_a_micro_batch(
+    drawn: list[Cost], budget: Budget, ranks: int, balance: bool
+) -> None:
+    of_ranks = [drawn[rank::ranks] for rank in range(ranks)]
+    buffers = [make_metadata(of_rank, exhausted=False) for of_rank in of_ranks]
+    plan = plan_optimizer_step(buffers, budget, balance=balance)
+    most = max(len(group) for groups in plan.groups for group in groups)
+    assert most <= most_samples_of(len(drawn), ranks, balance=balance)
 
 
 @given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.integers(1, 9))
