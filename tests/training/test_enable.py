@@ -400,7 +400,7 @@ STEPS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "ma
 def logged(model: Path, folder: Path, loss_of: Any, dtype: torch.dtype, odb: bool, **changes: Any) -> list[float]:
     """loss_of: the `compute_loss_func` of the Trainer."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    changes = STEPS | {"compute_loss_func": loss_of} | changes
+    changes = STEPS | {"per_device_train_batch_size": 2, "compute_loss_func": loss_of} | changes
     return losses(train(network, folder, block={"token_budget": 64} if odb else None, **changes))
 
 
