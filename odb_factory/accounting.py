@@ -168,6 +168,7 @@ class TokenLoss:
             with door.weighing(1 / num_units, num_supervised), door.router_losses_times(routers_weigh):
                 yield
             return
+        # What replaces the model's loss, its forward, or Liger's choice to make no logits.
         num_calls = 0
 
         def loss_function(
@@ -195,6 +196,7 @@ class TokenLoss:
         def with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs, skip_logits=False)
 
+        # In place for one forward. A forward that reached none of them has not weighed its samples.
         weights = torch.from_numpy(by_position(row_weights, segments))
         with contextlib.ExitStack() as stack:
             stack.enter_context(door.weighing(weights, num_supervised))

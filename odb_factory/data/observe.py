@@ -260,6 +260,7 @@ class ObservedDataset:
                 message += f"; {advice}"
             return Rejection(index, reason, f"{message}.", fatal)
 
+        # Rows that cannot be observed.
         try:
             features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
             sample = Sample(index, cost, _packed(features))
@@ -284,6 +285,7 @@ class ObservedDataset:
                 "set `on_error: skip` to leave such rows out",
                 fatal=self.config.on_error == "raise",
             )
+        # Rows that train nothing, and rows that break a budget alone.
         counts = cost.units or (cost.leading_label and getattr(self.observer, "counts_first_labels", False))
         if not counts and not getattr(self.observer, "keeps_unsupervised", False):
             return reject("unsupervised", "no label carries loss (truncation may have cut them off)")

@@ -420,6 +420,7 @@ def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Map
     if isinstance(rows, IndexedRows):
         by_source = [np.flatnonzero(rows.source_of == number) for number in rows.sources]
     for lines in by_source:
+        # The first row of the source that can be used.
         errors: list[Exception] = []
         for line in map(int, lines[:MOST_TRIED]):
             try:
@@ -439,6 +440,7 @@ def check_sources(dataset: OnlineDataset, by_pass: Callable[[Sequence[int]], Map
                 f"dataset_info.json: none of the first {len(errors)} rows of {source.name} can be used; row "
                 f"{number}: {why}; correct `formatting`, `columns` or `tags` there, or the rows."
             ) from errors[0]
+        # The same row by stock's passes.
         with contextlib.ExitStack() as quiet:
             if not datasets.are_progress_bars_disabled():
                 datasets.disable_progress_bars()

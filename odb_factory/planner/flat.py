@@ -536,6 +536,7 @@ def best_fit_decreasing(samples: Samples, least_steps: int = 0) -> Filled:
     Room is measured in the budget that the samples use up more: tokens or patches.
     """
     budget = samples.budget
+    # The measure that rooms are kept in, and the bounds of a bin by the dummy media that its row needs.
     tokens, patches = samples.measures[~samples.overlong, :2].sum(axis=0).tolist()
     column, capacity = 0, budget.token_budget
     if budget.max_patches is not None and patches * budget.token_budget > tokens * budget.max_patches:
@@ -545,12 +546,14 @@ def best_fit_decreasing(samples: Samples, least_steps: int = 0) -> Filled:
     most = np.array([most_tokens, math.inf if budget.max_patches is None else budget.max_patches])
     kinds = itertools.product((False, True), repeat=2)
     limits = {kind: (most - budget.collation.dummies(*kind)).tolist() for kind in kinds}
+    # Of each pool: samples left, bins, bins that fill the last micro-step, rooms in rising order.
     count = np.bincount(samples.pool, minlength=samples.num_pools)
     num_left, num_bins = count.tolist(), [0] * samples.num_pools
     missing = [least_steps * samples.slots] * samples.num_pools
     bin_of, pool_of_bin, sums = np.empty_like(samples.index), list[int](), list[list[int]]()
     rooms_of_pool: list[list[tuple[int, int]]] = [[] for _ in num_bins]
     details = list(zip(samples.measures.tolist(), samples.pool.tolist(), samples.overlong.tolist()))
+    # The largest sample first, into the least room that holds it; alone if bins are missing.
     for sample in np.argsort(-samples.measures[:, column], kind="stable").tolist():
         measure, pool, overlong = details[sample]
         rooms, number = rooms_of_pool[pool], len(sums)
@@ -570,6 +573,7 @@ def best_fit_decreasing(samples: Samples, least_steps: int = 0) -> Filled:
         bin_of[sample] = number
         if not overlong:
             insort(rooms, (capacity - sums[number][column], number))
+    # All pools have the steps of the largest; bins are numbered by pool.
     num_steps = -(-max(num_bins) // samples.slots)
     if (num_bins < np.minimum(num_steps * samples.slots, count)).any():
         return best_fit_decreasing(samples, num_steps)

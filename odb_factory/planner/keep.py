@@ -113,6 +113,7 @@ def plan_micro_batches(
         micro_batches = plan_micro_batches([700, 300, 500, 200, 100], token_budget=1000, ranks=2)
         micro_batches  # [[[1, 2, 4]], [[0, 3]]]: one micro-step; rank 1 computes samples 0 and 3
     """
+    # The samples as a table, within the budgets or refused.
     tokens = _integers("lengths", lengths, None, floor=1)
     table = np.zeros(len(tokens), ROW)
     table["tokens"] = table["row_tokens"] = tokens
@@ -135,6 +136,7 @@ def plan_micro_batches(
             f"micro-batch may have (token_budget {token_budget:,}, max_patches {max_patches}): raise the budget, "
             "truncate the sample, or pass overlong='singleton'"
         )
+    # Where each sample is: balance may move it unless its place is fixed.
     if groups is not None:
         if owners is not None:
             raise ValueError("owners already places the samples: leave groups out")
@@ -145,6 +147,7 @@ def plan_micro_batches(
         raise ValueError(f"owners has rank {owner.max()}, but there are {ranks} ranks, from 0 on")
     held_by_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
     buffers = [BufferMetadata(table[samples], exhausted=False) for samples in held_by_rank]
+    # The plan of an optimizer step, with samples numbered as in `lengths`.
     budget = Budget(token_budget, max_patches, layout=layout)
     plan = plan_optimizer_step(buffers, budget, balance=owners is None)
     index = np.concatenate(held_by_rank)

@@ -299,6 +299,7 @@ def choose_budgets(trainer: Any) -> Limits:
     key = config.auto_keys[0]
     try:
         with trials_of(trainer, key) as trials:
+            # A cap of auto follows the tokens, at the density of the data with headroom.
             samples = trials.samples
             patches = [sample.cost.patches for sample in samples]
             density = HEADROOM * sum(patches) / max(sum(budget.tokens_of(sample.cost) for sample in samples), 1)
@@ -309,6 +310,7 @@ def choose_budgets(trainer: Any) -> Limits:
                     most = max(*patches, math.ceil(density * tokens)) or None
                 return replace(budget, token_budget=tokens, max_patches=most)
 
+            # Between the longest row alone and all that a micro-batch can have.
             low = max(size_of([sample], budget)[0] for sample in samples)
             high = max(trials.most_tokens, low)
             if config.token_budget != AUTO:
@@ -322,6 +324,7 @@ def choose_budgets(trainer: Any) -> Limits:
             f"(memory_fraction {config.memory_fraction}); lower cutoff_len or token_budget, or save memory (gradient "
             "checkpointing, LoRA, ZeRO-3 or FSDP)."
         )
+    # Log what was chosen, why, and what it takes.
     tokens, trial = largest
     reason = "as much as memory_fraction allows"
     if tokens >= high:

@@ -195,6 +195,7 @@ def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
     own = [name for name in methods if not _is_of_transformers(trainer, name)]
     if not own:
         return
+    # The rows that the collator makes of one sample.
     try:
         with kept_random_numbers():
             batch: Any = parts.collate_fn([look(parts, operator.itemgetter(0))])
@@ -209,6 +210,7 @@ def check_own_rows(trainer: Any, parts: DataLoaderParts) -> None:
             f"does not support; {PAIRS}, or train without odb."
         )
 
+    # The rows that reach the loss, by a step that stops there.
     if own == ["compute_loss"] or not isinstance(batch, Mapping):
         return
 

@@ -157,11 +157,13 @@ class Evaluation:
             with replaced(trainer, **stored), replaced(odb, evaluation=self), one_pass(*models):
                 output = loop(self, description, True, ignore_keys, prefix)
                 metrics = dict(output.metrics or {})
+                # The mean loss over the rows of all ranks.
                 if self._loss is not None:
                     sums = torch.stack([self._loss.float(), self._loss.new_tensor(self._rows_without_loss).float()])
                     total, without_loss = trainer.accelerator.reduce(sums.to(trainer.args.device), "sum").tolist()
                     rest = self._counted - round(without_loss)
                     metrics[f"{prefix}_loss"] = total / rest if rest else math.nan
+                # Predictions of all ranks in the order of the dataset.
                 predictions, labels = None, None
                 if not self.loss_only:
                     rows = sorted(gather_object(self._predicted), key=operator.itemgetter(0))

@@ -214,6 +214,7 @@ class RestartedSteps:
         run, (micro_batch, measured, batch) = self.training, box.pop()
         recompute, oom = self.training.recompute, self.watch.config.oom
         skips = oom == "skip"
+        # Compute. An error is judged while its frames live, and what it needs of them is kept as text.
         try:
             computing, local = run.begin_micro_batch(micro_batch, measured), self._local
             with self._no_gathering(), self.training.gradients_summed(local, is_last=False):
@@ -237,6 +238,7 @@ class RestartedSteps:
         if repeats:
             logger.warning("%s; it runs again with gradient checkpointing, as do later ones of its size", description)
             return False
+        # Lower the budgets of later plans, and replace the part in this step.
         step.lowered = self.watch.lower(measured).least(step.lowered)
         at = step.parts.index(micro_batch)
         if skips:

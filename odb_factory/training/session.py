@@ -241,6 +241,7 @@ class Session:
         computing: Any = self.computing
         training: Any = self.training
         number_of_stock, samples, measured = training.stock.number, computing.micro_batch.samples, computing.measured
+        # Row, start and end of each sample, padding left out.
         rows, length = inputs["labels"].shape
         if measured.segments:
             ends = list(itertools.accumulate(measured.segments))
@@ -279,6 +280,7 @@ class Session:
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             return total_of(hidden, functools.partial(checkpoint_function, of_part, **options))
 
+        # From the states of each sample, whose logits the backward makes again, or from all logits.
         if training.sample_door.gives_states:
             output, total = training.sample_door.at_head(run, of_states)
             return total.sum(), output

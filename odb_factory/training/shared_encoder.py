@@ -33,6 +33,7 @@ def shared_encoder(trainer: Any) -> Iterator[EncoderDoor | None]:
     if trainer.args.world_size == 1:
         yield None
         return
+    # Whether images can move: all ranks compare the answer before one of them waits for another.
     tower = find_tower(trainer.model) if config.balance_encoder else None
     why = None
     if config.balance_encoder and tower is None:
@@ -49,6 +50,7 @@ def shared_encoder(trainer: Any) -> Iterator[EncoderDoor | None]:
     if tower is None or why is not None:
         yield None
         return
+    # What an image costs, and ways between ranks: the ring for metadata, a group for tensors.
     trains = any(parameter.requires_grad for parameter in getattr(*tower).parameters())
     pair, patch, token = cost_of(tower[0].config, trains_tower=trains)
     cost = EncoderCost(pair=pair, patch=patch, token=token)
@@ -71,6 +73,7 @@ def shared_encoder(trainer: Any) -> Iterator[EncoderDoor | None]:
         computing.encoded = (*computing.encoded, plan)
         return plan
 
+    # The door acts in the forwards of the training.
     door = EncoderDoor(tower, group, gather, assign)
     logger.info("balance_encoder: %s: images move to the rank that encodes them", config.balance_encoder)
     try:

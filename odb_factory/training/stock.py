@@ -316,11 +316,13 @@ def _weights_in(micro_batch: _MicroBatch, probe: Any, number: Any) -> Iterator[f
     for row, ((start, end), (units, _)) in enumerate(zip(micro_batch.spans, micro_batch.samples)):
         if torch.cat([stock[row, :start], stock[row, end:]]).norm() > TOLERANCE * scale:
             raise Unmeasured(FROM_PADDING if start else "its loss depends on the padding of a row")
+        # What stock trains on the logits of this sample,
         own = stock[row, start:end]
         if not units:
             if own.any():
                 raise Unmeasured("a sample without a supervised token has a gradient")
             continue
+        # and the loss of the sample alone: the trainer's, or the mean over its tokens.
         if micro_batch.is_trainers:
             alone = SampleModel(probe.model, micro_batch.logits[row : row + 1, start:end])
             with probe.compute_loss_context_manager():
@@ -332,6 +334,7 @@ def _weights_in(micro_batch: _MicroBatch, probe: Any, number: Any) -> Iterator[f
         gradient = torch.autograd.grad(loss, micro_batch.leaf, retain_graph=True)[0][row, start:end]
         if not (gradient.any() and own.any()):
             raise Unmeasured("a sample has no gradient")
+        # The factor between both, by least squares.
         weight = float((gradient * own).sum() / gradient.square().sum())
         if (own - weight * gradient).norm() > TOLERANCE * own.norm():
             raise Unmeasured("the loss of a sample depends on the other samples of its micro-batch")

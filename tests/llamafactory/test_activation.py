@@ -56,7 +56,7 @@ except Exception as error: print('llamafactory.data.loader._get_preprocessed_dat
 PROCESSES: dict[str, tuple[str, dict[str, str], str, str]] = {
     "import torch activates": (ACTIVE, {}, "True", ""),
     "disabled": (ACTIVE, {"ODB_FACTORY_DISABLE": "1"}, "False", ""),
-    "no block": (WITHOUT_A_BLOCK, {}, "config errors llamafactory log refusals version", ""),
+    "no block": (WITHOUT_A_BLOCK, {}, "config errors llamafactory log refusals", ""),
     "a failure only warns": (FAILURE, {}, "torch goes on", "broken on purpose"),
     "a seam that this release lacks": (MISSING_SEAM, {}, "True", ""),
 }
