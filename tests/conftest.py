@@ -34,19 +34,12 @@ OTHER_THAN_FOLDER = {
     "data/test_resume.py",
     "llamafactory/test_families.py",
     "loop/test_own_loop_ranks.py",
-    "training/test_auto_budget.py",
+    "training/test_budgets.py",
     "training/test_exact_gradient.py",
-    "training/test_layout_falls_back.py",
-    "training/test_lifetime.py",
-    "training/test_oom.py",
-    "training/test_recompute.py",
     "training/test_resume.py",
     "training/test_same_training.py",
-    "training/test_saving.py",
-    "training/test_step_loss.py",
     "training/test_stock_losses.py",
     "training/test_trl.py",
-    "training/test_without_logits.py",
 }
 """Unit tests in folders of integration tests, and integration tests in folders of unit tests."""
 UNIT_TIER = "not integration and not nightly"

@@ -21,8 +21,7 @@ from distributed.test_engines import ENGINES, deepspeed_config
 from safetensors.torch import load_file
 from same_training import launch
 from support import training_config, without_clock, write_dataset
-from training.test_resume import train
-from training.test_saving import KEEP, Signalled, terminate
+from training.test_resume import KEEP, Signalled, terminate, train
 from training.toy_training import history
 
 from odb_factory import ODBError

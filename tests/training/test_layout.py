@@ -1,12 +1,19 @@
-"""I10: a model that cannot compute flat rows is refused: by name, or by the check of a tiny copy or the real model."""
+"""I10: a model that cannot compute flat rows is refused: by name, or by the check of a tiny copy or the real model.
+Rows that cannot be laid flat: `layout: auto` pads them and trains as stock (I9), `flat` is refused.
+
+The check before training reads 16 rows. A later row that cannot be laid flat pads only its own micro-batch.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,10 +21,12 @@ from distributed.ranks import run_ranks
 from toy import Rows, Stream, pad
 from training import toy_training
 from training.flat_models import LENGTHS, MIXERS, WRONG, flat_batch, make_model, samples
-from training.toy_training import audit, losses, make
+from training.toy_training import Sequential, audit, collate, ids, losses, make
+from training.vision_rows import picture_row, vision_model
 from transformers import LlamaForCausalLM, Trainer
 
-from odb_factory import ConfigError
+from odb_factory import ConfigError, DataError
+from odb_factory.data.collate import ROWS_TRIED
 from odb_factory.model import attention
 from odb_factory.model import check as check_module
 from odb_factory.model.check import Layout, Runs, check_rows, models_of, of_flat_batch
@@ -72,17 +81,6 @@ def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) 
         check_module.resolve_layout([first, second], "flat", args)
     assert [dict(vars(part)) for part in first.modules()] == before
     assert first.config._attn_implementation == "sdpa" and first.config.use_cache is True
-
-
-@pytest.mark.parametrize("layout", ["auto", "flat"])
-def test_a_model_without_a_tiny_copy_is_checked_on_real_rows(layout: str, tmp_path: Path) -> None:
-    class Wider(LlamaForCausalLM):
-        def __init__(self, config: Any, more: int):
-            super().__init__(config)
-
-    model = make_model("llama")
-    model.__class__ = Wider
-    assert resolve_layout(make(model, tmp_path), layout).name == "flat"
 
 
 # By the kernel
@@ -172,20 +170,23 @@ def train(model: Any, folder: Path, layout: str, dataset: Any = None, block: Any
 def test_a_row_that_cannot_be_collated_does_not_decide_the_layout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
-    """The check before training takes another row, or reads the row again if only the first read fails."""
+    """The check before training takes another row, or reads the row again if only the first read fails. The model has
+    no tiny copy, because its class has another constructor."""
     rows, failed = Rows(num_rows=16), 0
     lengths = [len(rows[number]["input_ids"]) for number in range(16)]
     shortest = rows[lengths.index(min(lengths))]["input_ids"][0]  # a row that the check reads
 
-    def collate(items: list[dict[str, Any]]) -> Any:
+    def collate_later(items: list[dict[str, Any]]) -> Any:
         nonlocal failed
         if failed < times and shortest in [item["input_ids"][0] for item in items]:
             failed += 1
             raise OSError("stale file handle")
         return pad(items)
 
+    model = make_model("llama")
+    model.__class__ = type("Wider", (LlamaForCausalLM,), {"__init__": lambda self, config, more: None})
     with caplog.at_level(logging.INFO, "odb_factory"):
-        train(make_model("llama"), tmp_path, "auto", rows, block={"on_error": "skip"}, collate=collate, max_steps=2)
+        train(model, tmp_path, "auto", rows, block={"on_error": "skip"}, collate=collate_later, max_steps=2)
     assert failed and [message for message in caplog.messages if message.startswith("layout: flat (")]
     logged = [line for line in caplog.messages if f"the check of the layout passes over row {shortest - 1}," in line]
     assert len(logged) == (times > 1)
@@ -247,3 +248,136 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     alone = losses(train(make_model("llama"), tmp_path / "alone", "padded"))
     assert ours == pytest.approx(alone, rel=1e-5), "the same optimizer steps on one rank"
     assert not any(line.get("segments") for line in audit(tmp_path / "auto"))
+
+
+# Rows that cannot be laid flat
+
+NUM_ROWS, LATE = 28, ROWS_TRIED + 5
+
+
+def row(k: int) -> dict[str, Any]:
+    """5 to 44 tokens, of which all but the first are supervised."""
+    tokens = [1 + (k * 31 + j * 7) % 90 for j in range(5 + k * 7 % 40)]
+    return {"k": k, "input_ids": tokens, "labels": [-100, *tokens[1:]], "attention_mask": [1] * len(tokens)}
+
+
+def masked(row: dict[str, Any], *places: int) -> dict[str, Any]:
+    mask = row["attention_mask"]
+    for place in places:
+        mask[place] = 0
+    return row
+
+
+def skips_positions(rows: list[dict[str, Any]], first: int) -> dict[str, torch.Tensor]:
+    """The rows from `first` on skip positions."""
+    batch = collate(rows)
+    positions = torch.arange(batch["input_ids"].shape[1]).repeat(len(rows), 1)
+    for place, row in enumerate(rows):
+        positions[place, 3:] += 100 * (row["k"] >= first)
+    return {**batch, "position_ids": positions}
+
+
+def sorts(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return collate(sorted(rows, key=lambda row: -len(row["input_ids"])))
+
+
+def with_bools(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    return {**batch, "attention_mask": batch["attention_mask"].bool()}
+
+
+class Case(NamedTuple):
+    """is_late: the check before training does not read the rows that cannot be laid flat."""
+
+    row: Callable[[int], dict[str, Any]] = row
+    collate: Callable[..., dict[str, torch.Tensor]] = collate
+    is_late: bool = False
+    model: Callable[[], Any] = functools.partial(make_model, "llama")
+
+
+CASES = {
+    "positions": Case(collate=lambda rows: skips_positions(rows, 0)),
+    "late positions": Case(collate=lambda rows: skips_positions(rows, LATE), is_late=True),
+    "labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k % 3 == 0))),
+    "late labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k == LATE)), is_late=True),
+    "holes": Case(lambda k: masked(row(k), *[2] * (k == 9))),
+    "late holes": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), is_late=True),
+    "late holes in a mask of bools": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), with_bools, is_late=True),
+    "a collator that sorts": Case(collate=sorts),
+}
+
+
+def run(case: Case, folder: Path, layout: str, on_error: str = "raise", **changes: Any) -> Trainer:
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    cut |= {"max_steps": -1, "collate": case.collate, "trainer_class": Sequential}
+    block = {"token_budget": 128, "on_error": on_error}
+    return train(case.model(), folder, layout, Rows(case.row, NUM_ROWS), block, **cut | changes)
+
+
+@pytest.mark.stock
+@pytest.mark.integration
+@pytest.mark.parametrize("name", CASES)
+def test_auto_trains_as_stock(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES[name]
+    expected = pytest.approx(losses(run(case, tmp_path / "stock", "stock")), rel=1e-5)
+    assert losses(run(case, tmp_path / "padded", "padded")) == expected
+    for on_error in ("raise", "skip"):
+        folder = tmp_path / on_error
+        caplog.clear()
+        assert losses(run(case, folder, "auto", on_error)) == expected
+        assert ids(folder) == Counter(range(NUM_ROWS)), "no row is left out"
+        lines = audit(folder)
+        assert any(line["segments"] for line in lines) == case.is_late
+        assert any(len(line["ids"]) > 1 for line in lines if not line["segments"])
+        logged = [message for message in caplog.messages if message.startswith("layout: ")]
+        assert len(logged) == 1 + case.is_late and all("Error" not in message for message in logged)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", [name for name in CASES if name != "a collator that sorts"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_flat_names_the_row(name: str, on_error: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with pytest.raises((ConfigError, DataError)) as refused:
+        run(case, tmp_path, "flat", on_error)
+    message = str(refused.value)
+    assert "odb.layout" in message and "row " in message and "on_error" not in message and "\n" not in message
+    if case.is_late:
+        assert f"row {LATE}: " in message
+
+
+def train_on_two_ranks(rank: int, output_dir: str, name: str, num_workers: int) -> dict[str, list[float]]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    changes = {"per_device_train_batch_size": 1, "dataloader_num_workers": num_workers}
+    kinds = ("stock", "auto")
+    return {kind: losses(run(CASES[name], Path(output_dir, kind), kind, **changes)) for kind in kinds}
+
+
+@pytest.mark.stock
+@pytest.mark.integration
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_late_row_pads_one_micro_batch_of_its_rank(num_workers: int, tmp_path: Path) -> None:
+    """Both ranks have the same number of micro-batches (I1), and no sample is lost (I2)."""
+    options = {"output_dir": str(tmp_path), "name": "late labels on masked tokens", "num_workers": num_workers}
+    outcomes = run_ranks("training.test_layout:train_on_two_ranks", tmp_path, limit_s=120, **options)
+    for outcome in outcomes:
+        assert outcome.value["auto"] == pytest.approx(outcome.value["stock"], rel=1e-5)
+    lines = [audit(tmp_path / "auto", rank) for rank in range(2)]
+    assert sum((ids(tmp_path / "auto", rank) for rank in range(2)), Counter()) == Counter(range(NUM_ROWS))
+    assert len(lines[0]) == len(lines[1])
+    padded = [LATE in line["ids"] for of_rank in lines for line in of_rank if not line["segments"]]
+    assert padded == [True]
+
+
+@pytest.mark.stock
+@pytest.mark.integration
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_positions_of_images_are_those_of_the_model(num_workers: int, tmp_path: Path) -> None:
+    """Without `mm_token_type_ids`, so newer releases of transformers take image tokens for text. With them:
+    test_same_training.py."""
+    case = Case(picture_row, model=vision_model)
+    auto, stock = (
+        losses(run(case, tmp_path / layout, layout, dataloader_num_workers=num_workers)) for layout in ("auto", "stock")
+    )
+    assert auto == pytest.approx(stock, rel=1e-5)
+    assert all(line["segments"] for line in audit(tmp_path / "auto"))
