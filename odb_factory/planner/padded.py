@@ -130,6 +130,8 @@ Cut = tuple[int, list[Step]]
 """The sum over micro-steps of the costliest group, and the groups of each micro-step."""
 PRECISION = 12
 """The cap is searched to 1 part in 2 ** PRECISION."""
+MAX_TRIES, FEW_SAMPLES = 15, 128
+"""Caps tried at once for up to FEW_SAMPLES samples, and in proportion fewer for more."""
 MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 40, 256, 1 << 16, 16
 """Number of cap values tried for each micro-step (fewer, or none, for many samples), then FINER_CAPS values around the
 chosen caps."""
@@ -141,24 +143,32 @@ def best_cut(pools: Pools) -> list[Step]:
     """The cheapest of several cuts."""
     min_steps = -(-max(map(len, pools.walks(pools.largest_ends))) // pools.slots)
     cuts = [cut_by_one_cap(pools, min_steps)]
-    if pools.pool_of[-1] == 0 and (stretches := cut_by_stretches(pools)) is not None:  # there is one pool
+    stretches = cut_by_stretches(pools) if pools.pool_of[-1] == 0 else None  # there is one pool
+    if stretches is not None:
         cuts.append(stretches)
-    cuts += [cut_by_one_cap(pools, min_steps + more) for more in range(1, NUM_CANDIDATES)]
+    if stretches is None or pools.slots > 1:  # for a single rank, stretches are optimal
+        cuts += [cut_by_one_cap(pools, min_steps + more) for more in range(1, NUM_CANDIDATES)]
     return min(cuts, key=lambda cut: cut[0])[1]
 
 
 def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
-    """Give all micro-steps one cap: the lowest at which the samples of a pool fit into their slots (bisection).
+    """Give all micro-steps one cap: the lowest at which the samples of a pool fit into their slots.
 
+    Each round tries several caps between the bounds: of few samples numpy takes as long for many caps as for one.
     Source: MULTIFIT, multiprocessor scheduling by the dual of bin packing (Coffman, Garey and Johnson 1978).
     """
     slots = num_steps * pools.slots
     low, high = pools.cap_range
+    tries = max(MAX_TRIES * FEW_SAMPLES // max(len(pools), FEW_SAMPLES), 1)
+    parts = np.arange(1, tries + 1)[:, None]
     while (searching := (high - low) << PRECISION > high).any():
-        middle = (low + high) // 2
-        tried = pools.next_ends(middle[pools.pool_of][None])
-        fits = _after(tried, slots)[0, pools.starts] >= pools.ends
-        low, high = np.where(searching & ~fits, middle + 1, low), np.where(searching & fits, middle, high)
+        caps = low + (high - low) * parts // (tries + 1)
+        fits = _after(pools.next_ends(caps[:, pools.pool_of]), slots)[:, pools.starts] >= pools.ends
+        # The first cap that fits becomes the upper bound, the one before it the lower.
+        first = np.where(fits.any(axis=0), fits.argmax(axis=0), tries)
+        below_and_above = np.concatenate([low[None] - 1, caps, high[None]])
+        lower, upper = (np.take_along_axis(below_and_above, (first + k)[None], axis=0)[0] for k in (0, 1))
+        low, high = np.where(searching, lower + 1, low), np.where(searching, upper, high)
     return _match(pools, pools.walks(pools.next_ends(high[pools.pool_of][None])[0]), slots)
 
 
@@ -201,13 +211,15 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
 
 def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
     """The position after `num_groups` groups from each start [caps, n + 1], by repeated doubling of the walk."""
-    reached = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
+    before = np.arange(0, ends.size, ends.shape[1])[:, None]
+    ends = (ends + before).ravel()  # positions in all rows together
+    reached = np.arange(len(ends))
     while num_groups:
         if num_groups & 1:
-            reached = np.take_along_axis(ends, reached, axis=1)
+            reached = ends[reached]
         num_groups >>= 1
-        ends = np.take_along_axis(ends, ends, axis=1)
-    return reached
+        ends = ends[ends]
+    return reached.reshape(len(before), -1) - before
 
 
 def _match(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
