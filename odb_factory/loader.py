@@ -412,7 +412,7 @@ class ODBDataLoader(DataLoader[T_co]):
         accounting, taken = self.accounting, deque[FlatRow | None](maxlen=1)
         micro_batch, first_info = None, None
         state, is_accelerate = GradientState(), is_initialized() and torch.is_grad_enabled()
-        before = state.sync_gradients
+        before = state.sync_gradients and 1  # not True: another iteration may be under way when this one ends
         end_row()
         try:
             for micro_batch, measured, collated in iter(partial(accounting.next, items), None):

@@ -125,9 +125,12 @@ def test_the_replaced_forward_has_the_own_signature(tiny_text: Path) -> None:
         assert torch.allclose(generate(), expected) and inspect.signature(model.forward) == signature
 
 
-def test_a_loader_that_is_iterated_ahead_leaves_the_row_of_the_loop() -> None:
+@pytest.mark.parametrize("by_accelerate", [False, True])
+def test_a_loader_iterated_ahead_leaves_the_row_of_the_loop(accelerate_state: None, by_accelerate: bool) -> None:
     """I10: a thread at the end of the epoch does not change the row within a forward, nor does the end of another
     iteration, which the garbage collector may cause."""
+    if by_accelerate:
+        Accelerator()
     with make() as loader, make() as other:
         broken_off, batches, rest = iter(other), iter(loader), list[Any]()
         pop_step_info(next(broken_off))

@@ -430,7 +430,7 @@ def test_batches_that_accelerate_counts_are_no_optimizer_steps(accelerate_state:
                 optimizer.step()
         with pytest.raises(ConfigError, match="accelerator.accumulate: it counts batches.*step where"):
             accumulate(loader)
-        assert accelerator.sync_gradients is True
+        assert accelerator.sync_gradients
 
 
 def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) -> None:
