@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Sampler
 from odb_factory.accounting import StepAccounting, TokenLoss, in_float32, log_first_step, weighted_token_loss
 from odb_factory.config import LOSS_SCALINGS, ODBConfig, ODBKeys, make_config, refusals_of_auto
 from odb_factory.data.collate import Collated, trial_batches
-from odb_factory.data.loader import ODBLoader, Pass
+from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver, count_supervised
 from odb_factory.data.order import (
     IN_ORDER,
@@ -459,12 +459,16 @@ class ODBDataLoader(DataLoader[T_co]):
 
     def close(self) -> None:
         """End the worker processes and release the process group of the planning (on all ranks)."""
+        self._close(None)
+
+    def _close(self, timeout_s: float | None) -> None:
+        """timeout_s: how long to wait for ranks that have not left the epoch (default: `exchange_timeout_s`)."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._accounting is not None:
             self._finalizer.detach()
-            self.loader.close()
+            self.loader.close(timeout_s)
             self._accounting.close()
 
     def __enter__(self) -> Self:
@@ -479,7 +483,7 @@ class ODBDataLoader(DataLoader[T_co]):
         is_end = isinstance(cause, GeneratorExit) or (isinstance(cause, SystemExit) and not cause.code)
         if cause is not None and not is_end and self._accounting is not None and not self._is_closed:
             self.loader.abort(one_line(cause))
-        self.close()
+        self._close(ABORT_S if isinstance(cause, SystemExit) else None)
         if cause is not None and cause is not error:
             raise cause from error
 
@@ -576,14 +580,15 @@ class ODBHandle(ODBDataLoader[Any]):
     dataloader: Any = None
     """The DataLoader given to `apply_odb`."""
 
-    def close(self) -> None:
-        """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
-        super().close()
+    def _close(self, timeout_s: float | None) -> None:
+        super()._close(timeout_s)
         if self.dataloader is not None:
             _set_class(self.dataloader, type(self.dataloader).__base__)
             self.dataloader = None
 
-    remove = close
+    def remove(self) -> None:
+        """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
+        self.close()
 
 
 def _set_class(dataloader: Any, kind: Any) -> None:

@@ -5,6 +5,7 @@ One background thread plans, ahead of what is being collated (`Pass`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -59,6 +60,11 @@ ROWS_TO_TRY = 64
 """Rows from which the check of a layout chooses."""
 ABORT_S = 7.0
 """After a failure planning has this long to end."""
+ALONE_S = 10.0
+ALONE = (
+    "rank %d has left the epoch before its end, and waits until the other ranks leave it, at most %g s "
+    "(exchange_timeout_s): all ranks must leave at the same optimizer step"
+)
 STEPS_AHEAD = 2
 """Optimizer steps that are planned ahead of the step that is collated; more of them if they have fewer samples than
 `buffer_size`."""
@@ -143,12 +149,19 @@ class Pass:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; wait at most `timeout_s` seconds if it is stuck in a worker or a peer."""
+        """End planning; wait at most `timeout_s` seconds if it is stuck in a worker or a peer."""
         self.stop()
-        if self._thread is None:
+        if self._thread is None and self.planner.loader.ranks.world_size == 1:
             self._source.close()
-        else:
-            self._thread.join(timeout_s)
+        elif self._thread is None:  # other ranks, which may be in a collective of the training, have to hear of it
+            self._thread = threading.Thread(target=self._source.close, name="odb-planner", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                self._thread.start()
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(min(timeout_s, ALONE_S))
+            if self._thread.is_alive() and timeout_s > ALONE_S:
+                logger.warning(ALONE, self.planner.loader.ranks.rank, timeout_s)
+                self._thread.join(timeout_s - ALONE_S)
         for _, pending in self.in_flight:
             pending.cancel()
         self.planned.clear()

@@ -248,9 +248,13 @@ def test_several_ranks(function: Callable[..., None], options: dict[str, Any], t
 
 
 def leaves_early(rank: int, how: str) -> Any:
-    loader = ODBDataLoader(Rows(), num_workers=1, exchange_timeout_s=20, **SETTINGS | {"batch_size": 2})
+    in_loop = how in ("break", "exit in a step")
+    options = {"num_workers": 0, "exchange_timeout_s": 12} if in_loop else {"num_workers": 1, "exchange_timeout_s": 20}
+    loader = ODBDataLoader(Rows(), **SETTINGS | {"batch_size": 2} | options)
     batches = iter(loader)
     pop_step_info(next(batches))
+    if rank == 0 and in_loop:  # in a collective of the training, which the other rank never calls
+        return outcome(lambda: dist.all_reduce(torch.ones(1)))
     if rank == 0:
         return outcome(lambda: list(batches))
     sys.last_value = ValueError("of a notebook's cell, long ago")
@@ -267,6 +271,9 @@ def leaves_early(rank: int, how: str) -> Any:
         made = rest()
         next(made)
         made.close()
+    elif how == "break":
+        with loader:
+            del batches
     else:
         with contextlib.suppress(SystemExit), loader:
             sys.exit(0)
@@ -275,7 +282,7 @@ def leaves_early(rank: int, how: str) -> Any:
 
 def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
     """It leaves by garbage collection, which waits for no rank and calls no collective, by a closed generator, or by
-    `sys.exit(0)`."""
+    `sys.exit(0)`; by `break` and `sys.exit(0)` also while another rank is in a collective of the training."""
     for how in ("garbage", "generator", "exit"):
         first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)
         left, ended = "left the epoch before its end", "rank 1 has ended its program while others go on"
@@ -283,6 +290,10 @@ def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
         assert "long ago" not in first.output + second.output and "SystemExit" not in first.output + second.output
         assert "GeneratorExit" not in first.value
         assert second.value < 15
+    for how, most in (("break", 16), ("exit in a step", 11)):
+        _, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)
+        assert second.value < most, how
+        assert how != "break" or "rank 1 has left the epoch before its end" in second.output
 
 
 # Replicas of several ranks (tensor parallel), and shards with replicas: a mesh of 2 x 2
