@@ -53,7 +53,7 @@ def _checks() -> Iterator[Check]:
         version = platform.python_version() if name == "python" else installed_version(name)
         finding = f"{name} {version or 'is not installed'} (supported: {supported}, tested: up to {newest})"
         if version is None and name == "llamafactory":
-            yield "note", finding, "only `llamafactory-cli` and `odb-factory train` need it"
+            yield "note", finding, "its trainings and `odb-factory plan`, `demo` and `train` need it"
         elif version is None or not SpecifierSet(supported).contains(version, prereleases=True):
             yield "problem", finding, f'install a supported release: "{name}{supported}"'
         else:
