@@ -151,17 +151,17 @@ class Pass:
     def close(self, timeout_s: float) -> None:
         """End planning; wait at most `timeout_s` seconds if it is stuck in a worker or a peer."""
         self.stop()
-        if self._thread is None and self.planner.loader.ranks.world_size == 1:
-            self._source.close()
-        elif self._thread is None:  # other ranks, which may be in a collective of the training, have to hear of it
-            self._thread = threading.Thread(target=self._source.close, name="odb-planner", daemon=True)
+        thread, ranks = self._thread, self.planner.loader.ranks
+        if thread is None:  # the other ranks, which may be in a collective of the training, have to hear of it
+            thread = threading.Thread(target=self._source.close, name="odb-planner", daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                self._thread.start()
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join(min(timeout_s, ALONE_S))
-            if self._thread.is_alive() and timeout_s > ALONE_S:
-                logger.warning(ALONE, self.planner.loader.ranks.rank, timeout_s)
-                self._thread.join(timeout_s - ALONE_S)
+                thread.start()
+        if thread.ident is not None:
+            thread.join(min(timeout_s, ALONE_S))
+        if thread.is_alive() and timeout_s > ALONE_S:
+            if ranks.world_size > 1:
+                logger.warning(ALONE, ranks.rank, timeout_s)
+            thread.join(timeout_s - ALONE_S)
         for _, pending in self.in_flight:
             pending.cancel()
         self.planned.clear()

@@ -166,9 +166,9 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
         fits = _after(pools.next_ends(caps[:, pools.pool_of]), slots)[:, pools.starts] >= pools.ends
         # The first cap that fits becomes the upper bound, the one before it the lower.
         first = np.where(fits.any(axis=0), fits.argmax(axis=0), tries)
-        below_and_above = np.concatenate([low[None] - 1, caps, high[None]])
-        lower, upper = (np.take_along_axis(below_and_above, (first + k)[None], axis=0)[0] for k in (0, 1))
-        low, high = np.where(searching, lower + 1, low), np.where(searching, upper, high)
+        bounds, pool = np.concatenate([low[None] - 1, caps, high[None]]), np.arange(len(low))
+        low = np.where(searching, bounds[first, pool] + 1, low)
+        high = np.where(searching, bounds[first + 1, pool], high)
     return _match(pools, pools.walks(pools.next_ends(high[pools.pool_of][None])[0]), slots)
 
 
@@ -217,8 +217,8 @@ def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
     while num_groups:
         if num_groups & 1:
             reached = ends[reached]
-        num_groups >>= 1
-        ends = ends[ends]
+        if num_groups := num_groups >> 1:
+            ends = ends[ends]
     return reached.reshape(len(before), -1) - before
 
 

@@ -21,9 +21,8 @@ from support import training_config
 from toy import Observer, Rows, core_loader, pad
 
 from odb_factory import ODBDataLoader
-from odb_factory.data import ranks as agreement
 from odb_factory.data.order import StockMean
-from odb_factory.data.ranks import Ranks
+from odb_factory.data.ranks import Ranks, releases
 from odb_factory.errors import ODBError
 from odb_factory.planner import Plan
 
@@ -144,12 +143,12 @@ def each_argument(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     for words, (both, differs) in ARGUMENTS.items():
         ends[words] = end_of_arguments(config | both | (differs if rank else {}))
     version = metadata.version
-    for words, releases in {"release of torch (": ["2.0.0", "2.1.0"], "build": ["2.1.0+cu126", "2.1.0+cpu"]}.items():
-        release_of = {"torch": releases[rank]}
+    for words, of_ranks in {"release of torch (": ["2.0.0", "2.1.0"], "build": ["2.1.0+cu126", "2.1.0+cpu"]}.items():
+        release_of = {"torch": of_ranks[rank]}
         with mock.patch.object(metadata, "version", lambda name, of=release_of: of.get(name) or version(name)):
-            agreement.releases.cache_clear()
+            releases.cache_clear()
             ends[words] = end_of_arguments(config)
-    agreement.releases.cache_clear()
+    releases.cache_clear()
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
     ends["paths"] = end_of_arguments(config | paths)
     with mock.patch.object(memory, "find_meter", return_value=None if rank else CPUMeter(1)):
