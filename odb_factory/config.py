@@ -121,8 +121,11 @@ class ODBConfig:
             for name, value in block.items()
             if name in keys
         }
-        problems = [_unknown_key(name, value) for name, value in block.items() if name not in keys]
-        if "token_budget" not in block:
+        unknown = {name: _similar_key(name) for name in block if name not in keys}
+        problems = [_unknown_key(name, block[name], similar) for name, similar in unknown.items()]
+        if any(name not in INSTEAD and similar is None for name, similar in unknown.items()):
+            problems.append(f"The keys of the block are {', '.join(keys)}.")
+        if "token_budget" not in {*block, *unknown.values()}:
             problems.append(
                 "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
                 "for example `token_budget: 8192`."
@@ -270,7 +273,8 @@ class _Key(NamedTuple):
             return f"is not one of {', '.join(self.choices)}{number}{hint}"
         also = "".join(f", or {word}" for word in (*self.choices, *(["none"] if self.is_optional else [])))
         quotes = ", without quotes" if isinstance(value, str) and value.strip().isdecimal() else ""
-        return f"is not a whole number; write one of at least 1{also}{quotes}"
+        example = f", such as {value:.0f}" if isinstance(value, float) and 1 <= value <= LARGEST else ""
+        return f"is not a whole number; write one of at least 1{example}{also}{quotes}"
 
 
 @functools.cache
@@ -302,14 +306,18 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     return [f"odb.{name}: {quoted(values[name])} {problem}." for name, problem in faults.items() if problem is not None]
 
 
-def _unknown_key(name: Any, value: Any) -> str:
-    """The message for a key that does not exist: advice, or the most similar key."""
-    keys, shown = _keys(), " ".join(str(name).split())
+def _similar_key(name: Any) -> str | None:
+    near = difflib.get_close_matches(name.lower(), _keys(), n=1, cutoff=NEAR) if isinstance(name, str) else []
+    return near[0] if near else None
+
+
+def _unknown_key(name: Any, value: Any, similar: str | None) -> str:
+    """The message for a key that does not exist, with advice or the most similar key if there is one."""
+    shown = " ".join(str(name).split())
     key, colon, value_text = shown.partition(":")
-    if colon and value is None and key in keys:
+    if colon and value is None and key in _keys():
         return f"odb.{shown}: YAML takes this for a key; put a space after the colon, `{key}: {value_text or 8192}`."
-    near = difflib.get_close_matches(name.lower(), keys, n=1, cutoff=NEAR) if isinstance(name, str) else []
-    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(keys)}."
+    hint = f"; did you mean `{similar}`?" if similar else "."
     if (instead := INSTEAD.get(name)) is not None:
-        hint = f"{instead}."
-    return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"
+        hint = f"; {instead}."
+    return f"odb.{shown}: {quoted(value)} is set, but there is no such key{hint}"

@@ -68,8 +68,8 @@ def why_worker_died(pid: int, code: int | None, place: str) -> str:
         return f"{who} crashed ({name}) in a library that reads or collates rows; set num_workers to 0 to see where."
     if code is not None and code > 0:
         return (
-            f"{who} ended itself (exit code {code}); look for what calls exit in dataset, collator or a library, or "
-            "set num_workers to 0 to see where."
+            f"{who} ended itself (exit code {code}); look for what calls exit in dataset, collator or a library, for a "
+            'program without `if __name__ == "__main__":` that spawns workers, or set num_workers to 0 to see where.'
         )
     return f"{who} was killed: {LESS_MEMORY}"
 

@@ -117,6 +117,7 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"pad_to_multiple_of": "auto"}, "pad_to_multiple_of", {"pad_to_multiple_of": "none"}),
     ({"global_batch_size": "stock"}, "global_batch_size", {"global_batch_size": "keep"}),
     ({"loss_scaling": None}, "loss_scaling", {"loss_scaling": "none"}),
+    ({"token_budget": 1e4}, "token_budget", {"token_budget": 10000}),
     # Spelling
     ({"token_budget": ..., "tokenbudget": 8192}, "tokenbudget", {"tokenbudget": ..., "token_budget": 8192}),
     ({"token_budget:100": None}, "token_budget:100", {"token_budget:100": ..., "token_budget": 100}),
@@ -163,6 +164,12 @@ def test_a_mistake_is_named_and_its_cure_works(keys: dict[str, Any], named: str,
     names_what_is_meant = any(value is not ... for value in cure.values())
     assert not (names_what_is_meant and all(key in message for key in DEFAULTS)), "not by a list of all keys"
     ODBConfig.from_block(without_ellipses(block(**keys) | cure))
+
+
+def test_each_fault_is_told_once() -> None:
+    """A misspelt `token_budget` is not also missing, and several unknown keys are answered with one list."""
+    assert refusal({"tokenbudget": 8192}).count("odb.") == 1
+    assert refusal(block(zzz=1, yyy=2)).count("recompute") == 1
 
 
 LONG = ["9" * 5000, 10**5000, ["x"] * 5000, {"x": "y" * 5000}]

@@ -22,7 +22,7 @@ RELEASES = {
     "python": (">=3.11", "3.11"),
     "torch": (">=2.8", "2.14.1"),
     "transformers": (">=5.6", "5.24.0"),
-    "accelerate": (">=0", "1.15.0"),
+    "accelerate": ("", "1.15.0"),
     "llamafactory": (SUPPORTED, NEWEST_TESTED),
 }
 """Package -> supported releases, newest tested release."""
@@ -51,7 +51,7 @@ def _checks() -> Iterator[Check]:
 
     for name, (supported, newest) in RELEASES.items():
         version = platform.python_version() if name == "python" else installed_version(name)
-        finding = f"{name} {version or 'is not installed'} (supported: {supported}, tested: up to {newest})"
+        finding = f"{name} {version or 'is not installed'} (supported: {supported or 'any'}, tested: up to {newest})"
         if version is None and name == "llamafactory":
             yield "note", finding, "its trainings and `odb-factory plan`, `demo` and `train` need it"
         elif version is None or not SpecifierSet(supported).contains(version, prereleases=True):

@@ -309,7 +309,7 @@ class ODBLoader:
         }
         if isinstance(observer, ItemObserver) and self.has_rows and self.world_size > 1 and not is_evaluated:
             # A dataset that is already a rank's part would be split again; the first and the last row show it.
-            self._settings["what the first and the last row of the dataset say"] = ends_of(parts)
+            self._settings["checksums of the first and the last row of the dataset"] = ends_of(parts)
         self.epoch = 0
         self.under_way: Pass | None = None
 

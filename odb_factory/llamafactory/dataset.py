@@ -236,7 +236,10 @@ class OnlineDataset(Dataset):
         self.media.check_text(rows[-1])
         encoded = self.stage.preprocess(self.processor, rows)
         if not encoded.get(f"{self.stage.answers[0]}input_ids"):
-            why = f"it has {len(rows[-1]['_prompt'])} turns of a prompt and {len(rows[-1]['_response'])} answers"
+            prompt, response = rows[-1]["_prompt"], rows[-1]["_response"]
+            why = f"it has {len(prompt)} turns of a prompt and {len(response)} answers"
+            if not prompt and not response:  # as the converters of messages leave a row that they do not accept
+                why = "it has no turns, or their roles are unknown or in a wrong order (`tags` of dataset_info.json)"
             if index is not None and isinstance(self.rows, IndexedRows):
                 why += f"; {self.rows.find(index)[0].description}"
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {why}.")

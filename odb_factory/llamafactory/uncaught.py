@@ -64,9 +64,17 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
     if shows_tracebacks() or not is_known:
         _before(kind, error, traceback)
     if is_known:
+        _close_bars()
         print_last(one_line(shown), prefix)
     if is_launched:
         sys.exit(KNOWN_END)
+
+
+def _close_bars() -> None:
+    """End tqdm's open progress bars: they would be drawn once more, below the error, when the process ends."""
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(getattr(getattr(tqdm, "tqdm", None), "_instances", ())):
+        bar.close()
 
 
 def print_last(line: str, prefix: str = "") -> None:

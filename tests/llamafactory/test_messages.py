@@ -20,6 +20,7 @@ import yaml
 from llamafactory.hparams import FinetuningArguments, get_ray_args, get_train_args
 from llamafactory.train.tuner import run_exp
 from support import run_llamafactory, training_config
+from tqdm import tqdm
 
 from odb_factory.cli.plan import read
 from odb_factory.errors import ConfigError, ODBError
@@ -196,6 +197,8 @@ def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
     uncaught.install()
     uncaught.install()
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
+    bar = tqdm(total=3)
+    assert end_by(ODBError("below the bar")).endswith("\n[odb] below the bar\n") and bar.disable
     shown = end_by(ValueError("of another library"))
     assert shown.startswith("Traceback") and "[odb]" not in shown, "not an error of odb"
     monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
