@@ -368,22 +368,22 @@ def warnings_of(micro_batch: MicroBatch, measured: Measured, loader: ODBLoader) 
 # ----------------------------------------------------------------------------------------------------------------------
 # Public names: figures of the log, lines of the audit, entries of the summary.
 
-Sums = defaultdict[str, float]
-"""Sums over all ranks by name: those of `SUMMARY`, skipped (rows left out), and awaited_tokens (padded_tokens if every
+Totals = defaultdict[str, float]
+"""Totals over all ranks by name: those of `SUMMARY`, skipped (rows left out), and awaited_tokens (padded_tokens if every
 rank had as many as the fullest rank of each micro-step)."""
 FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "moved")
-"""Sums of these fields of `MicroStepTotals`."""
+"""Totals of these fields of `MicroStepTotals`."""
 SUMMARY = (
     "optimizer_steps", "micro_steps", "idle_micro_batches", "samples", "tokens", "padded_tokens", "units", "moved",
     "oom_cuts", "lost_weight", "data_wait_s", "seconds",
 )  # fmt: skip
-"""Sums that are entries of `odb_summary.json`. tokens are real, padded_tokens are collated.
+"""Totals that are entries of `odb_summary.json`. tokens are real, padded_tokens are collated.
 oom_cuts: how often a micro-batch, or a part of one, was cut in two because it did not fit into memory. lost_weight: the
 loss of rows left out after their plan, as a share of the loss of an optimizer step."""
 AUDIT_FILE, SUMMARY_FILE = "odb_audit_rank{rank}.jsonl", "odb_summary.json"
 
 
-def ratios_of(sums: Sums) -> dict[str, float]:
+def ratios_of(sums: Totals) -> dict[str, float]:
     """padding_ratio: share of padding and dummy media in the collated tokens, 0 to 1. balance: padded_tokens /
     awaited_tokens, 0 to 1; 1 if no rank waits for another."""
     padded, awaited = sums["padded_tokens"], sums["awaited_tokens"]
@@ -393,7 +393,7 @@ def ratios_of(sums: Sums) -> dict[str, float]:
     }
 
 
-def metrics_of(sums: Sums, token_budget: int, world_size: int) -> dict[str, float]:
+def metrics_of(sums: Totals, token_budget: int, world_size: int) -> dict[str, float]:
     """The `odb/...` entries of a log line.
 
     odb/micro_batches: mean number of micro-batches of an optimizer step on each rank. odb/idle: idle micro-batches.
@@ -483,7 +483,7 @@ class StepAccounting:
 
     def __init__(self, loader: ODBLoader, audit_dir: str | Path | None = None):
         self.loader = loader
-        self.total: Sums = defaultdict(int)
+        self.total: Totals = defaultdict(int)
         self.optimizer_steps = 0
         self.computing: Computing | None = None
         self.encoder_patches: list[int] = []
@@ -491,7 +491,7 @@ class StepAccounting:
         self._audit_mode = "wb"
         self._audit: IO[bytes] | None = None  # opened with its first line
         self._warned: set[str] = set()
-        self._at_log: Sums = defaultdict(int)
+        self._at_log: Totals = defaultdict(int)
         self._clock: float | None = None
         self._has_logged = True
         self._waited = 0.0  # since the last line of the audit
@@ -582,7 +582,7 @@ class StepAccounting:
                 ) from error
         self._audit.write(json.dumps(line).encode() + b"\n")
 
-    def metrics(self, before: Sums | None = None) -> dict[str, float]:
+    def metrics(self, before: Totals | None = None) -> dict[str, float]:
         """The `odb/...` entries of the whole run. before: sums to subtract."""
         self._tick()
         self.total["skipped"], before = self.left_out.total(), before or defaultdict(int)

@@ -90,6 +90,11 @@ def test_reference_has_every_public_name() -> None:
     """These pages freeze the public names: a change affects every user."""
     assert first_column("The `odb:` block") == {item.name for item in dataclasses.fields(ODBConfig)}
     assert get_type_hints(ODBKeys) == get_type_hints(ODBConfig)
+    defaults = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)", REFERENCE.split("\n### ")[0], re.MULTILINE))
+    values = ODBConfig(token_budget=1).to_dict() | {"token_budget": "required"}
+    words = {True: "true", False: "false", None: "none"}
+    written = {key: words[value] if isinstance(value, bool | None) else str(value) for key, value in values.items()}
+    assert defaults == written
     fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
     assert first_column("Step info") == fields | {"loss_scale"}
     metrics = accounting.metrics_of(defaultdict(float), token_budget=8, world_size=1).keys()

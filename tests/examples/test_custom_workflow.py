@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_workflow"
 LIMIT_S = 150
 COMMANDS = re.findall(r"^\| `(.+?)` \|", (EXAMPLE / "README.md").read_text("utf-8"), re.MULTILINE)
-ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL, GRPO = COMMANDS
+ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL, SFT, LIGHTNING, GRPO = COMMANDS
 
 
 def run(command: str, output: Path, *options: str) -> str:
@@ -89,8 +89,8 @@ def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
     assert len(logged[0]) == 8
     assert logged[0] == pytest.approx(logged[1], abs=1e-4)
 
-    saved = torch.load(tmp_path / "two" / "checkpoint.pt")
-    assert saved["step"] == 5 and saved["loader"]["optimizer_steps"], "amid an epoch"
+    schedule = torch.load(tmp_path / "two" / "checkpoint" / "custom_checkpoint_0.pkl")
+    assert schedule["last_epoch"] == 5, "two steps an epoch: amid one"
     rest = losses(run(TWO_RANKS, tmp_path / "two", *options, "--batch_size", "29", "--resume"))
     assert rest == logged[1][5:]
 
@@ -102,6 +102,14 @@ def test_a_hugging_face_trainer(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == every_row(emitted // 2, epochs=2)
     first, last = (float(loss) for loss in re.findall(r"'eval_loss': '?([\d.]+)", printed))
     assert last < first
+
+
+@pytest.mark.parametrize(("command", "package"), [(SFT, "trl"), (LIGHTNING, "lightning")])
+def test_other_trainers(command: str, package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    printed = run(command, tmp_path)
+    assert shows(printed, command)
+    assert rows_of(tmp_path) == every_row(int(re.search(r"(\d+) (?:samples|rows) in", printed)[1]))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +134,7 @@ def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
 def test_qwen_vl_on_two_ranks(qwen_vl_run: tuple[Path, str], tmp_path: Path) -> None:
     """DDP without find_unused_parameters trains on groups of text rows, whose only pictures have the smallest size."""
     model, data = (str(qwen_vl_run[0] / name) for name in ("tiny_qwen3_vl", "mm_mix_data/mm_mix.json"))
-    printed = run(TWO_RANKS.replace("ddp_loop", "qwen_vl"), tmp_path, "--model", model, "--data", data)
+    printed = run(TWO_RANKS.replace("accelerate_loop", "qwen_vl"), tmp_path, "--model", model, "--data", data)
     emitted = int(re.search(r"done: (\d+) samples", printed)[1])
     assert rows_of(tmp_path) == every_row(emitted)
     lines = [line for rank in range(2) for line in read_jsonl(tmp_path / f"odb_audit_rank{rank}.jsonl")]
