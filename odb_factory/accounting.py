@@ -287,6 +287,7 @@ def log_first_step(loader: ODBLoader, first: OptimizerStep, *, in_loop: bool = F
         "" if patches is None else f" and {patches} patches",
         100 * fill,
     )
+    # Two settings under which odb has nothing to do.
     if fill > 1 and first.samples < FEW_SAMPLES * first.num_micro_batches * loader.world_size:
         logger.warning(
             "token_budget %d is smaller than most samples of the first optimizer step: most micro-batches hold "
@@ -369,8 +370,8 @@ def warnings_of(micro_batch: MicroBatch, measured: Measured, loader: ODBLoader) 
 # Public names: figures of the log, lines of the audit, entries of the summary.
 
 Totals = defaultdict[str, float]
-"""Totals over all ranks by name: those of `SUMMARY`, skipped (rows left out), and awaited_tokens (padded_tokens if every
-rank had as many as the fullest rank of each micro-step)."""
+"""Totals over all ranks by name: those of `SUMMARY`, skipped (rows left out), and awaited_tokens (padded_tokens if
+every rank had as many as the fullest rank of each micro-step)."""
 FROM_TOTALS = ("samples", "tokens", "padded_tokens", "units", "moved")
 """Totals of these fields of `MicroStepTotals`."""
 SUMMARY = (

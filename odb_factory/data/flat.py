@@ -139,6 +139,7 @@ def with_flat_rows(
                 f"the collator made {num_rows} rows of {num_samples} samples with the `attention_mask` {_shape(mask)}, "
                 f"and the flat layout needs {collation.rows} rows a sample with a mask of tokens"
             )
+        # The model gets what differs from the padded rows.
         flat, segments = lay_flat(rows, (mask != 0).sum(1).tolist())
         changed: dict[str, Any] = {key: flat.get(key) for key in {**rows, **flat} if flat.get(key) is not rows.get(key)}
         labels = changed.pop("labels")
@@ -202,6 +203,7 @@ def flatten(
     rows, length = batch_shape(batch)
     segments = _find_segments(batch, tokens, num_dummy, pad_to_multiple_of)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    # Tokens and labels, then whatever else has one entry a token.
     filler = int(batch["input_ids"][0, -1])
     labels = batch.get("labels")
     if segments.filled and isinstance(labels, Tensor) and bool((labels != IGNORE_INDEX).any()):

@@ -360,6 +360,7 @@ class ItemObserver:
                 f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, but the least are "
                 f"1, 0 and 0, and the most {LARGEST_COST}; fix cost_fn or {PATCHES_KEY!r}"
             )
+        # Units: from the labels, from cost_fn, or one an item, as the first item decides.
         features = item
         if isinstance(item, Mapping):
             features = {key: value for key, value in item.items() if key != PATCHES_KEY}

@@ -443,6 +443,7 @@ class OptimizerStepRule:
                     "`global_batch_size: fill` trains on every sample; set it to False, or keep the optimizer steps."
                 )
             return None
+        # Samples of an optimizer step, and those that drop_last drops at the end of an epoch.
         of_all_ranks = self.batch_size * world_size
         size = of_all_ranks * self.accumulation
         if isinstance(config.global_batch_size, int):

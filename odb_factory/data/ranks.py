@@ -591,6 +591,7 @@ def compare(
     ranks = [pickle.loads(text) for text in gather(pickle.dumps((texts, reason), 5))]
     if problem is not None and len(ranks) == 1:
         raise problem
+    # A difference of settings explains more than the errors that follow from it.
     differing = []
     for name in dict.fromkeys(name for texts, _ in ranks for name in texts):
         values = [texts.get(name, "nothing") for texts, _ in ranks]

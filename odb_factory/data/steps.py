@@ -224,6 +224,7 @@ class EpochPlanner(ABC):
         if not plan.moves and not has_none.any():
             return by_row
         self._task = "redistributing samples"
+        # Who sends which sample to whom: every rank derives the same from the plan.
         size_of, owner_of = table["bytes"].tolist(), owner.tolist()
         outgoing: dict[int, list[int]] = {}
         incoming: dict[int, list[int]] = {}
@@ -338,6 +339,7 @@ class KeepEpoch(EpochPlanner):
     def _micro_batches(
         self, plan: Plan, by_row: dict[int, Sample], ranks: list[RankMetadata], index: int
     ) -> list[MicroBatch]:
+        # Does the epoch end where stock ends it?
         stock, mean, rejected = self.stock, self.stock.rule.stock_mean, self._all_rejected(ranks)
         self.held = []  # a step is planned whole
         expected = stock.steps_an_epoch
@@ -351,6 +353,7 @@ class KeepEpoch(EpochPlanner):
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
+        # Each sample of this rank with the weight that stock gives it.
         of_stock, num_means = stock.means_of(rows)
         planned = []
         for group, micro_step in zip(groups, totals):

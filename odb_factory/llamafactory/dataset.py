@@ -518,11 +518,13 @@ def online_dataset(
 
     dataset: an index or a stream. config: the block; None in a patched fork, whose `data_args` hold it.
     """
+    # LLaMA-Factory's processor of the stage, called for one row.
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
     rows: IndexedRows | list[dict[str, Any]] = list(_head) if is_stream(dataset) else IndexedRows(dataset)
     row_stage = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(row_stage, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, row_stage)
+    # A few rows also go through LLaMA-Factory's own pass, and must come out the same.
     one_by_one = copy.copy(data_args)
     one_by_one.preprocessing_num_workers, one_by_one.overwrite_cache = None, True
 

@@ -139,6 +139,7 @@ def fall_back(flat: Layout, layout: str, why: str) -> Layout:
 def _flat(models: Sequence[Any], layout: str, args: Any) -> Layout:
     """The flat layout for the attention kernel of the model. Raises `LayoutError` if flat rows are wrong for it."""
     model = models[0]
+    # How attention keeps the samples of a row apart: its own boundaries, our kernel, or a mask.
     kernel = attention.text_config(model)._attn_implementation or "eager"
     computed, with_boundaries, is_slow = f"attention by {kernel}", False, False
     doors = [without_cache, mixers.install]
@@ -159,6 +160,7 @@ def _flat(models: Sequence[Any], layout: str, args: Any) -> Layout:
             computed = f"attention by {attention.NAME}: {attention.expected(model, args.device, dtype)}"
     elif kernel != "flex_attention" and layout != "flat":
         raise LayoutError(f"the attention kernel {kernel} is unknown")
+    # The doors are tried on a tiny copy, then opened on the models.
     if attention.install not in doors and (why := _why_wrong(models, installs=False)) is not None:
         raise LayoutError(why)
     if is_slow and args.device.type != "cpu" and layout != "flat":

@@ -105,12 +105,14 @@ class WithoutLogits:
                 return hidden.new_zeros(())
             return weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after)
 
+        # The model runs without labels; its output embedding computes the losses.
         inputs = {name: value for name, value in kwargs.items() if name != "labels"}
         output, losses = self.at_head(functools.partial(own, *args, **inputs), weighted_loss)
         if self.reason is not None:
             self._log()
             return own(*args, **kwargs)
         loss = losses.sum()  # no view: the Trainer multiplies it in place, and FSDP2 has hooks on outputs
+        # The router's loss, added as the model adds it.
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
             (_, _, coefficient), *_ = _router_coefficients(self.model)
@@ -317,6 +319,7 @@ def without_layers(model: Any, logits: Tensor) -> Iterator[None]:
     device.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    # Modules that hold the head keep their forward; what they call gives random numbers.
     size = (*logits.shape[:2], model.config.get_text_config().hidden_size)
     hidden = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(logits)
     hold_head = {part for part in model.modules() if part is not head and head in part.modules()}

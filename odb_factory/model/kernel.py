@@ -55,6 +55,7 @@ def _rows(
     largest = tl.zeros([BLOCK], tl.float32) + own
     rest_sums = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    # First pass: the largest logit and the sum of exponentials, each in BLOCK lanes.
     for start in tl.range(0, size, BLOCK, num_stages=STAGES):
         places = start + lanes
         x = tl.load(logits + places, mask=places < size, other=0.0).to(tl.float32)
@@ -65,11 +66,13 @@ def _rows(
         new = tl.maximum(largest, x)
         rest_sums = rest_sums * tl.exp(largest - new) + tl.exp(x - new)
         largest = new
+    # The lanes together.
     row_largest = tl.max(largest, 0)
     row_rest_sum = tl.sum(rest_sums * tl.exp(largest - row_largest), 0)
     row_total = row_rest_sum + tl.exp(own - row_largest)
     tl.store(values + row, own - row_largest - tl.log(row_total))
     if GRADIENT:
+        # Second pass: softmax minus one-hot over the logits, from the end, which the cache still holds.
         factor = tl.load(weights + row) * scale / row_total
         for back in tl.range(0, size, BLOCK, num_stages=STAGES):
             places = (size - 1) // BLOCK * BLOCK - back + lanes

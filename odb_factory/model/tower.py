@@ -123,6 +123,7 @@ def _once(module: Any, own: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
                 )
             return features[:of_images], features[of_images:]
 
+        # One forward for both; whatever structure the tower returns is split leaf by leaf.
         patches = torch.cat([pixels, videos.to(pixels.dtype)])
         grids = torch.cat([grid_thw, kwargs["video_grid_thw"]])
         leaves, structure = tree_flatten(tower(patches, grid_thw=grids, **more))

@@ -73,6 +73,7 @@ def plan_encoders(
         plan_encoders([np.array([64, 16, 16]), np.array([16])], EncoderCost(pair=1, patch=100)).ranks
         # [array([0, 1, 1]), array([1])]
     """
+    # Who holds which image, and how long each rank would encode.
     num_ranks = len(held)
     owner = np.repeat(np.arange(num_ranks), [len(images) for images in held])
     patches = np.concatenate([np.asarray(images, np.int64) for images in held])
@@ -80,6 +81,7 @@ def plan_encoders(
     before = by_number(owner, costs, num_ranks)
     patch_limit = int(by_number(owner, patches, num_ranks).max())
     patch_limit = int(MORE_PATCHES * patch_limit) if max_patches is None else max(patch_limit, max_patches)
+    # Images move if the ranks then wait for less.
     target = _assign(owner, costs, patches, num_ranks, patch_limit)
     load = by_number(target, costs, num_ranks)
     waits, waited = int(load.max(initial=0)), int(before.max(initial=0))

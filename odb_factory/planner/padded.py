@@ -186,6 +186,7 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
     spacing = -(-(highest - STEP_COST) // num_caps)
     caps = np.arange(highest, STEP_COST, -spacing)
     while True:
+        # The least cost from each sample to the end, over all caps of the micro-step that begins there.
         ends = pools.next_ends(caps[:, None])
         following = _after(ends, pools.slots)
         costs = np.where(following[:, :-1] > starts, caps[:, None], NO_CAP)
@@ -194,6 +195,7 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
             total = costs[:, start] + least_cost[following[:, start]]
             chosen[start] = int(total.argmin())
             least_cost[start] = total[chosen[start]]
+        # The groups along the shortest path.
         start, groups, used = 0, list[Group](), set[int]()
         while start < num_rows:
             cap, end = chosen[start], int(following[chosen[start], start])

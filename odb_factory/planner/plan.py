@@ -233,6 +233,7 @@ def to_plan(steps: Sequence[Step], samples: Samples, final: bool) -> Plan:
     groups: list[list[list[int]]] = [[[] for _ in steps] for _ in samples.starts[1:]]
     totals = []
     for k, step in enumerate(steps):
+        # Which rank takes which group.
         sizes = np.array([len(group) for _, group in step])
         chosen = np.concatenate([group for _, group in step])
         owner = samples.owner[chosen]

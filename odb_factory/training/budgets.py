@@ -137,6 +137,7 @@ def heaviest(samples: Sequence[Sample], budget: Budget, most_samples: int) -> li
         firsts.append(max(within, key=lambda sample: sample.cost.patches / max(tokens_of(sample), least)))
         firsts.append(max(within, key=lambda sample: sample.cost.patches))
         firsts.append(max(within, key=tokens_of))
+    # Those that another one exceeds in all sizes need no trial.
     by_size = {size_of(group, budget): group for group in map(filled, firsts)}
     return [
         group
@@ -466,6 +467,7 @@ def find_recompute(trainer: Any) -> Recompute | None:
         return None
     budget = training.loader.budget
     try:
+        # The largest micro-batch without checkpointing.
         with trials_of(trainer, "recompute") as trials, Recompute(model, []).off():
             low = min(size_of([sample], budget)[0] for sample in trials.samples)
             high = max(min(budget.token_budget, trials.most_tokens), low)

@@ -96,6 +96,7 @@ class FillSchedule:
         config, num_samples, rule = loader.config, loader.num_samples, loader.rule
         if self._lr_factor is not None or config.lr_scale == "none":
             return
+        # Are the samples of the first window like the rest?
         name, window = f"odb.lr_scale: {config.lr_scale!r}", config.buffer_size * loader.world_size
         if num_samples is None:
             raise ConfigError(
@@ -110,6 +111,7 @@ class FillSchedule:
                 f"{name} goes by the first {window} of {num_samples} samples, and {why} like the rest; raise "
                 "buffer_size, or leave lr_scale out and set learning_rate itself."
             )
+        # The factor, and the rates of optimizer and scheduler that it multiplies.
         samples = num_samples / loader.estimate_optimizer_steps()
         of_stock = rule.batch_size * rule.accumulation * loader.world_size
         ratio = samples / of_stock

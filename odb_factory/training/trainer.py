@@ -247,6 +247,7 @@ def enable_odb(
     Outside of `train()` the dataset, collator and dataloaders of the trainer are unchanged.
     Raises `ConfigError` for a training argument that cannot work with odb, and in a second call.
     """
+    # What cannot work is refused before the trainer is changed.
     is_trainer = isinstance(trainer, Trainer)
     if not is_trainer:
         raise ConfigError(f"enable_odb: {type(trainer).__name__} is not a transformers Trainer; give the trainer.")
@@ -258,6 +259,7 @@ def enable_odb(
     check_arguments(trainer.args, config, memory_meter, is_stream=is_stream)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
+    # This one object becomes of a class that has the mixin before the class it had.
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
