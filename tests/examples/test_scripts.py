@@ -116,6 +116,7 @@ def run_benchmark(script: str, path: Path, *arguments: str) -> tuple[str, list[d
 SMALL = ("--samples", "256", "--ranks", "2", "--batch-size", "32", "--rows", "1", "4")
 
 
+@pytest.mark.nightly
 def test_methods(tmp_path: Path) -> None:
     """I9, I4: odb cuts stock's optimizer steps, within the budget, better than methods that read all lengths first."""
     methods = ("standard", "sorted", "hfg", "gmt", "bmt", "neat_packing", "batch_rebalance", "odb", "odb, padded")
@@ -172,7 +173,7 @@ GRID = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + BENCHMARK_LIMIT_
 @pytest.mark.parametrize(
     ("options", "limit_s"),
     [
-        pytest.param(["--quick"], BENCHMARK_LIMIT_S, id="quick"),
+        pytest.param(["--quick"], BENCHMARK_LIMIT_S, id="quick", marks=pytest.mark.nightly),
         *(
             pytest.param(["--model", model], GRID_LIMIT_S, id=model, marks=GRID)
             for model in ("qwen3_1_7b", "qwen2_5_vl_7b")
