@@ -27,7 +27,7 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.chunked import AfterHead, without_autocast
 from odb_factory.model.flat_row import copy_to, forward_replaced
-from odb_factory.model.head import WithoutLogits, has_routers, model_with_labels, own_loss
+from odb_factory.model.head import LOG_PROBS, WithoutLogits, has_routers, model_with_labels, own_loss
 from odb_factory.planner import EncoderPlan
 
 OTHER_LOSS = (
@@ -196,14 +196,24 @@ class TokenLoss:
         def with_logits(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return own(*args, **kwargs, skip_logits=False)
 
+        def log_probs_weighed(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Replaces a forward that may return log-probabilities, whose sum / `num_units` is the loss."""
+            nonlocal num_calls
+            output = own(*args, **kwargs)
+            if (log_probs := getattr(output, LOG_PROBS, None)) is not None:
+                num_calls += 1
+                of_labels = (weights[:, : log_probs.shape[1]] * num_units).float()
+                output[LOG_PROBS] = in_float32(log_probs) * copy_to(of_labels, log_probs.device)
+            return output
+
         # In place for one forward. A forward that reached none of them has not weighed its samples.
         weights = torch.from_numpy(by_position(row_weights, segments))
         with contextlib.ExitStack() as stack:
             stack.enter_context(door.weighing(weights, num_supervised))
             stack.enter_context(door.router_losses_times(routers_weigh))
-            if door.reason is not None and (self._computes_itself or self._skips_logits):
-                assert self._inner is not None
-                forward = from_logits if self._computes_itself else with_logits
+            if door.reason is not None and self._inner is not None:
+                forward = with_logits if self._skips_logits else log_probs_weighed
+                forward = from_logits if self._computes_itself else forward
                 stack.enter_context(forward_replaced(self._inner, forward))
             for module in self._models:
                 stack.callback(setattr, module, "loss_function", module.loss_function)

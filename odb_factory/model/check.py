@@ -299,7 +299,7 @@ LEAST_EPS = 4
 NUM_SAMPLES = 3
 """Samples of the check on each rank."""
 TEXT_KEYS = {
-    *("input_ids", "labels", "position_ids"),
+    *("input_ids", "labels", "position_ids", "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 }
 """Keys of a flat batch of text, which can be cut into its samples."""
@@ -327,8 +327,9 @@ def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[
 
     segments: of the samples, without what follows them in the row. Raises `DataError` for media.
     """
-    if not set(batch) <= TEXT_KEYS or batch["position_ids"].dim() != 2:
-        raise DataError("a flat row with media cannot be cut into its samples to compare the layouts")
+    if (others := set(batch) - TEXT_KEYS) or batch["position_ids"].dim() != 2:
+        media = ", ".join(sorted(others)) or "positions of media"
+        raise DataError(f"a flat row with {media} cannot be cut into its samples to compare the layouts")
     pieces = batch["input_ids"][0, : sum(segments)].split(list(segments))
     return of_pieces(list(itertools.islice(itertools.cycle(pieces), NUM_SAMPLES)), ids)
 

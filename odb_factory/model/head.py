@@ -31,6 +31,10 @@ from odb_factory.model.flat_row import forward_replaced
 
 logger = get_logger(__name__)
 
+LOG_PROBS = "log_probs"
+"""Key of the log-probabilities of the labels [rows, length - 1] in the output of a model: `FusedCausalLMOutput` of trl
+1, whose `SFTTrainer` takes their mean."""
+
 
 class WithoutLogits:
     """Computes the loss of weighted forwards of `model` without logits. All other forwards are the model's own.

@@ -212,8 +212,9 @@ class Session:
         if computing is not None:
             row_weights, segments = computing.row_weights, computing.measured.segments
             num_supervised = computing.measured.num_supervised
-            if row_weights is None and num_supervised is None:
-                return contextlib.nullcontext()  # the model's own mean
+            has_log_probs = training is not None and training.stock.has_log_probs
+            if row_weights is None and (num_supervised is None or has_log_probs):
+                return contextlib.nullcontext()  # the mean of the model, or of its trainer
             if weighs_as_stock:
                 times = computing.num_items / num_items
                 # Stock divides a loss of tokens by the tokens of all micro-batches, but adds the loss of routers once a

@@ -40,7 +40,7 @@ from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import unwrapped
 from odb_factory.model.flat_row import forward_replaced
-from odb_factory.model.head import StandIn, has_routers, model_with_labels, without_layers
+from odb_factory.model.head import LOG_PROBS, StandIn, has_routers, model_with_labels, without_layers
 from odb_factory.planner import ROW
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.arguments import replaced
@@ -70,6 +70,7 @@ class StockLoss:
     mean: the rule of the weights. is_measured: the rule is not assumed.
     is_trainers: the trainer computes the loss from logits (`compute_loss_func`, its own `compute_loss`, the label
     smoother), and is called once a sample; else the forward of the model computes it.
+    has_log_probs: the trainer takes the mean of log-probabilities that the model returns (`LOG_PROBS`).
     counts_unsupervised: a mean over samples counts samples without a supervised token.
     number: an example of the number of items that stock's `get_batch_samples` returns.
     """
@@ -77,6 +78,7 @@ class StockLoss:
     mean: StockMean = MEAN_OF_STEP
     is_measured: bool = False
     is_trainers: bool = False
+    has_log_probs: bool = False
     counts_unsupervised: bool = False
     number: Any = field(default=None, compare=False)
 
@@ -278,6 +280,7 @@ def _measure_on(
         rules[0],
         is_measured=True,
         is_trainers=any(answer["is_trainers"] for answer in answers),
+        has_log_probs=any(answer["has_log_probs"] for answer in answers),
         counts_unsupervised=off[rules[0]] >= TOLERANCE,
         number=number,
     )
@@ -301,6 +304,7 @@ def _weigh(trainer: Any, model: Any, micro_batches: Sequence[_MicroBatch]) -> tu
         "samples": [sample for micro_batch in micro_batches for sample in micro_batch.samples],
         "weights": weights,
         "is_trainers": any(micro_batch.is_trainers for micro_batch in micro_batches),
+        "has_log_probs": any(micro_batch.has_log_probs for micro_batch in micro_batches),
     }
     return number, answer
 
@@ -351,13 +355,15 @@ class _MicroBatch:
     its first token has a label. targets: labels of the next token [rows, length].
     leaf: returned by the output embedding [rows, length, V]; logits: what the model makes of it.
     value: of the loss that stock hands to backward; gradient: of the leaf, times the factor of accelerate's backward.
-    is_trainers: the trainer computes the loss, from the logits that the model returns.
+    is_trainers: the trainer computes the loss, from the logits that the model returns. has_log_probs: the model returns
+    the log-probabilities of the labels instead, as TRL makes it do, and the trainer takes their mean.
     """
 
     logits: Tensor
     value = 0.0
     gradient: Tensor | None = None
     is_trainers = False
+    has_log_probs = _has_routers = False
 
     def __init__(self, batch: dict[str, Any], spans: list[tuple[int, int]], vocabulary: int, device: torch.device):
         self.batch, self.spans = batch, spans
@@ -389,9 +395,7 @@ class _MicroBatch:
         items: Iterable[Any] = enumerate(output) if is_tuple else output.items()
         key, logits = next((item for item in items if getattr(item[1], "shape", None) == shape), (None, None))
         if logits is None:
-            raise Unmeasured(
-                f"its logits cannot be read: the model returns none of {list(shape[:2])} tokens", "weights"
-            )
+            return self._with_log_probs(output)
         if not torch.is_grad_enabled():  # an evaluation, or a reference model of the trainer
             if not hasattr(self, "logits"):
                 self.logits = logits.float()
@@ -404,6 +408,21 @@ class _MicroBatch:
         output[key] = self._returned
         if self._has_routers:
             output["aux_loss"] = self.leaf.new_zeros(())  # which a trainer may log
+        return output
+
+    def _with_log_probs(self, output: Any) -> Any:
+        """An output with `LOG_PROBS`, 0 without a label: then those of the known logits."""
+        targets = self.targets[:, :-1]
+        log_probs, has_label = getattr(output, LOG_PROBS, None), targets != IGNORE_INDEX
+        if log_probs is None or log_probs.shape != targets.shape or bool(log_probs[~has_label].any()):
+            shape = list(targets.shape)
+            raise Unmeasured(f"its logits cannot be read: the model returns none of {shape} tokens", "weights")
+        if self._has_routers:
+            raise Unmeasured("it adds the loss of routers once a micro-batch; set router_aux_loss_coef to 0")
+        known = self.leaf[:, :-1].log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
+        output[LOG_PROBS] = known = known.where(has_label, 0.0)
+        if torch.is_grad_enabled() or not hasattr(self, "logits"):
+            self.logits, self._returned, self.has_log_probs = self.leaf, known, True
         return output
 
     def mean_loss(self, row: int) -> Tensor:
@@ -421,6 +440,11 @@ class _MicroBatch:
             loss, sources, handed.grad, retain_graph=True, allow_unused=True
         )
         self.is_trainers = of_returned is not None and bool(of_returned.any())
+        if self.has_log_probs:
+            of_labels = of_returned[self.targets[:, :-1] != IGNORE_INDEX]
+            if not torch.allclose(of_labels, of_labels[:1]):
+                raise Unmeasured("its loss is not a mean of the log-probabilities of the labels")
+            self.is_trainers = False
 
 
 def apart(trainer: Any) -> Any:
