@@ -19,7 +19,7 @@ from odb_factory.refusals import __version__, installed_version
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 RELEASES = {
-    "python": (">=3.11", "3.11"),
+    "python": (">=3.11", "3.13"),
     "torch": (">=2.8", "2.14.1"),
     "transformers": (">=5.6", "5.24.0"),
     "accelerate": ("", "1.15.0"),
