@@ -79,7 +79,7 @@ def main() -> None:
     )  # fmt: skip
     # An optimizer step has batch_size x gradient_accumulation_steps x ranks samples, so their number is known. The
     # schedule is not prepared: accelerate would step it once for each rank.
-    total_steps = args.epochs * loader.num_optimizer_steps
+    samples, total_steps = 0, args.epochs * loader.num_optimizer_steps
     schedule = LambdaLR(optimizer, lambda step: 1 - step / total_steps)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(schedule)
@@ -87,7 +87,6 @@ def main() -> None:
         accelerator.load_state(str(args.output / "checkpoint"))  # with the loader's place in its epoch
 
     # As a context manager the loader ends its workers, and reports an error of this rank to the others.
-    samples = 0
     with loader:
         for epoch in range(loader.epoch, args.epochs):
             loader.set_epoch(epoch)  # a new order; after `load_state` its place in this epoch

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
@@ -20,35 +20,24 @@ from odb_factory.cli.demo import build_tiny_qwen2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="name or folder of a chat model (none: a tiny random one)")
-    parser.add_argument("--data", help='JSON Lines of {"prompt", "answer"} (none: Python\'s help topics)')
     parser.add_argument("--output", type=Path, default=Path("saves/hf_trainer"), help="(%(default)s)")
     parser.add_argument("--token_budget", type=int, default=2048, help="tokens of a micro-batch (%(default)s)")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="a real model wants about 1e-5 (%(default)s)")
     args = parser.parse_args()
 
     training = TrainingArguments(
-        output_dir=str(args.output),
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-        num_train_epochs=2,
-        learning_rate=args.learning_rate,
-        eval_strategy="epoch",
-        save_strategy="no",
-        logging_steps=5,
-        dataloader_num_workers=1,
-        report_to="none",
-    )
+        output_dir=str(args.output), use_cpu=not torch.cuda.is_available(), num_train_epochs=2,
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(), learning_rate=args.learning_rate,
+        eval_strategy="epoch", save_strategy="no", logging_steps=5, dataloader_num_workers=1, report_to="none",
+    )  # fmt: skip
     with training.main_process_first():  # under torchrun one rank makes the files, the others read them
         path = args.model or build_tiny_qwen2(args.output / "tiny_qwen2")
     tokenizer = AutoTokenizer.from_pretrained(path)
 
-    if args.data:
-        rows = load_dataset("json", data_files=args.data, split="train")
-    else:
-        rows = Dataset.from_list(
-            [{"prompt": f"What does the Python reference say on {name}?", "answer": text.strip()}
-             for name, topic in topics.items() for text in topic.split("\n\n")[1:15] if text.strip()]
-        )  # fmt: skip
+    rows = Dataset.from_list(
+        [{"prompt": f"What does the Python reference say on {name}?", "answer": text.strip()}
+         for name, topic in topics.items() for text in topic.split("\n\n")[1:15] if text.strip()]
+    )  # fmt: skip
 
     def encode(row: dict[str, str]) -> dict[str, list[int]]:
         turn = [{"role": "user", "content": row["prompt"]}]
@@ -60,12 +49,9 @@ def main() -> None:
     # Any dataset whose items have `input_ids` and `labels` will do; tokenizing in `__getitem__` saves this pass.
     parts = rows.map(encode, remove_columns=rows.column_names).train_test_split(0.1, seed=0)
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(path),
-        args=training,
-        train_dataset=parts["train"],
-        eval_dataset=parts["test"],
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
-    )
+        AutoModelForCausalLM.from_pretrained(path), training, DataCollatorForSeq2Seq(tokenizer),
+        train_dataset=parts["train"], eval_dataset=parts["test"],
+    )  # fmt: skip
     enable_odb(trainer, token_budget=args.token_budget, audit=True)  # that is all
     trainer.train()
     trainer.save_model(str(args.output / "model"))
