@@ -25,8 +25,7 @@ def main() -> None:
     args = parser.parse_args()
     training = SFTConfig(
         output_dir=str(args.output), use_cpu=not torch.cuda.is_available(), bf16=torch.cuda.is_available(),
-        per_device_train_batch_size=16, learning_rate=2e-3, num_train_epochs=1, save_strategy="no", logging_steps=5,
-        report_to="none",
+        per_device_train_batch_size=16, learning_rate=2e-3, num_train_epochs=1, save_strategy="no", report_to="none",
     )  # fmt: skip
     with training.main_process_first():  # under torchrun one rank makes the files, the others read them
         path = args.model or build_tiny_qwen2(args.output / "tiny_qwen2")
