@@ -118,8 +118,8 @@ def main() -> None:
                 if step % args.save_steps == 0:
                     accelerator.save_state(str(args.output / "checkpoint"))
 
-    num_ranks = accelerator.num_processes
-    accelerator.print(f"{samples} samples of {len(rows)} rows in {step} optimizer steps, ranks: {num_ranks}")
+    steps, num_ranks = schedule.last_epoch, accelerator.num_processes
+    accelerator.print(f"{samples} samples of {len(rows)} rows in {steps} optimizer steps, ranks: {num_ranks}")
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output / "model")
     accelerator.end_training()

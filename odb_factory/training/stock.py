@@ -439,12 +439,12 @@ class _MicroBatch:
         self.gradient, of_returned = torch.autograd.grad(
             loss, sources, handed.grad, retain_graph=True, allow_unused=True
         )
-        self.is_trainers = of_returned is not None and bool(of_returned.any())
         if self.has_log_probs:
             of_labels = of_returned[self.targets[:, :-1] != IGNORE_INDEX]
             if not torch.allclose(of_labels, of_labels[:1]):
                 raise Unmeasured("its loss is not a mean of the log-probabilities of the labels")
-            self.is_trainers = False
+        else:
+            self.is_trainers = of_returned is not None and bool(of_returned.any())
 
 
 def apart(trainer: Any) -> Any:

@@ -27,8 +27,8 @@ def train(trained: Any, folder: Path, *, odb: dict[str, Any] | None, **arguments
     """Returns the losses of four optimizer steps. trained: model, processing class and rows."""
     model, processing_class, rows = trained
     arguments |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4, "use_cpu": True}
-    arguments = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "bf16": False} | arguments
-    arguments = {"max_length": None} | arguments  # with `padding_free` trl 1 asks for it
+    arguments |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "bf16": False}
+    arguments.setdefault("max_length", None)  # with `padding_free` trl 1 asks for it
     args, dataset = trl.SFTConfig(output_dir=str(folder), **arguments), datasets.Dataset.from_list(rows)
     trainer = trl.SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=processing_class)
     if odb is not None:
