@@ -14,6 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -91,10 +92,10 @@ class Pass:
         self.epoch_steps = 0
         self.is_taken = self.is_empty = False
         self._source = iter(planner)
-        self._plans: deque[list[MicroBatch]] = deque()  # of the thread
+        self._plans: SimpleQueue[list[MicroBatch] | None] = SimpleQueue()  # from the thread; None: the last one
+        self._taken: SimpleQueue[None] = SimpleQueue()  # to the thread: a plan has been taken
         self._is_over = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if window:
             self._thread = threading.Thread(target=self._run, name="odb-planner", daemon=True)
@@ -109,17 +110,19 @@ class Pass:
             plan = next(self._source, None)
             self.planned.extend(plan or ())
             return plan is not None
-        with self._changed:
-            self._changed.wait_for(lambda: self._plans or self._is_over, timeout_s)
-            if self._plans:
-                self.planned.extend(self._plans.popleft())
-                self._changed.notify_all()
+        if not self._is_over:
+            try:
+                plan = self._plans.get(timeout=timeout_s)
+            except Empty:
                 return True
-            if not self._is_over:
+            if plan is not None:
+                self._taken.put(None)
+                self.planned.extend(plan)
                 return True
-            if self._error is None or self.in_flight:
-                return False
-            error, self._error = self._error, None
+            self._is_over = True
+        if self._error is None or self.in_flight:
+            return False
+        error, self._error = self._error, None
         try:
             raise error
         finally:
@@ -144,9 +147,8 @@ class Pass:
 
     def stop(self) -> None:
         """Let the thread end when it can."""
-        with self._changed:
-            self.planner.is_left = True
-            self._changed.notify_all()
+        self.planner.is_left = True
+        self._taken.put(None)
 
     def close(self, timeout_s: float) -> None:
         """End planning; wait at most `timeout_s` seconds if it is stuck in a worker or a peer."""
@@ -168,25 +170,25 @@ class Pass:
         self.in_flight.clear()
 
     def _run(self) -> None:
+        waiting: deque[list[MicroBatch]] = deque()
         try:
             for plan in self._source:
-                with self._changed:
-                    self._plans.append(plan)
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self.planner.is_left or self._has_room())
-                    if self.planner.is_left:
-                        break
+                self._plans.put(plan)
+                waiting.append(plan)
+                while not (self.planner.is_left or (self._taken.empty() and self._has_room(waiting))):
+                    self._taken.get()
+                    waiting.popleft()
+                if self.planner.is_left:
+                    break
             self._source.close()
         except BaseException as error:
             if not self.planner.is_left:  # a pass that is left raises no error, whose frames would hold the workers
                 self._error = error
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
+        self._plans.put(None)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, waiting: Iterable[Sequence[MicroBatch]]) -> bool:
         """Whether the thread may plan once more, next to the plans that wait."""
-        micro_batches = list(itertools.chain.from_iterable(self._plans))
+        micro_batches = list(itertools.chain.from_iterable(waiting))
         num_steps = len({micro_batch.step.index for micro_batch in micro_batches})
         sizes = [len(sample.features) for micro_batch in micro_batches for sample in micro_batch.light]
         return not num_steps or (

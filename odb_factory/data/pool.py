@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -184,51 +185,92 @@ class NotSent(DataError):
 # In the training process.
 
 
-class Pending:
-    """A call that a pool computes. rows: the rows that it reads, for messages."""
+Arrived = SimpleQueue[tuple[Any, Exception | None]]
+"""The value of a call, or why it has none."""
+Requests = SimpleQueue[Callable[[], None] | None]
+"""What a thread of the pool asks the executor. The main thread does not: the handler of a signal may raise at any line
+of `concurrent.futures`, and leave one of its locks closed for ever; a `SimpleQueue` has no such line."""
 
-    def __init__(self, pool: Pool, call: Callable[[], Any] | Future[Answer], rows: Sequence[int]):
-        self._pool, self._call, self._rows = pool, call, rows
-        self._arrived: Future[Any] = Future()
-        if isinstance(call, Future):
-            call.add_done_callback(partial(_arrive, pool, self._arrived))  # without a reference to this object
+
+def _serve(requests: Requests) -> None:
+    for request in iter(requests.get, None):
+        request()
+        del request  # it holds a result
+
+
+class Pending:
+    """A call that a pool computes. rows: the rows that it reads, for messages. in_place: the call, if there are no
+    workers."""
+
+    def __init__(self, pool: Pool, rows: Sequence[int], in_place: Callable[[], Any] | None = None):
+        self._pool, self._rows, self._in_place, self._executor = pool, rows, in_place, pool.executor
+        self._arrived: Arrived = SimpleQueue()
+        self._call: Future[Answer] | None = None
+
+    def begin(self, name: str, args: tuple[Any, ...]) -> None:
+        """Send the call to a worker; in the thread of requests."""
+        assert self._executor is not None
+        try:
+            self._call = self._executor.submit(_run, name, args)
+        except BrokenProcessPool as error:
+            self._arrived.put((None, error))
+        except RuntimeError:
+            self._arrived.put((None, ConfigError(CLOSED)))
+        else:
+            self._call.add_done_callback(
+                partial(_arrive, self._pool, self._arrived)
+            )  # holds no reference to this object
+
+    def end(self) -> None:
+        """Do not compute the call, unless it has begun; in the thread of requests."""
+        if self._call is not None:
+            self._call.cancel()
 
     def result(self, check: Callable[[], None] = lambda: None) -> Any:
-        """The result of the call; waits for it.
+        """The result of the call; waits for it. Call it once.
 
         check: called several times a second while this waits; may raise. Raises `DataError` if the call cannot be
         computed.
         """
-        if not isinstance(self._call, Future):
+        if self._in_place is not None:
             with kept_random_numbers():
-                return self._call()
+                return self._in_place()
         end = time.monotonic() + (self._pool.timeout or math.inf)
         while True:
             try:
-                return self._arrived.result(POLL_S)
-            except TimeoutError:
+                value, error = self._arrived.get(timeout=POLL_S)
+                break
+            except Empty:
+                if self._executor is not self._pool.executor:
+                    raise ConfigError(CLOSED) from None
                 check()
                 if time.monotonic() > end:
                     raise DataError(self._pool.why_late()) from None
-            except BrokenProcessPool:
-                raise DataError(self._pool.why_broken()) from None
-            except CancelledError:
-                raise ConfigError(CLOSED) from None
-            except NotSent as error:
-                named = name_rows(self._rows) if self._rows else "a plan"
-                raise DataError(
-                    f"{named}: the result of a data worker cannot be sent to the training process ({one_line(error)}); "
-                    "let dataset and collate_fn return objects that pickle takes, or set num_workers to 0."
-                ) from None
+        if error is None:
+            return value
+        try:
+            raise error
+        except BrokenProcessPool:
+            raise DataError(self._pool.why_broken()) from None
+        except CancelledError:
+            raise ConfigError(CLOSED) from None
+        except NotSent as not_sent:
+            named = name_rows(self._rows) if self._rows else "a plan"
+            raise DataError(
+                f"{named}: the result of a data worker cannot be sent to the training process ({one_line(not_sent)}); "
+                "let dataset and collate_fn return objects that pickle takes, or set num_workers to 0."
+            ) from None
+        finally:
+            del error  # a frame that holds the error it raised would keep both alive
 
     def cancel(self) -> None:
         """Do not compute the call, unless it has begun."""
-        if isinstance(self._call, Future):
-            self._call.cancel()
+        self._pool.requests.put(self.end)
 
 
-def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
-    """Receive a result; runs in a thread of the executor, which calls it for one answer after the other."""
+def _arrive(pool: Pool, arrived: Arrived, call: Future[Answer]) -> None:
+    """Receive a result; in a thread of the executor, one answer after the other, or in that of requests, if the answer
+    is already there."""
     try:
         dumped, number = call.result()
         try:
@@ -238,12 +280,12 @@ def _arrive(pool: Pool, arrived: Future[Any], call: Future[Answer]) -> None:
         if pool.device is not None:
             torch.accelerator.set_device_index(pool.device)  # each thread has its own device index
             value = torch_utils.pin_memory.pin_memory(value)
-        arrived.set_result(value)
-    except BaseException as error:
+        arrived.put((value, None))
+    except Exception as error:
         # The traceback of the error holds this frame, and with it both futures, which hold the error: the pipes of the
         # executor would stay open until the garbage collector comes. The cause is the traceback in the worker.
         error.__cause__ = None
-        arrived.set_exception(error.with_traceback(None))
+        arrived.put((None, error.with_traceback(None)))
 
 
 class Pool:
@@ -264,10 +306,12 @@ class Pool:
         self._context: Any = parts.multiprocessing_context
         if self._context is None or isinstance(self._context, str):
             self._context = multiprocessing.get_context(self._context)
-        self._executor: ProcessPoolExecutor | None = None
+        self.executor: ProcessPoolExecutor | None = None
         self._processes: Mapping[int, Any] = {}
         self.connections: list[socket.socket] = []
         self.device: int | None = None
+        self.requests: Requests = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._table = NO_WORKER
         self._why_broken, self._owner = "", 0
         self._lock = threading.Lock()
@@ -278,7 +322,7 @@ class Pool:
         seed: of the random numbers of `worker_init_fn`.
         Raises `ConfigError` if `work` cannot be sent to the workers.
         """
-        if not self.num_workers or self._executor is not None:
+        if not self.num_workers or self.executor is not None:
             return
         self._why_broken, self._table = "", torch.tensor([[0, -1]] * self.num_workers).share_memory_()
         pairs = [socket.socketpair() for _ in range(self.num_workers)]
@@ -295,7 +339,7 @@ class Pool:
             # checkpoint, needs its workers until then.
             callable(signal.getsignal(signal.SIGTERM)),
         )
-        self._executor = executor = ProcessPoolExecutor(self.num_workers, self._context, _begin, arguments)
+        self.executor = executor = ProcessPoolExecutor(self.num_workers, self._context, _begin, arguments)
         self._processes, self._owner = executor._processes, os.getpid()  # by process id, as they are started
         _pools.add(self)
         # A worker that is being forked has the handlers of this process, which must not run in it.
@@ -303,6 +347,9 @@ class Pool:
         try:
             for _ in range(self.num_workers):  # the first call starts all forked workers, each call one spawned worker
                 executor.submit(os.getpid)
+            self.requests = SimpleQueue()
+            self._thread = threading.Thread(target=_serve, args=(self.requests,), name="odb-requests", daemon=True)
+            self._thread.start()
         except BaseException:
             self.close()
             raise
@@ -317,16 +364,12 @@ class Pool:
     def submit(self, name: str, *args: Any, rows: Sequence[int] = ()) -> Pending:
         """Compute `work.name(*args)`. rows: the rows that it reads."""
         if not self.num_workers:
-            return Pending(self, partial(getattr(self.work, name), *args), rows)
-        executor = self._executor
-        if executor is None:
+            return Pending(self, rows, partial(getattr(self.work, name), *args))
+        if self.executor is None:
             raise ConfigError(CLOSED)
-        try:
-            return Pending(self, executor.submit(_run, name, args), rows)
-        except BrokenProcessPool:
-            raise DataError(self.why_broken()) from None
-        except RuntimeError:  # the executor is being shut down
-            raise ConfigError(CLOSED) from None
+        pending = Pending(self, rows)
+        self.requests.put(partial(pending.begin, name, args))
+        return pending
 
     def map(
         self, name: str, calls: Iterable[tuple[tuple[Any, ...], Sequence[int]]], ahead: int
@@ -359,7 +402,7 @@ class Pool:
                 # The worker that has died by itself, with its exit code; the executor terminates the others.
                 codes: dict[int, int] = {}
                 until = time.monotonic() + JOIN_S
-                while not codes and time.monotonic() < until:
+                while self._processes and not codes and time.monotonic() < until:
                     time.sleep(0.01)
                     processes = list(self._processes.items())
                     codes = {pid: process.exitcode for pid, process in processes if process.exitcode is not None}
@@ -373,14 +416,17 @@ class Pool:
     def close(self) -> None:
         """End the workers, whatever they are doing. `start` starts new ones."""
         # In a process that was forked later, a lock of the executor may be held for ever.
-        if self._executor is not None and os.getpid() == self._owner:
+        if self.executor is not None and os.getpid() == self._owner:
             processes = list(self._processes.values())
-            self._executor.shutdown(wait=False, cancel_futures=True)
+            self.requests.put(None)
+            self.executor.shutdown(wait=False, cancel_futures=True)
             _kill(processes)
+            if self._thread is not None and self._thread is not threading.current_thread():  # it may collect garbage
+                self._thread.join(JOIN_S)
         # Last: the handler of a signal may raise at any line above, and `_close_all` then calls this again. These hold
         # file descriptors.
         self._processes, self.connections, self._table = {}, [], NO_WORKER
-        self._executor = None
+        self.executor = None
         _pools.discard(self)
 
 

@@ -241,7 +241,7 @@ class Ring:
         self.end_process: Callable[[str], None] | None = None
         self.failure: str | None = None
         self.is_known = self.is_closing = self._before_has_ended = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._idle: list[Channel] = []
         self._count = 0
@@ -300,9 +300,10 @@ class Ring:
 
     def cause(self, wait_s: float = CAUSE_S) -> str | None:
         """Why a rank has failed; waits for the reason, because a collective may fail before it arrives."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, wait_s)
-            self.is_known |= self.failure is not None
+        until = time.monotonic() + wait_s
+        while self.failure is None and time.monotonic() < until:
+            time.sleep(0.02)
+        self.is_known |= self.failure is not None
         return self.failure
 
     def why_lost(self, about: str, error: Exception, waited_s: float = 0.0) -> str:
@@ -384,11 +385,10 @@ class Ring:
 
     def _note(self, reason: str) -> None:
         """Keep the first failure, pass it on, and end all waits."""
-        with self._changed:
+        with self._lock:
             if self.failure is not None or self.is_closing:
                 return
             self.failure = reason
-            self._changed.notify_all()
         with contextlib.suppress(RuntimeError):
             self._send(FAILED + reason.encode())
         for channel in self._channels:

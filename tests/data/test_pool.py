@@ -383,6 +383,39 @@ def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, 
         process.kill()
 
 
+INTERRUPTED = """
+import faulthandler, os, random, signal, subprocess, sys, threading
+sys.path.insert(0, {tests!r})
+from toy import Rows, pad
+from odb_factory import ODBDataLoader, pop_step_info
+
+SENDER = "import os, sys, time\\nfor line in sys.stdin: time.sleep(float(line)); os.kill(os.getppid(), 2)"
+sender = subprocess.Popen([sys.executable, "-S", "-c", SENDER], stdin=subprocess.PIPE, start_new_session=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _ in range(400):
+    faulthandler.dump_traceback_later(20, exit=True)
+    loader = ODBDataLoader(Rows(num_rows=4096), num_workers=2, collate_fn=pad, token_budget=100, batch_size=8)
+    try:
+        for number, batch in enumerate(loader):
+            pop_step_info(batch)
+            if number == 0:
+                sender.stdin.write(b"%f\\n" % (random.random() / 80))
+                sender.stdin.flush()
+    except KeyboardInterrupt:
+        pass
+    loader.close()
+    for thread in set(threading.enumerate()) - {{threading.main_thread()}}:
+        thread.join()
+sender.kill()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_signal_at_any_moment_leaves_no_lock_closed() -> None:
+    subprocess.run([sys.executable, "-c", INTERRUPTED.format(tests=str(TESTS))], check=True, timeout=390)
+
+
 def _group(group: int) -> list[int]:
     """Living processes of a process group."""
 
