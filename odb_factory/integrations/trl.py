@@ -1,12 +1,14 @@
 """Online micro-batches for the pairs of TRL's `DPOTrainer`. TRL's `SFTTrainer` needs only `enable_odb`.
 
-A pair is a prompt and two answers: the trainer prepends the prompt to each answer, puts chosen answers first, and
-shifts the rows to the left. A padded pair costs two rows of the longer answer; a flat pair costs both answers: the
-collate worker builds the same rows and joins them in one flat row, which every model computes instead of the padded
-rows (`model/unpad.py`). The loss is a mean over pairs. Needs `pip install trl`.
+A pair is a prompt and two answers, each a row with the prompt, chosen answers first. A padded pair costs two rows of
+the longer answer; a flat pair costs both answers: the collate worker joins the rows in one flat row, which every model
+computes instead of the padded rows (`model/unpad.py`). The loss is a mean over pairs. Needs `pip install trl`.
 
-Import this module before the trainers of trl: with transformers 5, trl 0.24 treats missing packages as installed, and
-`from trl import DPOTrainer` fails because mergekit is missing. Importing this module corrects trl's package flags.
+Since trl 1 the collator makes the rows, and models return log-probabilities from a fused head. In trl 0.24 the trainer
+makes the rows and reads logits.
+
+Import this module before the trainers of trl 0.24: with transformers 5 it treats missing packages as installed, and
+`from trl import DPOTrainer` fails because mergekit is missing. Importing this module corrects its package flags.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from odb_factory.accounting import Computing
 from odb_factory.config import ODBConfig, ODBKeys
 from odb_factory.data.observe import IGNORE_INDEX, ItemError
 from odb_factory.data.samples import Measured
@@ -31,17 +35,23 @@ from odb_factory.training.checks import PAIRS, why_no_door
 from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.trainer import enable_odb
 
-USED = (
-    *("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type"),
-    *("truncation_mode", "padding_free", "use_weighting"),
+OF_TRAINERS = (
+    ("_compute_loss", "_metrics", "_total_train_tokens", "loss_types"),
+    ("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "loss_type", "padding_free", "use_weighting"),
 )
-"""Attributes of the trainer that this module uses."""
+"""Attributes of the trainer that this module uses: of trl 1, and of trl 0.24."""
 OF_TOKENS = "which is a mean over the tokens of a micro-batch and so depends on how an optimizer step is cut"
+SORTED = "sorts the pairs of a micro-batch and so depends on how an optimizer step is cut"
 REFUSED_LOSSES = {
     "sft": f"adds a loss of the chosen answers, {OF_TOKENS}",
-    "bco_pair": "goes by a mean that every micro-batch moves, idle ones too",
+    **dict.fromkeys(("aot", "aot_pair", "aot_unpaired"), SORTED),
 }
+RUNNING = "goes by a mean that every micro-batch moves, idle ones too"
 SIDES = ("chosen", "rejected")
+WITH_IMAGES = (
+    "it has images, which odb has not tried with TRL's DPOTrainer; use `stage: dpo` of LLaMA-Factory, or train without "
+    "odb"
+)
 
 
 def _correct_packages() -> None:
@@ -74,42 +84,59 @@ def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpac
         trainer.train()
     """
     _check(trainer)
-    rows_of = PairRows(trainer.data_collator, trainer.max_length, trainer.truncation_mode)
-    not_flat = why_not_flat(trainer)
+    args = trainer.args
+    collate: Callable = PairRows(args.max_length, args.truncation_mode)
+    figures, multiple, not_flat = FiguresOfAllRanks, 1, why_not_flat(trainer)
+    if has_rows(trainer):
+        collate, figures, multiple = _with_labels, FiguresOfRows, args.pad_to_multiple_of or 1
     enable_odb(
         trainer,
         config,
-        cost_fn=functools.partial(pair_cost, trainer.max_length),
-        measure=functools.partial(measure_pairs, trainer.max_length),
-        collation=Collation(rows=len(SIDES), batches=("",)),
+        cost_fn=functools.partial(pair_cost, args.max_length),
+        measure=functools.partial(measure_pairs, args.max_length),
+        collation=Collation(rows=len(SIDES), batches=("",), pad_to_multiple_of=multiple),
         equal_weights=True,
         not_flat=not_flat,
         **block,
     )
     if not_flat is None:
-        trainer.odb.collate_fn = rows_of
-    trainer.odb.parts = (FiguresOfAllRanks(trainer),)
+        trainer.odb.collate_fn = functools.partial(collate, trainer.data_collator)
+    trainer.odb.parts = (figures(trainer),)
     return trainer
 
 
+def has_rows(trainer: Any) -> bool:
+    """Whether the collator of this trainer makes the rows (trl 1)."""
+    return hasattr(trainer, "_compute_loss")
+
+
 def _check(trainer: Any) -> None:
-    missing = [name for name in USED if not hasattr(trainer, name)]
-    if missing:
+    missing = [[name for name in names if not hasattr(trainer, name)] for names in OF_TRAINERS]
+    if all(missing):
         raise ConfigError(
-            f"enable_odb_dpo: a {type(trainer).__name__} has no {', '.join(missing)}, which the DPOTrainer of "
-            f"trl 0.24 has; {PAIRS}, or train without odb."
+            f"enable_odb_dpo: a {type(trainer).__name__} has no {' and no '.join(map(', '.join, missing))}, which the "
+            f"DPOTrainer of trl 1 and of trl 0.24 have; {PAIRS}, or train without odb."
         )
-    for loss in trainer.loss_type:
-        if loss in REFUSED_LOSSES:
-            raise ConfigError(f"loss_type: {loss!r} {REFUSED_LOSSES[loss]}; leave it out, or train without odb.")
-    if trainer.args.rpo_alpha is not None:
-        raise ConfigError(f"rpo_alpha: {trainer.args.rpo_alpha} {REFUSED_LOSSES['sft']}; set it to None.")
-    if trainer.args.use_liger_loss:
+    args = trainer.args
+    running = {"bco_pair": RUNNING} if hasattr(trainer, "running") else {}
+    for loss in trainer.loss_types if has_rows(trainer) else trainer.loss_type:
+        if (why := (REFUSED_LOSSES | running).get(loss)) is not None:
+            raise ConfigError(f"loss_type: {loss!r} {why}; leave it out, or train without odb.")
+    if getattr(args, "rpo_alpha", None) is not None:
+        raise ConfigError(f"rpo_alpha: {args.rpo_alpha} {REFUSED_LOSSES['sft']}; set it to None.")
+    if getattr(args, "use_liger_loss", False):
         raise ConfigError("use_liger_loss: True has not been tried with odb; set it to False.")
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ConfigError("router_aux_loss_coef: the loss of routers is added once a micro-batch; set it to 0.")
+    if getattr(trainer, "_is_vision_dataset", False):
+        raise ConfigError(f"train_dataset: {WITH_IMAGES}.")
 
 
 def why_not_flat(trainer: Any) -> str | None:
-    """Why the micro-batches of this trainer cannot be flat; None if they can."""
+    """Why the micro-batches cannot be flat; None if they can."""
+    if has_rows(trainer):
+        has_head = hasattr(importlib.import_module("trl.trainer.utils"), "add_fused_lm_head")
+        return None if has_head else "this release of trl reads all logits; trl 1.16 does not"
     if trainer.padding_free:
         return "padding_free: True lays the rows of a micro-batch flat in the trainer"
     if trainer.use_weighting:
@@ -119,19 +146,24 @@ def why_not_flat(trainer: Any) -> str | None:
     return why_no_door(trainer)
 
 
+def _with_labels(collate: Callable[..., Any], pairs: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """The batch of a collator of trl 1, with `labels`: the answer tokens."""
+    batch = collate(pairs)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)}
+
+
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """A collator that adds the rows that the trainer would build to the batch of the trainer's own collator.
+    """Adds the rows that a trainer of trl 0.24 would build to the batch of its own collator.
 
     Adds `input_ids`, `attention_mask` and `labels`, each [2 x pairs, length]; labels are the answer tokens.
     max_length, truncation_mode: the trainer's settings.
     """
 
-    collate: Callable[[list[Mapping[str, Any]]], dict[str, Any]]
     max_length: int | None
     truncation_mode: str
 
-    def __call__(self, pairs: list[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, collate: Callable[..., Any], pairs: list[Mapping[str, Any]]) -> dict[str, Any]:
         rows = [(pair["prompt_input_ids"], pair[f"{side}_input_ids"]) for side in SIDES for pair in pairs]
         cut = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-(self.max_length or 0), None)
         ids = [[*prompt, *answer][cut] for prompt, answer in rows]
@@ -141,7 +173,7 @@ class PairRows:
             return pad_sequence([torch.tensor(row) for row in values], batch_first=True, padding_value=fill)
 
         return {
-            **self.collate(pairs),
+            **collate(pairs),
             "input_ids": padded(ids, 0),
             "attention_mask": padded([[1] * len(row) for row in ids], 0),
             "labels": padded(labels, IGNORE_INDEX),
@@ -151,27 +183,30 @@ class PairRows:
 def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
     """The cost of both answers, each with the prompt. item: a pair tokenized by `DPOTrainer`."""
     if item.get("pixel_values") is not None:
-        raise ItemError(
-            "it has images, which TRL's DPOTrainer gives to models without patch grids alone and odb has not tried; "
-            "use `stage: dpo` of LLaMA-Factory, or train without odb"
-        )
-    prompt = len(item["prompt_input_ids"])
-    lengths = [_cut(prompt + len(item[f"{side}_input_ids"]), max_length) for side in SIDES]
+        raise ItemError(WITH_IMAGES)
+    parts = [item.get(f"{part}_ids", item.get(f"{part}_input_ids")) for part in ("prompt", *SIDES)]
+    if None in parts:
+        raise ItemError(f"it has no `prompt_ids` and answers, but {', '.join(item)}")
+    prompt, *answers = map(len, parts)
+    lengths = [_cut(prompt + answer, max_length) for answer in answers]
     return Cost(tokens=sum(lengths), row_tokens=len(SIDES) * max(lengths), units=1)
 
 
 def measure_pairs(
     max_length: int | None, batch: Mapping[str, Any], patch_size: int = 0, segments: tuple[int, ...] = ()
 ) -> Measured:
-    """Measure a batch of `DataCollatorForPreference`, from which the trainer builds two rows per pair.
+    """Measure a batch of `DataCollatorForPreference`, of two rows a pair; the trainer of trl 0.24 builds them.
 
     segments: sample lengths of the flat row in the batch; empty for a padded batch.
     """
     if segments:
-        return Measured(1, sum(segments), Media(), units=len(batch["prompt_input_ids"]), segments=segments)
+        return Measured(1, sum(segments), Media(), units=len(segments) // len(SIDES), segments=segments)
+    if "completion_mask" in batch:
+        rows, length = batch["input_ids"].shape
+        return Measured(rows, length, Media(), units=rows // len(SIDES))
     prompts, chosen, rejected = (batch[f"{part}_attention_mask"].sum(1) for part in ("prompt", *SIDES))
     longest = int((prompts + torch.maximum(chosen, rejected)).max())
-    return Measured(rows=2 * len(prompts), length=_cut(longest, max_length), media=Media(), units=len(prompts))
+    return Measured(len(SIDES) * len(prompts), _cut(longest, max_length), Media(), units=len(prompts))
 
 
 def _cut(length: int, max_length: int | None) -> int:
@@ -180,8 +215,8 @@ def _cut(length: int, max_length: int | None) -> int:
 
 class FiguresOfAllRanks(PairMetrics):
     """Metrics averaged over ranks. The trainer gathers metrics per pair in every micro-batch, which requires equally
-    many pairs on all ranks. With odb, ranks have different numbers of pairs: each rank keeps the means of its pairs,
-    and `_log` averages these means over ranks."""
+    many pairs on all ranks. With odb, ranks have different numbers of pairs: each rank counts its own, and `_log`
+    divides the sums over all ranks."""
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -193,11 +228,74 @@ class FiguresOfAllRanks(PairMetrics):
         with replaced(self.trainer.accelerator, **gathers):
             return super()._get_batch_loss_metrics(stock, *args, **kwargs)
 
+    def stored(self) -> dict[str, list[float]]:
+        """The figures that the trainer logs next."""
+        figures: dict[str, list[float]] = self.trainer._stored_metrics["train"]
+        return figures
+
+    def averaged(self) -> dict[str, float]:
+        """The figures over all ranks. Collective."""
+        counts = [self.counts[self.divisor(key)] for key in self.sums]
+        local = torch.tensor([[*self.sums.values()], counts], dtype=torch.float64, device=self.trainer.args.device)
+        sums, counts = self.trainer.accelerator.reduce(local, "sum").tolist()
+        return {key: total / max(count, 1) for key, total, count in zip(self.sums, sums, counts)}
+
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Average the metrics over ranks, then log. Collective for training logs: all ranks log together, same keys."""
-        stored = self.trainer._stored_metrics["train"]
+        """All ranks log the figures of training together, with the same keys."""
+        stored = self.stored()
         if self.trainer.odb.training is not None and "loss" in logs and stored:
-            metrics = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)
-            of_all = self.trainer.accelerator.reduce(metrics, "mean").tolist()
-            stored.update({key: [value] for key, value in zip(stored, of_all)})
+            stored.update({key: [figure] for key, figure in self.averaged().items()})
         stock(logs, *args, **kwargs)
+
+
+class FiguresOfRows(FiguresOfAllRanks):
+    """The metrics of trl 1, of which some are means over the tokens of answers."""
+
+    OVER: ClassVar = {"entropy": "answers", "mean_token_accuracy": "chosen", "num_tokens": "nothing"}
+    OVER |= {f"logits/{side}": side for side in SIDES}
+    """What a figure is a mean over, if not over pairs."""
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        trainer = self.trainer
+        log = functools.partial(self._log, trainer.log)
+        compute = functools.partial(self._compute, trainer._compute_loss)
+        with replaced(trainer, log=log, _compute_loss=compute):
+            yield
+
+    def stored(self) -> dict[str, list[float]]:
+        figures: dict[str, list[float]] = self.trainer._metrics["train"]
+        return figures
+
+    def divisor(self, key: str) -> str:
+        return self.OVER.get(key, "pairs")
+
+    def averaged(self) -> dict[str, float]:
+        figures = super().averaged()
+        self.trainer._total_train_tokens += int(figures["num_tokens"])
+        return {**figures, "num_tokens": self.trainer._total_train_tokens}
+
+    def _compute(self, stock: Callable, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        trainer, odb = self.trainer, self.trainer.odb
+        inputs = {key: value for key, value in inputs.items() if key != "labels"}
+        if odb.num_items is None:
+            return stock(model, inputs, return_outputs)
+
+        metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        gathers = dict.fromkeys(("gather", "gather_for_metrics"), lambda figures: figures)
+        of_this = replaced(trainer, _metrics=metrics, _total_train_tokens=0)
+        with of_this, replaced(trainer.accelerator, **gathers):
+            result = stock(model, inputs, return_outputs)
+        if odb.computing is not None and odb.evaluation is None:
+            self._tokens = inputs["completion_mask"][:, 1:].sum(1).view(len(SIDES), -1).sum(1).tolist()
+            self.count(odb.computing, {key: values[-1] for key, values in metrics["train"].items()}, self.stored())
+        return result
+
+    def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
+        weights = dict.fromkeys(("nothing", "answers", *SIDES), 0)
+        if not computing.micro_batch.idle:
+            weights = {"nothing": 1, "answers": sum(self._tokens), **dict(zip(SIDES, self._tokens))}
+        for key, over in self.OVER.items():
+            self.sums[key] += metrics.pop(key) * weights[over]
+        self.counts.update({**weights, "nothing": 0})
+        super().add(computing, metrics)

@@ -98,6 +98,13 @@ class UnpadDoor:
                 run = functools.partial(own, **arguments, output_hidden_states=True)
                 output, _ = self._door.at_head(run, lambda _, hidden: hidden.new_zeros(()))
                 values = {"hidden_states": (_in_rows(output["hidden_states"][-1], rows, ids.shape),)}
+            elif kwargs.get("fused_lm_head"):  # of trl: figures of the labels, [1, total - 1]
+                output, shape = own(**arguments, labels=rows.labels), (1, rows.labels.numel() - 1)
+                per_label = {name: value for name, value in output.items() if value.shape == shape}
+                values = {
+                    name: _in_rows(nn.functional.pad(value, (0, 1))[..., None], rows, ids.shape)[:, :-1, 0]
+                    for name, value in per_label.items()
+                }
             else:
                 run = functools.partial(own, **arguments)
                 output, places, *of_labels = self._door.log_probs(run, rows.labels, rows.num_supervised)

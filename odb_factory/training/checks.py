@@ -49,7 +49,9 @@ STEP_IN_BACKWARD = ("_layerwise", "lomo")
 """Ends of the names of optimizers that change weights in a backward."""
 TRIES = 20
 """Batches with which a trainer is tried: TRL's GKDTrainer draws for each batch whether it generates rows."""
-PAIRS = "install TRL 0.24 for enable_odb_dpo (odb_factory.integrations.trl), or use LLaMA-Factory's stages dpo, rm, kto"
+PAIRS = (
+    "use enable_odb_dpo (odb_factory.integrations.trl) with TRL's DPOTrainer, or LLaMA-Factory's stages dpo, rm, kto"
+)
 """How to train on pairs with odb."""
 READ_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
 """Packages whose trainers, in training, read only the loss of a model's output."""

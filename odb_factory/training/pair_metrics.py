@@ -42,10 +42,13 @@ class PreferenceMetrics(ABC):
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         loss, metrics = stock(*args, **kwargs)
         odb = self.trainer.odb
-        computing = odb.computing
-        if computing is None or odb.evaluation is not None:
+        if odb.computing is None or odb.evaluation is not None:
             return loss, metrics
-        stored = self.trainer._stored_metrics["train"]
+        self.count(odb.computing, metrics, self.trainer._stored_metrics["train"])
+        return loss, {}
+
+    def count(self, computing: Computing, metrics: dict[str, Any], stored: dict[str, list[float]]) -> None:
+        """Add the figures of a micro-batch to those that the trainer logs. stored: these."""
         if not stored:  # the trainer has logged
             self.sums.clear()
             self.counts.clear()
@@ -58,7 +61,6 @@ class PreferenceMetrics(ABC):
         self.add(computing, metrics)
         stored.clear()
         stored.update({key: [value] for key, value in self.figures().items()})
-        return loss, {}
 
     @abstractmethod
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
@@ -85,5 +87,9 @@ class PairMetrics(PreferenceMetrics):
         for key, value in metrics.items():
             self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.scale * of_step
 
+    def divisor(self, key: str) -> str:
+        """The key in `counts` of what this figure is a mean over."""
+        return "pairs"
+
     def figures(self) -> dict[str, float]:
-        return {key: value / max(self.counts["pairs"], 1) for key, value in self.sums.items()}
+        return {key: value / max(self.counts[self.divisor(key)], 1) for key, value in self.sums.items()}

@@ -244,8 +244,9 @@ class Training(TrainerCallback):
             parts = with_all_columns(parts, dataset, odb.cost_fn)
         self._parts = parts
         # 2. How stock makes the loss of an optimizer step. A stream can be read once, so none of its rows are read.
-        self.stock = assumed(trainer)
-        if not odb.equal_weights:
+        if odb.equal_weights:
+            self.stock = assumed(trainer)
+        else:
             model, scaling = measurable_model(trainer), odb.config.loss_scaling
             observer = odb.observer or odb.observer_of_items(parts, odb.config)
             has_rows = parts.sampler is not None
@@ -256,6 +257,7 @@ class Training(TrainerCallback):
                 if scaling == "stock" or (scaling != "none" and not isinstance(error, UnknownWeights)):
                     raise
                 logger.warning("%s", error)
+                self.stock = assumed(trainer)
         # 3. The loader, in its first layout
         config = self._first_config()
         models, is_stream = models_of(trainer), isinstance(dataset, IterableDataset)

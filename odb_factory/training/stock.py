@@ -84,8 +84,17 @@ class StockLoss:
 
 
 def assumed(trainer: Any) -> StockLoss:
-    """The usual rule, for a loss that cannot be measured, such as the loss of pairs."""
-    return StockLoss(MEAN_OF_STEP if trainer.model_accepts_loss_kwargs else MEAN_OF_MICRO_BATCH)
+    """The rule for a loss that cannot be measured, such as the loss of pairs: whether stock's step divides a loss by
+    the number of micro-batches."""
+    probe, handed, device = _probe_of(trainer), [], trainer.args.device
+    probe.current_gradient_accumulation_steps = 2
+    loss = torch.ones((), device=device)
+    hooks = replaced(probe.accelerator, backward=lambda loss, **_: handed.append(float(loss)))
+    with hooks, replaced(probe, compute_loss=lambda *_, **__: loss):
+        probe.training_step(
+            probe.model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, torch.ones((), device=device)
+        )
+    return StockLoss(MEAN_OF_STEP if handed == [1.0] else MEAN_OF_MICRO_BATCH)
 
 
 class UnknownWeights(ConfigError):
