@@ -245,7 +245,7 @@ class Training(TrainerCallback):
         self._parts = parts
         # 2. How stock makes the loss of an optimizer step. A stream can be read once, so none of its rows are read.
         if odb.equal_weights:
-            self.stock = assumed(trainer)
+            self.stock = assumed(trainer, has_labels=False)
         else:
             model, scaling = measurable_model(trainer), odb.config.loss_scaling
             observer = odb.observer or odb.observer_of_items(parts, odb.config)
@@ -257,7 +257,7 @@ class Training(TrainerCallback):
                 if scaling == "stock" or (scaling != "none" and not isinstance(error, UnknownWeights)):
                     raise
                 logger.warning("%s", error)
-                self.stock = assumed(trainer)
+                self.stock = assumed(trainer, has_labels=True)
         # 3. The loader, in its first layout
         config = self._first_config()
         models, is_stream = models_of(trainer), isinstance(dataset, IterableDataset)

@@ -83,17 +83,15 @@ class StockLoss:
     number: Any = field(default=None, compare=False)
 
 
-def assumed(trainer: Any) -> StockLoss:
+def assumed(trainer: Any, *, has_labels: bool) -> StockLoss:
     """The rule for a loss that cannot be measured, such as the loss of pairs: whether stock's step divides a loss by
-    the number of micro-batches."""
-    probe, handed, device = _probe_of(trainer), [], trainer.args.device
+    the number of micro-batches. has_labels: stock counts the labels of an optimizer step."""
+    probe, handed = _probe_of(trainer), []
     probe.current_gradient_accumulation_steps = 2
-    loss = torch.ones((), device=device)
+    loss, batch = torch.ones((), device=trainer.args.device), {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
     hooks = replaced(probe.accelerator, backward=lambda loss, **_: handed.append(float(loss)))
     with hooks, replaced(probe, compute_loss=lambda *_, **__: loss):
-        probe.training_step(
-            probe.model, {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}, torch.ones((), device=device)
-        )
+        probe.training_step(probe.model, batch, loss if has_labels else None)
     return StockLoss(MEAN_OF_STEP if handed == [1.0] else MEAN_OF_MICRO_BATCH)
 
 
