@@ -73,8 +73,8 @@ def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpac
     """Make `train()` of a `trl.DPOTrainer` form its micro-batches online. Changes and returns this trainer object.
 
     config, or its keys as keyword arguments, as in `enable_odb`. `token_budget` counts both answers of each pair, each
-    with its prompt; with `layout: padded`, two rows of the longer answer. Losses, gradients and logged values equal
-    those of training without odb.
+    with its prompt; with `layout: padded`, two rows of the longer answer. Losses, gradients and figures of pairs equal
+    those of training without odb; figures of tokens are means over the optimizer step, not over stock's micro-batches.
     Raises `ConfigError` for another type of trainer, and for losses that are not a mean over pairs.
 
     Example::
