@@ -217,9 +217,7 @@ class Pending:
         except RuntimeError:
             self._arrived.put((None, ConfigError(CLOSED)))
         else:
-            self._call.add_done_callback(
-                partial(_arrive, self._pool, self._arrived)
-            )  # holds no reference to this object
+            self._call.add_done_callback(partial(_arrive, self._pool, self._arrived))  # without `self`, which holds it
 
     def end(self) -> None:
         """Do not compute the call, unless it has begun; in the thread of requests."""

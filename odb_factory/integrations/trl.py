@@ -223,15 +223,10 @@ class FiguresOfAllRanks(PairMetrics):
         with super().in_place(), replaced(self.trainer, log=functools.partial(self._log, self.trainer.log)):
             yield
 
-    def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _compute(self, stock: Callable, *args: Any, **kwargs: Any) -> Any:
         gathers = {} if self.trainer.odb.num_items is None else {"gather_for_metrics": lambda figures: figures}
         with replaced(self.trainer.accelerator, **gathers):
-            return super()._get_batch_loss_metrics(stock, *args, **kwargs)
-
-    def stored(self) -> dict[str, list[float]]:
-        """The figures that the trainer logs next."""
-        figures: dict[str, list[float]] = self.trainer._stored_metrics["train"]
-        return figures
+            return super()._compute(stock, *args, **kwargs)
 
     def averaged(self) -> dict[str, float]:
         """The figures over all ranks. Collective."""
@@ -242,7 +237,7 @@ class FiguresOfAllRanks(PairMetrics):
 
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """All ranks log the figures of training together, with the same keys."""
-        stored = self.stored()
+        stored = self.stored
         if self.trainer.odb.training is not None and "loss" in logs and stored:
             stored.update({key: [figure] for key, figure in self.averaged().items()})
         stock(logs, *args, **kwargs)
@@ -251,24 +246,14 @@ class FiguresOfAllRanks(PairMetrics):
 class FiguresOfRows(FiguresOfAllRanks):
     """The metrics of trl 1, of which some are means over the tokens of answers."""
 
-    OVER: ClassVar = {"entropy": "answers", "mean_token_accuracy": "chosen", "num_tokens": "nothing"}
+    METHOD, STORED = "_compute_loss", "_metrics"
+    OVER: ClassVar = {"entropy": "answers", "mean_token_accuracy": "chosen"}
     OVER |= {f"logits/{side}": side for side in SIDES}
-    """What a figure is a mean over, if not over pairs."""
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        trainer = self.trainer
-        log = functools.partial(self._log, trainer.log)
-        compute = functools.partial(self._compute, trainer._compute_loss)
-        with replaced(trainer, log=log, _compute_loss=compute):
-            yield
-
-    def stored(self) -> dict[str, list[float]]:
-        figures: dict[str, list[float]] = self.trainer._metrics["train"]
-        return figures
+    """The tokens that a figure is a mean over; other figures are means over pairs."""
 
     def divisor(self, key: str) -> str:
-        return self.OVER.get(key, "pairs")
+        # The number of tokens is a sum: nothing is counted under its name.
+        return key if key == "num_tokens" else self.OVER.get(key, "pairs")
 
     def averaged(self) -> dict[str, float]:
         figures = super().averaged()
@@ -287,15 +272,16 @@ class FiguresOfRows(FiguresOfAllRanks):
         with of_this, replaced(trainer.accelerator, **gathers):
             result = stock(model, inputs, return_outputs)
         if odb.computing is not None and odb.evaluation is None:
-            self._tokens = inputs["completion_mask"][:, 1:].sum(1).view(len(SIDES), -1).sum(1).tolist()
-            self.count(odb.computing, {key: values[-1] for key, values in metrics["train"].items()}, self.stored())
+            figures: dict[str, Any] = {key: values[-1] for key, values in metrics["train"].items()}
+            tokens = inputs["completion_mask"][:, 1:].sum(1).view(len(SIDES), -1).sum(1).tolist()
+            self.count(odb.computing, {**figures, **dict(zip(SIDES, tokens)), "answers": sum(tokens)})
         return result
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        weights = dict.fromkeys(("nothing", "answers", *SIDES), 0)
-        if not computing.micro_batch.idle:
-            weights = {"nothing": 1, "answers": sum(self._tokens), **dict(zip(SIDES, self._tokens))}
-        for key, over in self.OVER.items():
-            self.sums[key] += metrics.pop(key) * weights[over]
-        self.counts.update({**weights, "nothing": 0})
+        tokens = {key: metrics.pop(key) for key in (*SIDES, "answers")}
+        sums = {"num_tokens": metrics.pop("num_tokens")}
+        sums |= {key: metrics.pop(key) * tokens[over] for key, over in self.OVER.items()}
+        for key, value in sums.items():
+            self.sums[key] += 0.0 if computing.micro_batch.idle else value
+        self.counts.update({} if computing.micro_batch.idle else tokens)
         super().add(computing, metrics)

@@ -26,6 +26,9 @@ class PreferenceMetrics(ABC):
     sums: of the figures of this logging interval. counts: their divisors, or numbers of samples.
     """
 
+    METHOD, STORED = "get_batch_loss_metrics", "_stored_metrics"
+    """Names of the trainer: the method that computes figures, and the figures that it logs next."""
+
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.sums, self.counts = defaultdict[str, float](float), Counter[str]()
@@ -35,20 +38,28 @@ class PreferenceMetrics(ABC):
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it the figures of this trainer are averaged."""
-        stock = self.trainer.get_batch_loss_metrics
-        with replaced(self.trainer, get_batch_loss_metrics=functools.partial(self._get_batch_loss_metrics, stock)):
+        compute = functools.partial(self._compute, getattr(self.trainer, self.METHOD))
+        with replaced(self.trainer, **{self.METHOD: compute}):
             yield
 
-    def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    @property
+    def stored(self) -> dict[str, list[float]]:
+        """The figures that the trainer logs next."""
+        figures: dict[str, list[float]] = getattr(self.trainer, self.STORED)["train"]
+        return figures
+
+    def _compute(self, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the method `METHOD` of the trainer."""
         loss, metrics = stock(*args, **kwargs)
         odb = self.trainer.odb
         if odb.computing is None or odb.evaluation is not None:
             return loss, metrics
-        self.count(odb.computing, metrics, self.trainer._stored_metrics["train"])
+        self.count(odb.computing, metrics)
         return loss, {}
 
-    def count(self, computing: Computing, metrics: dict[str, Any], stored: dict[str, list[float]]) -> None:
-        """Add the figures of a micro-batch to those that the trainer logs. stored: these."""
+    def count(self, computing: Computing, metrics: dict[str, Any]) -> None:
+        """Add the figures of a micro-batch to those that the trainer logs."""
+        stored = self.stored
         if not stored:  # the trainer has logged
             self.sums.clear()
             self.counts.clear()
