@@ -93,7 +93,7 @@ CELLS: dict[str, Cell] = {
     "sft, images, qlora": Cell("sft", ALBUMS | QLORA, "tied_vl", OF_IMAGES, counts_memory=True),
     "sft, images and videos": Cell(
         "sft",
-        ALBUMS | {"dataset": "scenes"},
+        ALBUMS | {"dataset": "scenes", "use_reentrant_gc": False},  # else DDP refuses a tower that stock calls twice
         "tied_vl",
         {"token_budget": 500, "max_patches": 160},
         counts_memory=True,
