@@ -269,7 +269,7 @@ def compare_with_float64(vocabulary: int, after: AfterHead) -> None:
         of_values = torch.autograd.grad((values * weights.to(dtype)).sum(), operands, retain_graph=True)
         results.append([loss, values, means, *of_values, *torch.autograd.grad(loss, operands)])
     for actual, exact in zip(*results):
-        assert (actual - exact).norm() <= 2e-6 * exact.norm(), (vocabulary, after, actual, exact)
+        assert (actual - exact).norm() <= 4e-6 * exact.norm(), (vocabulary, after, actual, exact)
 
 
 COMPARED = [(1000, AfterHead()), (9001, AfterHead(0.5)), (1003, AfterHead(2.0, 3.0))]
