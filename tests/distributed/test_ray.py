@@ -140,8 +140,8 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
     finally:
         cluster.shutdown()
         end_marked_processes(mark)
-    worlds = {len(list(folder.glob("rng_state*.pth"))) for folder in storage.glob("*/checkpoint_*/checkpoint")}
-    assert worlds == {1, 2}
+    # Of one rank and of several; a folder has both if the workers saved it again.
+    assert {"rng_state.pth", "rng_state_1.pth"} <= {path.name for path in storage.rglob("rng_state*.pth")}
     newest = max(storage.glob("*/checkpoint_*/checkpoint"), key=lambda folder: folder.parent.name)
     ours, expected = losses(newest), under_torchrun(config, tmp_path / "torchrun")
     assert len(ours) > 20
