@@ -73,19 +73,15 @@ def test_what_the_files_mean(configs: dict[str, dict[str, Any]]) -> None:
     for name in PAPER:
         patches = None if name.startswith("ultrachat") else 32768
         assert (configs[name]["step_size"], configs[name]["budgets"]) == (128, [12288, patches]), name
+    for name, config in configs.items():
+        keys = keys_of(name)
+        samples = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"]
+        assert samples >= 8 and config["step_size"] == 16 * samples, "usual batch sizes"
+        assert keys.keys() >= {"freeze_vision_tower", "freeze_multi_modal_projector", "output_dir"}
+        assert keys.get("bf16") or name not in FULL
     # Entries of yaml_configs/dataset_info.json as LLaMA-Factory reads them; MM-Mix writes its own.
     datasets = [configs[name]["datasets"] for name in FULL]
     assert datasets == [["hf_hub"], ["hf_hub"], ["file"], None]
-
-
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_batch_size(name: str, configs: dict[str, dict[str, Any]]) -> None:
-    """Optimizer steps have usual batch sizes."""
-    keys = keys_of(name)
-    samples = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"]
-    assert samples >= 8 and configs[name]["step_size"] == 16 * samples
-    assert keys.keys() >= {"freeze_vision_tower", "freeze_multi_modal_projector", "output_dir"}
-    assert keys.get("bf16") or name not in FULL
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ds_z2", 2), ("ds_z3", 3)])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,11 @@ from support import training_config, write_dataset
 from odb_factory.cli.main import main
 from odb_factory.cli.plan import memory_of, read
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("restored_environment")]
 
 Plan = Callable[..., dict[str, Any]]
 BATCHES = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "disable_shuffling": True}
 FILL = {"global_batch_size": "fill"}
-
-
-@pytest.fixture(autouse=True)
-def restored_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

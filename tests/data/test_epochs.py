@@ -176,12 +176,6 @@ def test_an_epoch_of_any_world_keeps_its_promises(
     assert [str(rank.error) for rank in epochs[0]] == [str(rank.error) for rank in epochs[1]]
 
 
-def test_the_estimate_of_the_epoch_follows_the_steps_planned_so_far() -> None:
-    """The learning rate and the progress bar use the estimate: with even data it is exact from the first round on."""
-    ((*_, last),) = (taken := run([8] * 400, buffer_size=40, accumulation=2)[0])
-    assert {micro_batch.step.epoch_steps for micro_batch in taken[0]} == {50} == {last.step.index + 1}
-
-
 # Datasets whose length is unknown or wrong
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from distributed.ranks import run_ranks
+from support import MARK, end_marked_processes, marked_processes
 from torch.utils.data import IterableDataset, get_worker_info
 from toy import NUM_ROWS, Rows, item, pad
 from transformers.trainer_utils import seed_worker
@@ -362,7 +363,11 @@ def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, 
     handles = end.endswith("handled")
     code = PROGRAM.format(tests=str(TESTS), handles=handles, end=end)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=os.environ | {MARK: str(tmp_path)},
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -373,14 +378,13 @@ def test_no_process_outlives_a_program_that_does_not_close_its_loader(end: str, 
             os.killpg(process.pid, getattr(signal, name))
         process.wait(60)
         deadline = time.monotonic() + 20
-        while (left := _group(process.pid)) and time.monotonic() < deadline:
+        while (left := marked_processes(str(tmp_path))) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left
         ends = {"return": 0, "raise": 1, "SIGTERM": 7 if handles else -signal.SIGTERM}
         assert process.returncode == ends.get(name, -getattr(signal, name, 0))
     finally:
-        for pid in _group(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        end_marked_processes(str(tmp_path))
         process.kill()
 
 
@@ -402,16 +406,3 @@ def test_the_main_thread_enters_no_lock_that_a_signal_could_leave_closed() -> No
         finally:
             sys.setprofile(None)
     assert not entered
-
-
-def _group(group: int) -> list[int]:
-    """Living processes of a process group."""
-
-    def stat_of(pid: str) -> list[str]:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return []
-
-    fields: Iterator[tuple[str, list[str]]] = ((pid, stat_of(pid)) for pid in os.listdir("/proc") if pid.isdigit())
-    return [int(pid) for pid, stat in fields if stat and int(stat[2]) == group and stat[0] != "Z"]

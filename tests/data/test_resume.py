@@ -25,16 +25,11 @@ ORDER = list(range(len(LENGTHS)))
 DROPS_LAST = {"drop_last": True, "batch_size": 2}
 SPLIT = {"world_size": 2, "stream": SplitStream}
 KEPT_SPLIT = SPLIT | KEEP | {"batch_size": 2, "accumulation": 2}
-SLOW = pytest.mark.nightly
 MODES = [
-    pytest.param({"world_size": 1}, marks=SLOW),
     {"world_size": 1, "accumulation": 2, "buffer_size": 5},
-    pytest.param({"world_size": 2, "accumulation": 2}, marks=SLOW),
     {"world_size": 3, "buffer_size": 64},
     {"world_size": 2, "join": False, "accumulation": 2},
     {"world_size": 3, "balance": True, "accumulation": 2},
-    pytest.param({"world_size": 2, "stream": Stream}, marks=SLOW),
-    pytest.param({"world_size": 1, **KEEP}, marks=SLOW),
     {"world_size": 3, **KEEP, "balance": False},
     {"world_size": 2, **KEEP, **DROPS_LAST, "accumulation": 2, "stock_mean": MEAN_OF_MICRO_BATCH},
     {"world_size": 2, **KEEP, "global_batch_size": 7, "stream": Stream},
@@ -128,44 +123,6 @@ def test_the_state_is_a_cursor() -> None:
     assert len(json.dumps(state)) < 10_000, "with `fill` a number for each sample that is held back"
 
 
-def test_a_loop_may_fetch_ahead_of_the_step_it_has_trained() -> None:
-    """A prefetching loop has the next micro-batch, or the next epoch, when it reports a step as done. A step that was
-    not reported is done with a later step."""
-
-    def drive(seat: Any) -> list[dict[str, Any]]:
-        states, before = [], None
-        with open_loader(LENGTHS, seat, shuffle=True, **EIGHT) as loader:
-            for epoch, num_steps in ((0, 8), (1, 2)):
-                loader.set_epoch(epoch)
-                for micro_batch, _, _ in loader:
-                    if before is not None and before.ends_optimizer_step and before.step.index not in (1, 2, 3):
-                        loader.consume(before.step)
-                        states.append(loader.state_dict())
-                    before = micro_batch
-                    if before.step.index == num_steps:
-                        break
-        return states
-
-    (states,) = run_ranks(1, drive)
-    reached = [(0, 1), (0, 5), (0, 6), (0, 7), (1, 0), (1, 1)]
-    assert [(state["epoch"], state["optimizer_steps"]) for state in states] == reached
-    for (epoch, steps), state in zip(reached, states):
-        assert state == run(LENGTHS, epochs=2, stop_after=8 * epoch + steps, **EIGHT)[1]
-
-
-# From a training without odb
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5, 8, 11])
-def test_a_checkpoint_of_stock_is_resumed(steps: int) -> None:
-    """As many optimizer steps of odb are passed over."""
-    whole, _ = run(LENGTHS, epochs=2, **EIGHT)
-    after, _ = run(LENGTHS, epochs=2, go_to=divmod(steps, 8), **EIGHT | {"world_size": 2})
-    assert list(of_steps(after).items()) == list(of_steps(whole).items())[steps:]
-    done = {(step.epoch, step.index): step.done for step in map(attrgetter("step"), whole[0])}
-    assert all(done[step.epoch, step.index] == step.done for step in map(attrgetter("step"), after[0]))
-
-
 # Another training
 
 
@@ -188,6 +145,8 @@ def refused(state: Any, *words: str, lengths: Any = LENGTHS, **options: Any) -> 
         (EIGHT, {"stream": Stream}, "samples was 60, is None"),
         (EIGHT, {"global_batch_size": "fill"}, "ranks) was 8, is fill"),
         ({}, EIGHT, "ranks) was fill, is 8"),
+        (SPLIT, {"world_size": 1}, "split_among was 2, is 1"),
+        (KEPT_SPLIT, {"world_size": 1}, "split_among was 2, is 1"),
     ],
     ids=str,
 )
@@ -212,12 +171,6 @@ def test_another_dataset_is_refused(mode: dict[str, Any]) -> None:
     after, _ = run(LENGTHS, state=state, dataset=dataset(LENGTHS), **options)
     assert ids_of(before) + ids_of(after) == usable(LENGTHS)
     refused(state, "fingerprint was", dataset=dataset([*LENGTHS[:-1], 1]), **options)
-
-
-@pytest.mark.parametrize("mode", [SPLIT, KEPT_SPLIT], ids=["fill", "keep"])
-def test_a_split_stream_is_resumed_on_the_same_ranks_alone(mode: dict[str, Any]) -> None:
-    _, state = run(LENGTHS, stop_after=3, **mode)
-    refused(state, "split_among was 2, is 1", **mode | {"world_size": 1})
 
 
 def test_a_split_stream_has_steps_of_whole_micro_batches() -> None:

@@ -171,10 +171,6 @@ class Run(Marked):
         files = sorted((self.folder / f"node{node}").glob(f"*/attempt_0/{local}/std*.log"), reverse=True)
         return "\n".join(path.read_text(errors="replace") for path in files)
 
-    def wait_for(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
-        """Return once a rank has written `text`."""
-        self.wait_until(lambda: text in self.output(rank), f"rank {rank} never wrote {text!r}", timeout_s)
-
 
 def parent(pid: int) -> int:
     try:

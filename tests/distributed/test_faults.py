@@ -64,7 +64,7 @@ def check_last_line(ended: Ended, rank: int, *texts: str) -> None:
 def arguments_are_read(run: Run) -> None:
     """Return while the ranks load their data, long before the first step."""
     for rank in range(2):
-        run.wait_for(f"Process rank: {rank}", rank=rank)
+        run.wait_until(lambda rank=rank: "Process rank: " in run.output(rank), f"rank {rank} read no arguments")
     time.sleep(1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 from contextlib import suppress
@@ -23,8 +22,6 @@ from same_training import launch
 from support import training_config, without_clock, write_dataset
 from training.test_resume import KEEP, Signalled, terminate, train
 from training.toy_training import history
-
-from odb_factory import ODBError
 
 EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
@@ -100,18 +97,6 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
             assert (result["steps"], result["left"]) == (step, [f"checkpoint-{step}"]), (rank, name)
             assert [line.split(":")[0] for line in result["logged"]] == [f"SIGTERM on rank {ranks[0]}"], (rank, name)
             assert result["history"] == outcome.value[""], (rank, name)
-
-
-def resumed_with_other_rows(rank: int, *, model: str, out_dir: str) -> str:
-    """The error that ends the resumed run."""
-    as_rank(rank)
-    train(Path(model), Path(out_dir), block=KEEP, stop=2, **EPOCH)
-    dist.barrier()
-    try:
-        train(Path(model), Path(out_dir), block=KEEP, resume=True, num_rows=50, **EPOCH)
-    except ODBError as error:
-        return str(error)
-    return "trained"
 
 
 NUM_ROWS = 200
@@ -202,12 +187,3 @@ def test_sharded_moments_are_resumed(tiny_text, tmp_path, engine: str) -> None:
     launch([whole, again], tmp_path, env=ENGINES[engine].env | ENV)
     first, second = (losses(Path(config["output_dir"])) for config in (whole, again))
     assert len(first) == SAVE_STEPS + 2 and second == first
-
-
-def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, tmp_path: Path) -> None:
-    options = {"model": str(tiny_text), "out_dir": str(tmp_path / "out")}
-    outcomes = run_ranks("distributed.test_saving_ranks:resumed_with_other_rows", tmp_path, limit_s=150, **options)
-    reasons = {re.sub(r"^rank \d left the training: ", "", outcome.value) for outcome in outcomes}
-    (reason,) = reasons  # a rank may report the error of the other rank
-    assert "samples was 60, is 50" in reason and "\n" not in reason
-    assert not any("sign of life" in outcome.output for outcome in outcomes)

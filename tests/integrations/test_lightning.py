@@ -7,14 +7,12 @@ rows of each optimizer step, as the audit names them, as ONE batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed.ranks import run_ranks
 from support import read_jsonl
 from torch.nn.utils import clip_grad_norm_
@@ -30,6 +28,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa
 
 from odb_factory.integrations.lightning import OnlineBatching, OptimizerSteps  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("restored_environment")
 EPOCHS = 2
 SAMPLES = 16
 STEPS = EPOCHS * -(-NUM_ROWS // SAMPLES)
@@ -38,18 +37,6 @@ RELATIVE = 1e-5
 """Largest relative difference of weights and losses (float32)."""
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False}
 QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
-
-
-@pytest.fixture(autouse=True)
-def restored_environment() -> Iterator[None]:
-    """Remove the process group of a training of several ranks, and variables such as MASTER_PORT: later trainings
-    would join the group."""
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def optimizer_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from distributed.ranks import run_ranks
 from packaging.version import Version
-from support import read_jsonl, run_command
+from support import read_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from odb_factory import enable_odb
@@ -178,27 +177,6 @@ def test_the_adapter_and_its_trainer_go_together(tiny_text: Path, tmp_path: Path
     with pytest.raises((ConfigError, DataError), match="enable_odb_dpo") as raised:
         enable_odb(make(tiny_text, tmp_path), **BLOCK).train()
     assert "\n" not in str(raised.value)
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from integrations.test_trl_dpo import BLOCK, enable_odb_dpo, make
-
-model, folder = map(Path, sys.argv[1:])
-enable_odb_dpo(make(model, folder, max_steps=2), **BLOCK).train()
-assert "llamafactory" not in sys.modules
-"""
-
-
-def test_a_process_without_llamafactory(tiny_text: Path, tmp_path: Path) -> None:
-    """An import of LLaMA-Factory would also patch transformers for trl."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    run_command(
-        [sys.executable, "-c", SCRIPT, str(tiny_text), str(tmp_path)],
-        240,
-        environment=os.environ | {"PYTHONPATH": path},
-    )
 
 
 def in_a_rank(rank: int, path: str, out: str) -> list[list[dict[str, float]]]:

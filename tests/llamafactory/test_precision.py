@@ -63,11 +63,11 @@ class Cell:
         return {"odb": stock | {"odb": block}, "stock": stock, "float32": stock | FLOAT32, **rounding}
 
 
-IMAGES_IN_BF16 = Cell("sft", IMAGES | BF16, float32=True)
 CELLS = {
     "sft": Cell("sft", BF16),
     "sft, pure": Cell("sft", PURE),
     "sft, lora": Cell("sft", BF16 | LORA),
+    "sft, images": Cell("sft", IMAGES | BF16, float32=True),
     "sft, images, pure": Cell("sft", IMAGES | PURE, float32=True),
     "sft, images, lora": Cell("sft", IMAGES | BF16 | LORA, float32=True),
     "pt": Cell("pt", BF16 | {"packing": False}),
@@ -79,7 +79,7 @@ CELLS = {
     "kto, pure": Cell("kto", PURE, float32=True),
     "kto, lora": Cell("kto", BF16 | LORA, float32=True),
 }
-ON_TWO_RANKS = {"sft": CELLS["sft"], "images": IMAGES_IN_BF16, "dpo": CELLS["dpo, lora"], "kto": CELLS["kto, lora"]}
+ON_TWO_RANKS = {name: CELLS[name] for name in ("sft", "sft, images", "dpo, lora", "kto, lora")}
 
 
 ROUNDING = 2**-9
@@ -138,20 +138,13 @@ def cpu_takes_pure_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llamafactory.hparams.parser.is_torch_bf16_gpu_available", lambda: True)
 
 
-def check_one_rank(name: str, cell: Cell, config_of: Config, folder: Path) -> None:
-    trainings = cell.trainings().items()
-    check(name, {kind: train(config_of(cell.stage, folder / kind, **changes)) for kind, changes in trainings})
-
-
-def test_images_in_bf16(config_of: Config, tmp_path: Path) -> None:
-    check_one_rank("sft, images", IMAGES_IN_BF16, config_of, tmp_path)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "sft, images")) for name in CELLS]
+)
 def test_one_rank(name: str, config_of: Config, tmp_path: Path) -> None:
-    check_one_rank(name, CELLS[name], config_of, tmp_path)
+    trainings = CELLS[name].trainings().items()
+    check(name, {kind: train(config_of(CELLS[name].stage, tmp_path / kind, **changes)) for kind, changes in trainings})
 
 
 @pytest.mark.nightly

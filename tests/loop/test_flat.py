@@ -207,15 +207,34 @@ def test_accelerate_unwraps_a_set_up_model(tiny_text: Path, is_prepared_first: b
         assert torch.equal(inner(ids).logits, expected) and torch.equal(inner(input_ids=ids).logits, expected)
 
 
-def gradient(model: Any, loader: Any) -> torch.Tensor:
-    """The gradient of the first optimizer step."""
+def gradient(model: Any, loader: Any, *, at_once: bool = False) -> torch.Tensor:
+    """The gradient of the first optimizer step. at_once: one backward after all forwards."""
     model.train().zero_grad()
+    losses = []
     for batch in loader:
         info = pop_step_info(batch)
-        (model(**batch).loss * info.loss_scale).backward()
+        losses.append(model(**batch).loss * info.loss_scale)
+        if not at_once:
+            losses.pop().backward()
         if info.ends_optimizer_step:
             break
+    if at_once:
+        assert len(losses) > 1
+        torch.stack(losses).sum().backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "mamba2", "gpt_oss"])
+def test_one_backward_of_several_rows(kind: str, reentrant: bool) -> None:
+    """I10: a recomputation computes its own row, not the last one."""
+    model = make_model(kind, torch.float64)
+    with make() as loader:
+        unpad(model, loader)
+        expected = gradient(model, loader)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        assert (gradient(model, loader, at_once=True) - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])

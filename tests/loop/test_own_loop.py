@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -446,7 +445,7 @@ def test_accelerate_gathers_all_of_the_last_micro_batch(accelerate_state: None) 
 # Loops that train no language model: the loader needs only a `cost_fn`
 
 NUM_ITEMS, STEP, EPOCHS = 37, 8, 2
-Pair = namedtuple("Pair", ["inputs", "targets"])
+Series = namedtuple("Series", ["x", "lengths", "y"])
 SERIES = [torch.randn(3 + 7 * k % 23, 4, generator=torch.Generator().manual_seed(k)) for k in range(NUM_ITEMS)]
 IMAGES = [torch.randn(3, 8, 8 + 4 * (k % 5), generator=torch.Generator().manual_seed(k)) for k in range(NUM_ITEMS)]
 
@@ -464,23 +463,12 @@ def regression_of_tuples() -> tuple[Any, ...]:
 
     def collate(items: list[Any]) -> Any:
         series, y = zip(*items)
-        return pad_sequence(series, batch_first=True), torch.tensor([len(x) for x in series]), torch.tensor(y)
+        return Series(pad_sequence(series, batch_first=True), torch.tensor([len(x) for x in series]), torch.tensor(y))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        x, lengths, y = batch
-        return functional.mse_loss(model(x)[..., 0].sum(1) / lengths, y)
+        return functional.mse_loss(model(batch.x)[..., 0].sum(1) / batch.lengths, batch.y)
 
     return items, collate, lambda item: len(item[0]), 64, nn.Linear(4, 1, bias=False), loss
-
-
-def regression_of_a_named_tuple() -> tuple[Any, ...]:
-    items, collate, cost_fn, budget, model, loss = regression_of_tuples()
-
-    def named(items: list[Any]) -> Any:
-        x, lengths, y = collate(items)
-        return Pair((x, lengths), y)
-
-    return items, named, cost_fn, budget, model, lambda model, batch: loss(model, (*batch.inputs, batch.targets))
 
 
 def images_and_classes() -> tuple[Any, ...]:
@@ -518,17 +506,15 @@ def tagged_tokens() -> tuple[Any, ...]:
     return items, pad_tokens, cost, 64, nn.Sequential(nn.Embedding(32, 6), nn.Linear(6, 32)), loss
 
 
-WORLDS = [regression_of_tuples, regression_of_a_named_tuple, images_and_classes, tagged_tokens]
-
-
 def loader_of(world: Callable[[], tuple[Any, ...]] = regression_of_tuples, **changes: Any) -> ODBDataLoader[Any]:
     items, collate, cost_fn, budget, *_ = world()
     settings = {"batch_size": STEP, "token_budget": budget, "collate_fn": collate, "cost_fn": cost_fn}
     return ODBDataLoader(items, **settings | changes)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "num_workers"), [(regression_of_tuples, 2), (images_and_classes, 0), (tagged_tokens, 2)]
+)
 def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, ...]], num_workers: int) -> None:
     """I9: the gradient of an optimizer step is that of the mean over its samples (or units of `Cost`), for any cut."""
     torch.manual_seed(0)
@@ -574,15 +560,3 @@ def test_labels_are_counted_if_there_is_one_for_each_token(labels: Callable[[int
     options = {"token_budget": 64, "collate_fn": pad_tokens, "cost_fn": lambda item: len(item["input_ids"])}
     with ODBDataLoader(rows, STEP, **options) as loader:
         assert sum(pop_step_info(batch).units for batch in loader) == units
-
-
-@pytest.mark.parametrize("changes", [{}, {"global_batch_size": "fill"}, {"gradient_accumulation_steps": 4}])
-def test_the_snippet_of_online_dynamic_batching_logs_that_nothing_is_batched(changes: dict[str, Any], caplog) -> None:
-    """There `batch_size=1` is required; here it means optimizer steps of one sample."""
-    snippet = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 64, "loss_scaling": "exact"}
-    with caplog.at_level(logging.INFO, "odb_factory"):
-        with loader_of(join=True, **snippet | changes) as loader:
-            num_batches = len(list(loader))
-    logged = " ".join(caplog.messages)
-    assert ("nothing can be batched" in logged and 'global_batch_size="fill"' in logged) is (not changes)
-    assert num_batches == NUM_ITEMS if not changes else num_batches < NUM_ITEMS

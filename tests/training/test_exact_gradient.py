@@ -7,6 +7,7 @@ samples of each optimizer step (from the audit) as ONE batch: the mean over all 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,14 @@ def test_an_optimizer_step_equals_one_batch_of_one_process(trained: Any, models:
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_scalings_give_another_gradient(trained: Any, models: Any, case: str) -> None:
-    """On the same rows in the same groups, so the other tests would fail if `exact` became one of these."""
-    differs = measured("2_ranks", case, trained("2_ranks", case)[0], models["text"])
+    """On the same rows in the same groups, so the other tests would fail if `exact` became one of these. The means of
+    micro-batches weigh by their tokens (`approx`) or equally (`none`)."""
+    folder, _ = trained("2_ranks", case)
+    differs = measured("2_ranks", case, folder, models["text"])
     assert differs.grad_norm > WRONG and differs.weights > 100 * CLOSE, differs
+    of_steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for line in read(folder / ODB, 2).audit:
+        of_steps[line["optimizer_step"]] += [] if line["idle"] else [line]
+    for lines in of_steps.values():
+        shares = [sum(line["lengths"]) if case == "approx" else 1 for line in lines]
+        assert [line["weight"] for line in lines] == pytest.approx([2 * share / sum(shares) for share in shares])

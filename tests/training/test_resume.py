@@ -22,7 +22,7 @@ import pytest
 from thread_ranks import run_ranks
 from toy import NUM_ROWS, Rows
 from training import toy_training
-from training.toy_training import Sequential, audit, history, make
+from training.toy_training import Sequential, audit, history, losses, make
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import DataError
@@ -44,11 +44,9 @@ class StopAfter(TrainerCallback):
 
 def train(model: Path, folder: Path, *, stop: int | None = None, num_rows: int = NUM_ROWS, **changes: Any) -> Trainer:
     """With dropout and a checkpoint of every optimizer step. stop: after this many."""
-    defaults = {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 2, "num_train_epochs": 2}
+    defaults = {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 2, "num_train_epochs": 2, "dropout": 0.1}
     callbacks = [StopAfter(stop)] if stop else []
-    return toy_training.train(
-        model, folder, Rows(num_rows=num_rows), dropout=0.1, callbacks=callbacks, **defaults | changes
-    )
+    return toy_training.train(model, folder, Rows(num_rows=num_rows), callbacks=callbacks, **defaults | changes)
 
 
 def copy_of(folder: Path, step: int, to: Path) -> Path:
@@ -107,12 +105,14 @@ def test_a_finished_run_is_resumed_without_a_step_or_made_longer(tiny_text, tmp_
 
 
 def test_a_checkpoint_of_stock_continues_with_the_same_optimizer_steps_alone(tiny_text, tmp_path) -> None:
-    """Also if stock has resumed a checkpoint of odb and keeps the cursor of an older optimizer step."""
-    train(tiny_text, tmp_path, block=BLOCK, stop=2, num_train_epochs=1)
-    stock = train(tiny_text, tmp_path, resume=True, stop=5, num_train_epochs=1)
-    trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, stop=6, num_train_epochs=1)
-    assert (stock.state.global_step, trainer.state.global_step) == (5, 6)
-    assert audit(tmp_path)[-1]["optimizer_step"] == 6 and len(audit(tmp_path)) == 2 + 1
+    """Its losses are stock's, also if stock has resumed a checkpoint of odb and keeps the cursor of an older step."""
+    options: dict[str, Any] = {"num_train_epochs": 1, "dropout": 0.0}
+    whole = losses(train(tiny_text, tmp_path / "whole", **options))
+    train(tiny_text, tmp_path, block=BLOCK, stop=2, **options)
+    stock = train(tiny_text, tmp_path, resume=True, stop=5, **options)
+    trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, **options)
+    assert stock.state.global_step == 5 and losses(trainer) == pytest.approx(whole, rel=1e-5)
+    assert [line["optimizer_step"] for line in audit(tmp_path)] == [1, 2, 6, 7, 8]
     train(tiny_text, tmp_path / "other", stop=10, num_train_epochs=1, per_device_train_batch_size=4)
     for block in (BLOCK, FILL):
         with pytest.raises(DataError, match="checkpoint-10.*ignore_data_skip"):

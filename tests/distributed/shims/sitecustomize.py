@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib.util
 import os
-import pathlib
 import sys
 import time
 from importlib.abc import MetaPathFinder
@@ -73,32 +72,6 @@ def bf16_on_cpu(module):
     """Allow `bf16` and `pure_bf16` on a CPU, which computes in bfloat16 as well: with DeepSpeed `use_cpu` is false, and
     transformers then requires a GPU; LLaMA-Factory requires one for `pure_bf16`."""
     module.is_torch_bf16_gpu_available = lambda: True
-
-
-def fade(path):
-    """`gone*` is deleted, `once*` cannot be read the first time."""
-    if path.name.startswith("gone"):
-        path.unlink(missing_ok=True)
-    elif path.name.startswith("once") and not path.with_suffix(".failed").exists():
-        path.with_suffix(".failed").touch()
-        raise OSError(116, "Stale file handle", str(path))
-
-
-def fading_pictures(module):
-    """Make pictures fail, by file name, in a data worker when LLaMA-Factory's collator receives them."""
-    import multiprocessing
-
-    stock = module.SFTDataCollatorWith4DAttentionMask.__call__
-
-    @functools.wraps(stock)
-    def collate(self, features):
-        if multiprocessing.parent_process() is not None:
-            for feature in features:
-                for image in feature.get("images") or ():
-                    fade(pathlib.Path(image))
-        return stock(self, features)
-
-    module.SFTDataCollatorWith4DAttentionMask.__call__ = collate
 
 
 def fsdp_on_cpu(module):
@@ -177,7 +150,6 @@ def collect_again(module):
 SHIMS = {
     "deepspeed_on_gloo": {"deepspeed.comm.torch": gather_in_order, "accelerate.state": ranks_on_cpus},
     "bf16_on_cpu": {"transformers.utils.import_utils": bf16_on_cpu},
-    "fading_pictures": {"llamafactory.data.collator": fading_pictures},
     "fsdp_on_cpu": {"accelerate.state": fsdp_on_cpu},
     "qlora_on_cpu": {"bitsandbytes.nn.modules": qlora_on_cpu},
     "small_groups": {"odb_factory.model.mixers": small_groups},
