@@ -123,6 +123,31 @@ def test_the_state_is_a_cursor() -> None:
     assert len(json.dumps(state)) < 10_000, "with `fill` a number for each sample that is held back"
 
 
+def test_a_loop_may_fetch_ahead_of_the_step_it_has_trained() -> None:
+    """A prefetching loop has the next micro-batch, or the next epoch, when it reports a step as done. A step that was
+    not reported is done with a later step."""
+
+    def drive(seat: Any) -> list[dict[str, Any]]:
+        states, before = [], None
+        with open_loader(LENGTHS, seat, shuffle=True, **EIGHT) as loader:
+            for epoch, num_steps in ((0, 8), (1, 2)):
+                loader.set_epoch(epoch)
+                for micro_batch, _, _ in loader:
+                    if before is not None and before.ends_optimizer_step and before.step.index not in (1, 2, 3):
+                        loader.consume(before.step)
+                        states.append(loader.state_dict())
+                    before = micro_batch
+                    if before.step.index == num_steps:
+                        break
+        return states
+
+    (states,) = run_ranks(1, drive)
+    reached = [(0, 1), (0, 5), (0, 6), (0, 7), (1, 0), (1, 1)]
+    assert [(state["epoch"], state["optimizer_steps"]) for state in states] == reached
+    for (epoch, steps), state in zip(reached, states):
+        assert state == run(LENGTHS, epochs=2, stop_after=8 * epoch + steps, **EIGHT)[1]
+
+
 # Another training
 
 

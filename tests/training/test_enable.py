@@ -3,6 +3,7 @@ losses of stock, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from distributed.ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from training.flat_models import COMMON, HEAD, MOE
 from training.toy_training import BLOCK, FILL, Rates, Sequential, audit, ids, losses, make, train
@@ -96,6 +97,23 @@ def test_a_custom_train_dataloader(tiny_text, tmp_path) -> None:
         train(tiny_text, tmp_path, trainer_class=of_odb, odb=BLOCK)
 
 
+class Weighted(Trainer):
+    """Has a sampler whose order depends on former orders, and takes a number of each row from the batch."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return WeightedRandomSampler([1.0] * NUM_ROWS, NUM_ROWS, generator=generator)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert len(inputs.pop("of_row")) == len(inputs["input_ids"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def pad_with_numbers(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch with a number of each row, which cannot be laid flat."""
+    return pad(items) | {"of_row": torch.tensor([len(item["input_ids"]) for item in items])}
+
+
 class Own(torch.nn.Module):
     """Wraps a model and has no config."""
 
@@ -116,6 +134,7 @@ class Searched(Trainer):
 
 
 SAME: dict[str, dict[str, Any]] = {
+    "as it is": {},
     "half an epoch": {"num_train_epochs": 0.5},
     "drop_last": {"dataloader_drop_last": True},
     "a trial of a search": {"trainer_class": Searched, "gradient_accumulation_steps": 8},
@@ -123,6 +142,7 @@ SAME: dict[str, dict[str, Any]] = {
     "a cost that names the units": {
         "block": {"cost_fn": lambda row: Cost(len(row["input_ids"]), units=len(row["labels"]) - 1)}
     },
+    "an order that is drawn once": {"trainer_class": Weighted, "collate": pad_with_numbers, "num_train_epochs": 2},
     "a module without a config": {"model": Own, "gradient_accumulation_steps": 2},
 }
 
@@ -197,24 +217,43 @@ def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, powe
     assert rates.rates == [pytest.approx(1e-3 * (samples / 16) ** power)] * len(rates.rates)
 
 
+SHORT_THEN_LONG = [3] * 200 + [60] * 60
+
+
+def rates_of(model: Path, folder: Path, kind: type = Sequential, lr_scale: str = "none", **changes: Any) -> list[float]:
+    """The short rows come first, so the first window differs from the rest."""
+    rows, rates = (
+        Rows(lambda k: dict.fromkeys(("input_ids", "labels"), [k % 60 + 1] * SHORT_THEN_LONG[k]), 260),
+        Rates(),
+    )
+    block = FILL | {"buffer_size": 64, "lr_scale": lr_scale}
+    train(model, folder, rows, block=block, trainer_class=kind, callbacks=[rates], **changes)
+    return rates.rates
+
+
 def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_rest(tiny_text, tmp_path) -> None:
-    """The rate follows the samples done: it rises to real step 8 and falls over all other steps. The short rows come
-    first, so the first window differs from the rest."""
-    rows = Rows(lambda k: dict.fromkeys(("input_ids", "labels"), [k % 60 + 1] * (3 if k < 200 else 60)), 260)
-    changes = {"warmup_steps": 8, "lr_scheduler_type": "linear", "trainer_class": Sequential, "callbacks": [Rates()]}
-    train(tiny_text, tmp_path, rows, block=FILL | {"buffer_size": 64}, **changes)
-    rates = changes["callbacks"][0].rates
+    """The rate follows the samples done: it rises to real step 8 and falls over all other steps."""
+    rates = rates_of(tiny_text, tmp_path, warmup_steps=8, lr_scheduler_type="linear")
     assert len(rates) > 16
     assert rates[:9] == pytest.approx([1e-3 * k / 8 for k in range(9)])
     assert rates[8:] == sorted(set(rates[8:]), reverse=True) and rates[-1] > 0
 
 
+@pytest.mark.parametrize("kind", [Sequential, Trainer], ids=["in order", "small window"])
+def test_lr_scale_is_refused_if_the_first_window_may_differ_from_the_rest(tiny_text, tmp_path, kind: type) -> None:
+    with pytest.raises(ConfigError, match=r"^odb.lr_scale: 'linear' .* buffer_size") as refused:
+        rates_of(tiny_text, tmp_path, kind, lr_scale="linear")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "odb_audit_rank0.jsonl").exists(), "no step is taken"
+
+
 # Trainers in sequence, two at once, one twice, outside of `train()`
 
 
-def held() -> tuple[int, int, int]:
-    """Child processes, threads and open files of this process."""
-    return len(multiprocessing.active_children()), threading.active_count(), len(os.listdir("/proc/self/fd"))
+def held() -> tuple[int, int, int, int]:
+    """Child processes, threads, open files and process groups of this process."""
+    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    return len(multiprocessing.active_children()), threading.active_count(), len(os.listdir("/proc/self/fd")), groups
 
 
 def make_odb(model: Path, folder: Path, **changes: Any) -> Trainer:
@@ -246,6 +285,27 @@ def test_twice_with_an_evaluation_in_between(tiny_text, tmp_path, nothing_is_lef
     assert ids(tmp_path) == EVERY_ROW
     assert again.global_step == first.global_step
     assert again.training_loss < first.training_loss
+
+
+@pytest.mark.integration
+def test_one_inside_the_other(tiny_text, tmp_path, nothing_is_left) -> None:
+    """Each has its own rows, weights and figures, while both are in the middle of an epoch."""
+
+    class TrainAnother(TrainerCallback):
+        trained = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and not self.trained:
+                self.trained = True
+                make_odb(tiny_text, tmp_path / "inner").train()
+
+    trainer = make_odb(tiny_text, tmp_path / "outer", callbacks=[TrainAnother()])
+    alone = make_odb(tiny_text, tmp_path / "alone")
+    trainer.train()
+    alone.train()
+    for folder in ("outer", "inner", "alone"):
+        assert ids(tmp_path / folder) == EVERY_ROW
+    assert losses(trainer) == pytest.approx(losses(alone))
 
 
 @pytest.mark.integration
@@ -292,8 +352,9 @@ def test_a_callback_sees_and_may_iterate_an_ordinary_train_dataloader(tiny_text,
 ACCUMULATION = 2
 
 
-def train_alone(rank: int, model: str, output_dir: str) -> list[float]:
-    """Returns the losses of a training in groups of one rank."""
+def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Returns the losses of a training in groups of one rank, and what the process holds after each of three trainings
+    of both ranks."""
     os.environ["LOCAL_RANK"] = str(rank)
     # Two ranks, each the only one of its group: the engine averages two equal gradients.
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
@@ -301,12 +362,17 @@ def train_alone(rank: int, model: str, output_dir: str) -> list[float]:
     assert trainer.accelerator.num_processes == 2
     enable_odb(trainer, process_group=groups[rank], loss_scaling="exact", **BLOCK)
     trainer.train()
-    return losses(trainer)
+    counts = []
+    for k in range(3):
+        make_odb(Path(model), Path(output_dir, f"world{k}")).train()
+        gc.collect()
+        counts.append(held())
+    return losses(trainer), counts
 
 
 def test_ranks_of_different_groups_do_not_share_samples(tiny_text, tmp_path) -> None:
     options = {"model": str(tiny_text), "output_dir": str(tmp_path)}
-    outcomes = run_ranks("training.test_enable:train_alone", tmp_path, limit_s=120, **options)
+    outcomes = run_ranks("training.test_enable:train_all", tmp_path, limit_s=120, **options)
     for rank in range(2):
         folder = tmp_path / str(rank)
         assert ids(folder) == EVERY_ROW
@@ -318,7 +384,12 @@ def test_ranks_of_different_groups_do_not_share_samples(tiny_text, tmp_path) -> 
     exact = BLOCK | {"loss_scaling": "exact"}
     alone = train(tiny_text, tmp_path / "alone", block=exact, gradient_accumulation_steps=ACCUMULATION)
     for outcome in outcomes:
-        assert outcome.value == pytest.approx(losses(alone), rel=1e-4)
+        of_group, counts = outcome.value
+        assert of_group == pytest.approx(losses(alone), rel=1e-4)
+        # Processes, threads, files and groups. The first training starts what a process has once.
+        assert all(later <= before for before, later in zip(counts[1], counts[2], strict=True)), counts
+    for k in range(3):
+        assert ids(tmp_path / f"world{k}") + ids(tmp_path / f"world{k}", rank=1) == EVERY_ROW
 
 
 # Losses and logits
