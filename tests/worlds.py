@@ -113,14 +113,13 @@ def train(
     state: dict[str, Any] | None = None,
     stop_after: int | None = None,
     epochs: int = 1,
-    go_to: tuple[int, int] | None = None,
     leaves: Mapping[int, int] = {},
     **options: Any,
 ) -> list[Ended]:
     """Train from `state`; returns the result of each rank.
 
-    stop_after: optimizer steps. go_to: (epoch, optimizer steps), arguments of `ODBLoader.go_to`. leaves: {rank: number
-    of optimizer steps after which it leaves}. options: of `open_loader`.
+    stop_after: optimizer steps. leaves: {rank: number of optimizer steps after which it leaves}. options: of
+    `open_loader`.
     """
     ranks = [Ended() for _ in range(world_size)]
 
@@ -129,8 +128,6 @@ def train(
         with open_loader(rows, seat, **options) as loader:
             if state is not None:
                 loader.load_state_dict(state)
-            if go_to is not None:
-                loader.go_to(*go_to)
             while loader.epoch < epochs:
                 for item in loader:
                     rank.items.append(item)

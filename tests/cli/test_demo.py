@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from odb_factory.cli.mm_mix import build_builtin_mix
 
 pytestmark = pytest.mark.timeout(600)
 
+TEXT = "def f(x):\n\treturn x['key'] + 1234  # it's\r\n\n Grüße, 你好, 🤗 <think>\nhm\n</think>\n\nyes"
 SMALL = "a small text, a small text"
 
 
@@ -36,6 +39,19 @@ def test_a_failure_is_one_line(tmp_path: Path, capsys, monkeypatch: pytest.Monke
     (tmp_path / "file").write_text("")
     assert main(["demo", "--output", str(tmp_path / "file")]) == 1
     assert "--output" in capsys.readouterr().err
+
+
+def test_the_tiny_model_learns_from_an_image(tiny_vl: Path) -> None:
+    """Forward and backward reach the vision tower, through the deepstack branch too."""
+    processor = transformers.AutoProcessor.from_pretrained(tiny_vl)
+    assert processor.tokenizer.decode(processor.tokenizer(TEXT)["input_ids"]) == TEXT
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tiny_vl, dtype=torch.float32)
+    text = "<|vision_start|><|image_pad|><|vision_end|>A lion."
+    batch = processor(images=[Image.linear_gradient("L").convert("RGB")], text=[text], return_tensors="pt")
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    assert any(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if "deepstack" in name)
 
 
 def test_a_folder_of_a_tiny_model_is_kept_replaced_or_refused(tmp_path: Path) -> None:
@@ -58,10 +74,10 @@ def test_a_folder_of_a_tiny_model_is_kept_replaced_or_refused(tmp_path: Path) ->
 
 
 def test_rows_of_the_mix_are_true_four_fifths_short_and_one_fifth_long(tmp_path: Path, tiny_vl: Path) -> None:
-    """A placeholder for each picture, alternating roles, no missing file."""
+    """A placeholder for each picture, alternating roles, no missing file, true sizes in the answers."""
     processor = transformers.AutoProcessor.from_pretrained(tiny_vl)
     build_builtin_mix(tmp_path, samples=300)
-    lengths = []
+    sizes, lengths = set(), []
     info = json.loads((tmp_path / "dataset_info.json").read_text())
     trained, validated = (json.loads((tmp_path / info[name]["file_name"]).read_text("utf-8")) for name in info)
     assert (len(trained), len(validated)) == (300, 20)
@@ -77,7 +93,22 @@ def test_rows_of_the_mix_are_true_four_fifths_short_and_one_fifth_long(tmp_path:
             with Image.open(tmp_path / path) as image:
                 grid = processor.image_processor(images=[image.convert("RGB")], return_tensors="pt")["image_grid_thw"]
             lengths[-1] += int(grid.prod()) // 4
+            for answer in re.findall(r"\d+ by \d+ pixels", " ".join(contents)):
+                assert answer == f"{image.width} by {image.height} pixels"
+                sizes.add(image.size)
+    assert len(sizes) > 10
     lengths = lengths[20:]
     assert 0.74 <= sum(80 <= length <= 260 for length in lengths) / 300 <= 0.84
     assert 0.16 <= sum(length >= 350 for length in lengths) / 300 <= 0.22
     assert 2000 <= max(lengths) <= 4096
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    def digest(name: str, seed: int) -> dict[str, str]:
+        build_builtin_mix(tmp_path / name, samples=30, seed=seed)
+        files = (path for path in (tmp_path / name).rglob("*") if path.is_file())
+        return {str(p.relative_to(tmp_path / name)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+    first, same, other = digest("first", 1), digest("same", 1), digest("other", 2)
+    assert first == same and first["mm_mix.json"] != other["mm_mix.json"]
+    assert digest("other", 1) == first, "a second build leaves nothing of the first"

@@ -11,6 +11,7 @@ import wave
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from distributed.rows import INVALID, row
 from distributed.test_engines import ENGINES, NORM_TOLERANCE, deepspeed_config
 from llamafactory.hparams import FinetuningArguments, TrainingArguments
 from llamafactory.train.tuner import run_exp
-from same_training import RELATIVE, Cell, Config, Training, check_cell, run_cells
-from support import CHECKPOINTS, once, shimmed, training_config, write_dataset
+from safetensors.torch import load_file
+from same_training import ODB, RELATIVE, Cell, Config, Training, check_cell, run_cells, train
+from support import CHECKPOINTS, once, read_jsonl, shimmed, training_config, write_dataset
 
 LIMIT_S, GRID_LIMIT_S = 540, 1500
 PADDED, AUTO = {"layout": "padded"}, {"layout": "auto"}
@@ -338,6 +340,25 @@ def test_the_same_training(trained, name: str, cell: str, monkeypatch, caplog) -
     assert not logits or cell not in ("sft, Qwen2-Audio", "sft, Mamba")
     if group.num_ranks == 1 and cell in BY_BUDGET:
         assert any(line.startswith("evaluated ") for line in caplog.messages) == BY_BUDGET[cell]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", ["sft", "sft, images", "pt", "dpo", "kto", "sft, lora", "kto, lora"])
+def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: Path) -> None:
+    """In the middle of an epoch. LLaMA-Factory cannot resume a full training of a reward model."""
+    training, out = CELLS[cell], tmp_path / "out"
+    changes = dict(training.changes) | {"save_strategy": "steps", "save_steps": 3}
+    changes["odb"] = ODB | dict(training.block) | {"layout": "flat"}
+    whole = train(config_of(training.stage, out, model=training.model, **changes))
+    (saved,) = out.glob("*model.safetensors")
+    saved.unlink()
+    (out / "odb_audit_rank0.jsonl").unlink()
+    changes |= {"resume_from_checkpoint": str(out / "checkpoint-3"), "overwrite_output_dir": False}
+    run_exp(config_of(training.stage, out, model=training.model, **changes))
+    assert read_jsonl(out / "odb_audit_rank0.jsonl")[0]["optimizer_step"] == 4
+    weights = load_file(saved)
+    assert weights.keys() == whole.weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.weights.items())
 
 
 def test_rows_that_llamafactory_drops_are_reported(tiny_text, tmp_path, caplog) -> None:
