@@ -238,7 +238,7 @@ def test_a_patch_embedding_equals_its_product(make: Any) -> None:
         product, grads, convolutions = run()
     assert convolutions == 0
     assert run()[2] == 2, "the undo restores"
-    assert torch.allclose(product, expected, atol=1e-6)
+    assert torch.allclose(product, expected, atol=4e-6)
     assert grads.keys() == gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     assert all(torch.allclose(grads[name], gradients[name], rtol=1e-4, atol=1e-6 * largest) for name in grads)

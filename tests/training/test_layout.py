@@ -67,6 +67,20 @@ def test_refused_before_a_loader_is_made(kind: str, reason: str, tmp_path: Path)
         resolve_layout(trainer, "flat", refused)
 
 
+def test_a_second_model_that_refuses_leaves_the_first_as_it_was(tmp_path: Path) -> None:
+    """For example a reference model whose class does not let its attention function be replaced."""
+    first, second = make_model("llama"), make_model("llama")
+    second.set_attn_implementation = lambda _: None
+    args = make(first, tmp_path).args
+    first.config.use_cache = True
+    before = [dict(vars(part)) for part in first.modules()]
+    assert check_module.resolve_layout([first, second], "auto", args).name == "padded"
+    with pytest.raises(ConfigError, match=r"odb\.layout"):
+        check_module.resolve_layout([first, second], "flat", args)
+    assert [dict(vars(part)) for part in first.modules()] == before
+    assert first.config._attn_implementation == "sdpa" and first.config.use_cache is True
+
+
 # By the kernel
 
 
