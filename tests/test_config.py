@@ -122,6 +122,7 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"token_budget": ..., "tokenbudget": 8192}, "tokenbudget", {"tokenbudget": ..., "token_budget": 8192}),
     ({"token_budget:100": None}, "token_budget:100", {"token_budget:100": ..., "token_budget": 100}),
     ({"loss-scaling": "exact"}, "loss-scaling", {"loss-scaling": ..., "loss_scaling": "exact"}),
+    ({"Join": True}, "Join", {"Join": ..., "join": True}),
     ({"overlength": "drop"}, "overlength", {"overlength": ..., "overlong": "drop"}),
     ({"two\nlines": 1}, "two lines", {"two\nlines": ...}),
     # Missing
@@ -131,6 +132,7 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"join": False, "global_batch_size": 64}, "join", {"global_batch_size": "fill"}),
     ({"lr_scale": "sqrt", "global_batch_size": 64}, "lr_scale", {"global_batch_size": "fill"}),
     (FILL | {"loss_scaling": "stock"}, "loss_scaling", {"loss_scaling": ...}),
+    (FILL | {"loss_scaling": "stock"}, "loss_scaling", {"global_batch_size": ...}),
     ({"token_budget": 8, "pad_to_multiple_of": 16}, "pad_to_multiple_of", {"token_budget": 16}),
     ({"pad_to_multiple_of": 16, "eval_token_budget": 8}, "pad_to_multiple_of", {"eval_token_budget": 16}),
     ({"layout": "padded", "pad_to_multiple_of": 16}, "pad_to_multiple_of", {"layout": "flat"}),
@@ -139,6 +141,7 @@ MISTAKES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"memory_fraction": 0.5, "token_budget": 64}, "memory_fraction", {"token_budget": "auto"}),
     # Keys of the training
     ({"micro_batch_size": 4}, "micro_batch_size", {"micro_batch_size": ...}),
+    ({"cutoff_len": 4}, "cutoff_len", {"cutoff_len": ...}),
     # Keys and values of online-dynamic-batching
     ({"token_budget": ..., "max_input_length": 64}, "max_input_length", {"max_input_length": ..., "token_budget": 64}),
     ({"join_mode": False}, "join_mode", {"join_mode": ..., "join": False} | FILL),
@@ -173,17 +176,19 @@ LONG = ["9" * 5000, 10**5000, ["x"] * 5000, {"x": "y" * 5000}]
 WRONG = {"token_budget": -1, "max_patches": "many", "balanc": True}
 CONTRADICTORY = {"join": False, "lr_scale": "sqrt", "row_multiple": 2, "global_batch_size": 8, "layout": "flat"}
 REFUSED: list[tuple[Any, list[str]]] = [
-    *((content, ["token_budget"]) for content in (None, 8192, "token_budget: 8192", [("a", 1)])),
-    *((block() | {key: 17}, [f"odb.{key}: 17 "]) for key in (*INSTEAD, "", 1, ("x", "y"), None)),
+    *((content, [repr(content), "token_budget: 8192"]) for content in (None, 8192, "token_budget: 8192", [("a", 1)])),
+    *((block() | {key: 17}, [f"odb.{key}: 17 ", *DEFAULTS]) for key in ("zzz", "max_tokens", "", 1, ("x", "y"), None)),
     *((block(**{key: value}), [key]) for key in ("token_budget", "audit", "unknown") for value in LONG),
     # All mistakes are named.
     (block(**WRONG), [f"odb.{key}:" for key in WRONG]),
     (block(**CONTRADICTORY), [f"odb.{key}:" for key in ("join", "lr_scale", "row_multiple")]),
+    # Keys from elsewhere are answered with advice, never with a key of another meaning.
+    *((block(**{name: 17}), [f"odb.{name}: ", f"{advice}."]) for name, advice in INSTEAD.items()),
 ]
 
 
 @pytest.mark.parametrize(("content", "words"), REFUSED)
-def test_a_refusal_is_short_and_names_the_key(content: Any, words: list[str]) -> None:
+def test_a_refusal_is_short_and_has_what_is_needed(content: Any, words: list[str]) -> None:
     message = refusal(content)
     assert all(word in message for word in words) and len(message) < 1200
 

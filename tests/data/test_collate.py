@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
 
+from odb_factory.data.collate import CollatedDataset
 from odb_factory.data.flat import flatten
-from odb_factory.data.observe import VIDEO_KEYS, count_media, measure_batch
-from odb_factory.data.samples import Measured, pack, unpack
+from odb_factory.data.observe import VIDEO_KEYS, count_media, count_supervised, measure_batch
+from odb_factory.data.samples import Measured, Sample, fingerprint, pack, unpack
 from odb_factory.errors import DataError, LayoutError
 from odb_factory.planner import Budget, Collation, Cost, Media
 
@@ -41,6 +43,16 @@ def test_a_view_is_sent_without_its_base(wrap: Callable[[Any], Any]) -> None:
     assert str(unpack(pack(wrap(whole[10:20])))) == str(wrap(whole[10:20]))
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_the_fingerprint_of_a_row_depends_on_whole_numbers_and_texts(kind: Any) -> None:
+    def of(ids: list[Any], **more: Any) -> int:
+        return fingerprint([3, {"input_ids": kind(ids), **more}])
+
+    row = of([1, 2, 3], text="a", pixels=torch.zeros(2))
+    assert of([1, 2, 3], pixels=torch.ones(2), text="a") == row, "augmentation may change pixels"
+    assert len({row, of([1, 2, 4], text="a"), of([1, 2, 3], text="b"), of([[1], [2]]), of([1, 2])}) == 5
+
+
 # Counts
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
@@ -61,14 +73,16 @@ MASKS: list[Any] = [torch.as_tensor, np.asarray, torch.Tensor.bool]
         ({}, 0),
         *(({"image_grid_thw": none}, 0) for none in (None, [], torch.empty(0, 3, dtype=torch.long))),
         *(({"image_grid_thw": kind(GRIDS)}, 56) for kind in (list, torch.tensor, np.array)),
-        ({"image_grid_thw": list(map(torch.tensor, GRIDS))}, 56),
+        *(({"image_grid_thw": [kind(grid) for grid in GRIDS]}, 56) for kind in (torch.tensor, np.array)),
         ({"image_grid_thw": torch.tensor(GRIDS[0])}, 24),
         ({"image_grid_thw": torch.tensor(GRIDS), "video_grid_thw": torch.tensor([[8, 2, 2]])}, 88),
+        ({"image_grid_thw": torch.empty(0, 3, dtype=torch.long), "video_grid_thw": [[8, 2, 2]]}, 32),
         ({"image_grid_hws": torch.tensor([[4, 6], [2, 2]])}, 28),
         ({"spatial_shapes": torch.tensor([[4, 6], [2, 2]])}, 28),
+        ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3)}, 0),
         *(({"pixel_values": none}, 0) for none in (None, [], [[]], (), torch.zeros(0, 3, 28, 42))),
         *(({"pixel_values": pixels}, 12) for pixels in NESTED),
-        ({"pixel_values_videos": PIXELS}, 12),
+        *(({"pixel_values_videos": pixels}, 12) for pixels in NESTED),
         ({"pixel_values_images": PIXELS}, 12),
         ({"pixel_values": torch.zeros(1, 3, 14, 14), "pixel_values_videos": torch.zeros(1, 4, 3, 14, 14)}, 5),
         # Flattened pixels carry a temporal axis twice; the grid is exact.
@@ -84,6 +98,7 @@ MASKS: list[Any] = [torch.as_tensor, np.asarray, torch.Tensor.bool]
         *(({"input_features_mask": kind(FRAMES), "pixel_values": torch.ones(1, 3, 14, 14)}, 11) for kind in MASKS),
         ({"feature_attention_mask": FRAMES, "image_grid_thw": torch.zeros(0, 3)}, Media(audio_frames=10 + 4)),
         ({"feature_attention_mask": FRAMES, "image_grid_thw": torch.tensor([[1, 4, 6]])}, Media(24, 0, 14)),
+        ({"feature_attention_mask": None}, Media()),
     ],
 )
 def test_media_of_grids_pixels_or_masks(inputs: dict[str, Any], expected: int | Media) -> None:
@@ -92,6 +107,19 @@ def test_media_of_grids_pixels_or_masks(inputs: dict[str, Any], expected: int | 
     assert expected in (count, count.patches)
     assert (count.video_patches > 0) == any(inputs.get(key) is not None for key in VIDEO_KEYS)
     assert all(type(size) is int for size in count)
+
+
+@given(st.lists(st.sampled_from([IGNORE, 0, 7]), min_size=1, max_size=12))
+def test_units_are_the_labels_that_the_mean_loss_counts(labels: list[int]) -> None:
+    """I8: in torch's cross entropy, the sum of the losses over their mean is the count."""
+    logits = torch.randn(len(labels), 8, generator=torch.Generator().manual_seed(0))
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(labels)[1:], reduction=reduction).item()
+        for reduction in ("sum", "mean")
+    ]
+    count = count_supervised(labels)
+    assert count == count_supervised(np.array(labels)) == count_supervised(torch.tensor([labels]))
+    assert losses[0] == pytest.approx(count * losses[1]) if count else losses[0] == 0
 
 
 def test_a_collated_batch_is_measured_as_it_is() -> None:
@@ -217,27 +245,57 @@ def _changed(**values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "dummy", "named"),
+    ("batch", "named"),
     [
-        (_changed(cross_attention_mask=torch.ones(2, 5, 1, 4)), [3, 5], 0, "`cross_attention_mask`"),
-        (_changed(pixel_attention_mask=torch.ones(2, 1, 28, 28)), [3, 5], 0, "`pixel_attention_mask`"),
-        (_changed(data={"input_ids": torch.ones(2, 5)}), [3, 5], 0, "`data`"),
-        (_changed(kl_weights=torch.ones(2)), [3, 5], 0, "`kl_weights`"),
-        (_changed(position_ids=torch.ones(2, 2, 5)), [3, 5], 0, "`position_ids`"),
-        (_changed(labels=torch.ones(2)), [3, 5], 0, "`labels`"),
-        (_changed(), [3, 5, 4], 0, "2 rows of 3 samples"),
-        (collate(items([3, 5]), mask=False), [3, 6], 0, "cut a sample of 6 tokens"),
-        (collate(items([8])), [3, 6], 0, "2 samples of 9 tokens"),
-        (collate([{"input_ids": [], "labels": []}, *items([3])]), [1, 3], 0, "a row without tokens"),
-        (collate(items([5, 3])), [5, 3], 2, "dummy media"),
+        (_changed(cross_attention_mask=torch.ones(2, 5, 1, 4)), "`cross_attention_mask` [2, 5, 1, 4]"),
+        (_changed(aspect_ratio_ids=torch.ones(2, 1)), "`aspect_ratio_ids` [2, 1]"),
+        (_changed(image_bound=[[], []]), "`image_bound` (list)"),
+        (_changed(pixel_attention_mask=torch.ones(2, 1, 28, 28)), "`pixel_attention_mask` [2, 1, 28, 28]"),
+        (_changed(data={"input_ids": torch.ones(2, 5)}), "`data` (dict)"),
+        (_changed(kl_weights=torch.ones(2)), "`kl_weights` [2]"),
+        (_changed(position_ids=torch.ones(2, 2, 5)), "`position_ids` [2, 2, 5]"),
+        (_changed(labels=torch.ones(2)), "`labels` [2]"),
+        (_changed(attention_mask=torch.tensor([[1] * 5, [1, 0, 1, 1, 1]])), "row 71: "),
+        (_changed(position_ids=torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 9, 10]])), "row 71: "),
+        (collate(items([3, 5])[::-1]) | {"attention_mask": torch.tensor([[1] * 5, [1, 1, 0, 0, 0]])}, "row 71: "),
+        (collate([{"input_ids": [7], "labels": [7]}, *items([5])], left=True), "row 70: "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_laid_flat_is_named(batch: dict[str, Any], tokens: list[int], dummy: int, named: str) -> None:
-    """Rows with holes, other positions or masked labels: tests/training/test_layout.py."""
+def test_samples_that_cannot_be_laid_flat(batch: dict[str, Any], named: str) -> None:
+    """`flat` refuses them, and no row is at fault; `auto` keeps the batch as the collator made it."""
+    samples = [Sample(70 + k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
+    groups = CollatedDataset(lambda rows: dict(batch), 14, Budget(1, layout="flat"), counts_labels=False)
+    with pytest.raises(LayoutError) as refused:
+        groups.salvage(samples)
+    failed, measured, collated = replace(groups, falls_back=True).salvage(samples)
+    assert not failed and measured is not None
+    assert collated == batch and measured.segments == ()
+    for message in (str(refused.value), measured.why_padded):
+        assert named in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dummy", "row"),
+    [
+        (collate(items([3, 5])), [3, 5, 4], 0, None),
+        (collate(items([3, 5]), mask=False), [3, 6], 0, 1),
+        (collate(items([3, 5]), mask=False, left=True), [3, 5], 0, 0),
+        (collate(items([3, 5]), mask=False), [2, 5], 0, 0),
+        (_changed(position_ids=torch.arange(10).view(2, 5)), [3, 5], 0, 1),
+        (collate(items([8])), [3, 6], 0, None),
+        (collate(items([8]), multiple=16), [3, 6], 0, None),
+        (collate(items([8])) | {"position_ids": torch.arange(8)[None]}, [3, 5], 0, 1),
+        (collate([{"input_ids": [], "labels": []}, *items([3])]), [1, 3], 0, 0),
+        (collate(items([5, 3])), [5, 3], 2, None),
+    ],
+)
+def test_a_batch_of_other_tokens_is_refused(
+    batch: dict[str, Any], tokens: list[int], dummy: int, row: int | None
+) -> None:
     with pytest.raises(LayoutError) as refused:
         flatten(batch, tokens, dummy)
-    assert named in str(refused.value) and "\n" not in str(refused.value)
+    assert refused.value.row == row and "\n" not in str(refused.value)
 
 
 def test_collators_that_lay_flat_themselves_give_the_same_rows(tiny_text: Path) -> None:

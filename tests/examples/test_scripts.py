@@ -142,16 +142,27 @@ def test_methods(tmp_path: Path) -> None:
 def test_loader(tmp_path: Path) -> None:
     """I2: each loader gives every row once, or the script ends with an error."""
     _, rows = run_benchmark("loader.py", tmp_path / "l", "--short")
-    assert {"samples_per_s", "first_batch_s", "resume_s", "overhead_ms"} <= {row["measure"] for row in rows}
-    assert all(row["keep"] > 0 for row in rows)
+    measured = {(row["part"].split(" light ")[-1], row["measure"]) for row in rows}
+    assert {(part, "samples_per_s") for part in ("text", "pictures")} < measured
+    assert {("rows", "first_batch_s"), ("rows", "resume_s"), ("Trainer", "overhead_ms")} < measured
+    for row in rows:
+        assert row["keep"] > 0
+        if row["measure"] == "samples_per_s":
+            assert row["keep / plain"] == pytest.approx(row["keep"] / row["plain"])
 
 
 def test_scale(tmp_path: Path) -> None:
+    """The messages of a gather grow with the ranks; those of an exchange are bounded by them."""
     sizes = ("2x8", "16x8", "64x8", "2048x1")
-    _, (message, *planned, real) = run_benchmark("scale.py", tmp_path / "s", "--sizes", *sizes, "--check", "2")
-    assert message["message"]["latency_s"] > 0 < real["real_gather_s"]
-    assert planned[1]["gather_s"] == pytest.approx(15 * planned[0]["gather_s"]), "grows with the ranks"
+    _, (message, *rows) = run_benchmark("scale.py", tmp_path / "s", "--sizes", *sizes, "--check", "2")
+    assert message["message"]["latency_s"] > 0 < message["message"]["bytes_per_s"]
+    *planned, real = rows
+    two, sixteen, *_ = planned
+    assert sixteen["gather_s"] == pytest.approx(15 * two["gather_s"])
+    moving = [row for row in planned if row["samples"] > 1]
+    assert all(0 < row["messages"] <= 2 * (row["ranks"] - 1) and row["exchange_s"] > 0 for row in moving)
     assert [row["is_measured"] for row in planned] == [True, True, True, False]
+    assert real["real_gather_s"] > 0
 
 
 GRID = [pytest.mark.nightly, pytest.mark.timeout(GRID_LIMIT_S + BENCHMARK_LIMIT_S)]

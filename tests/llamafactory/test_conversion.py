@@ -12,12 +12,13 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from llamafactory.data.parser import DatasetAttr
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
 from PIL import Image
 from same_training import configurations, write_rows
-from stock import load_data
+from stock import Stock, load_data, load_stock
 from support import noise, training_config, write_dataset
 from tiny_models import TinyModels
 
@@ -258,16 +259,35 @@ def test_a_dataset_without_rows_is_refused(tiny_text, formats, tmp_path) -> None
         load_data(config)
 
 
+def test_a_row_that_cannot_be_converted_is_named(tiny_text, formats, tmp_path) -> None:
+    rows = [_openai(k) for k in range(4)]
+    rows[2]["messages"][-1]["role"] = "developer"
+    (tmp_path / "openai.json").write_text(json.dumps(rows), encoding="utf-8")
+    shutil.copy(formats / "dataset_info.json", tmp_path)
+    online = load_data(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai", odb=BLOCK))
+    observer = RowObserver(online["train_dataset"].media, STAGES["sft"])
+    observed = ObservedDataset(online["train_dataset"], observer, ODBConfig.from_block(BLOCK), Budget(1024))
+    assert observed[2].reason == "unreadable" and observed[1].cost.tokens > 0
+    assert observed[2].message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
+
+
 OBSERVED = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
 
 
 class Setting:
-    """A configuration of real LLaMA-Factory with a block."""
+    """A configuration of real LLaMA-Factory with a block; `stock` is loaded when it is used."""
 
     def __init__(self, config: dict[str, Any], **block: Any):
-        self.config = ODBConfig.from_block(OBSERVED | block)
+        self.stock_config, self.config = config, ODBConfig.from_block(OBSERVED | block)
         self.dataset: OnlineDataset = load_data({**config, "odb": OBSERVED | block})["train_dataset"]
         self.observer = RowObserver(self.dataset.media, STAGES["sft"])
+
+    @functools.cached_property
+    def stock(self) -> Stock:
+        return load_stock(self.stock_config)
+
+    def stock_row(self, index: int) -> dict[str, Any]:
+        return dict(self.stock.datasets["train_dataset"][index])
 
     def observe(self, index: int, tokenized: list[dict[str, Any]] | None = None) -> Any:
         """Observe a row of the dataset, or of tokenized rows."""
@@ -294,17 +314,6 @@ def setting_of(rows: list[dict[str, Any]], model: Path, folder: Path, **block: A
     return Setting(
         training_config(model, write_dataset(folder, {"mine": rows}), folder / "out", dataset="mine"), **block
     )
-
-
-def test_a_row_that_cannot_be_converted_is_named(tiny_text, formats, tmp_path) -> None:
-    rows = [_openai(k) for k in range(4)]
-    rows[2]["messages"][-1]["role"] = "developer"
-    (tmp_path / "openai.json").write_text(json.dumps(rows), encoding="utf-8")
-    shutil.copy(formats / "dataset_info.json", tmp_path)
-    setting = Setting(training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai"))
-    observed = setting.observe(2)
-    assert observed.reason == "unreadable" and setting.observe(1).cost.tokens > 0
-    assert observed.message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
 
 
 @pytest.mark.stock
@@ -342,7 +351,7 @@ def test_placeholders_written_out(tiny_vl, tmp_path) -> None:
         assert f"row {index} of mine.json" in sample.message and "contains the placeholder" in sample.message
     # Also if truncation leaves as many placeholders as the picture needs.
     data_args = setting.dataset.processor.data_args
-    for data_args.cutoff_len in range(4, 64):
+    for data_args.cutoff_len in range(4, len(setting.stock_row(4)["input_ids"]) + 2):
         assert isinstance(setting.observe(4), Rejection), data_args.cutoff_len
 
 
@@ -371,11 +380,13 @@ def test_media_that_cannot_be_read(tiny_vl, tmp_path, on_error: str) -> None:
 
 @pytest.mark.stock
 def test_tokenized_rows_without_media_columns(vl: Setting) -> None:
-    """Data that were tokenized elsewhere, or text alone."""
+    """As in stock: data that were tokenized elsewhere, or text alone."""
     columns = ("input_ids", "attention_mask", "labels")
-    rows = [{key: vl.dataset[index][key] for key in columns} for index in range(3)]
-    opened = OpenMedia(list)([unpack(vl.observe(index, rows).features) for index in range(3)])
-    assert [{key: row[key] for key in columns} for row in opened] == rows
+    rows = [{key: vl.stock_row(index)[key] for key in columns} for index in range(3)]
+    collator = vl.stock.collator
+    ours = OpenMedia(collator)([unpack(vl.observe(index, rows).features) for index in range(3)])
+    stock = collator([dict(row) for row in rows])
+    assert ours.keys() == stock.keys() and all(torch.equal(ours[key], stock[key]) for key in columns)
 
 
 def test_a_row_with_images_and_videos_is_refused_if_ranks_share_parameters(vl: Setting) -> None:
@@ -459,8 +470,13 @@ def test_the_pairs_are_those_of_a_pass(kto, tmp_path: Path, changes: dict[str, A
     config = kto(tmp_path, **changes)
     stock, online = rows_of_kto(config), rows_of_kto(config | {"odb": TIGHT})
     assert isinstance(online, OnlineDataset)
-    kept = rows_of(online)
-    assert kept == rows_of(stock)
+    kept = []
+    for number in range(len(online)):
+        try:
+            kept.append(online[number])
+        except RowDropped:
+            continue
+    assert kept == [dict(row) for row in stock]
     assert len(online) - len(kept) == ("dropped" in config["dataset"])
 
 

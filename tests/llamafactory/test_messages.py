@@ -184,6 +184,8 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
 
 
 def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
     def end_by(error: Exception) -> str:
         try:
             raise error
@@ -191,11 +193,14 @@ def test_which_errors_are_shortened(command, capsys, monkeypatch) -> None:
             sys.excepthook(*sys.exc_info())
         return capsys.readouterr().err
 
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    assert "Traceback" in end_by(ODBError("two\nlines")), "no run has had a block"
+    uncaught.install()
     uncaught.install()
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
     bar = tqdm(total=3)
     assert end_by(ODBError("below the bar")).endswith("\n[odb] below the bar\n") and bar.disable
+    shown = end_by(ValueError("of another library"))
+    assert shown.startswith("Traceback") and "[odb]" not in shown, "not an error of odb"
     monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
     assert "Traceback" in end_by(ODBError("two\nlines"))
     uncaught.uninstall()
@@ -239,6 +244,7 @@ WITH_A_MODEL: list[tuple[dict[str, Any], str]] = [
     ),
     # In stock the loss of these optimizer steps is 0.
     ({"cutoff_len": 1}, ".*48 unsupervised"),
+    ({"resume_from_checkpoint": "OUT/checkpoint-3"}, ".*checkpoint-3"),
 ]
 
 
@@ -266,6 +272,8 @@ def refused(model: Path, data_dir: Path, output_dir: Path, changes: dict[str, An
     if "use_hyper_parallel" in changes and not hasattr(FinetuningArguments, "use_hyper_parallel"):
         pytest.skip("this release has no use_hyper_parallel")
     config = training_config(model, data_dir, output_dir, template="qwen", odb={"token_budget": 256, "audit": True})
+    if "resume_from_checkpoint" in changes:
+        changes = {"resume_from_checkpoint": changes["resume_from_checkpoint"].replace("OUT", str(output_dir))}
     before = files_of(output_dir)
     with pytest.raises(ODBError) as caught:
         run_exp(config | changes)

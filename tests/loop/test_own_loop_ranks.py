@@ -108,7 +108,7 @@ REFUSED = {
 }
 
 
-def shares(rank: int, kept: str) -> None:
+def shares(rank: int, kept: str, num_workers: int) -> None:
     """I1, I2, I11: no row is lost or trained on twice: streams, samplers and datasets that are the same on all ranks,
     or of which each rank has a part."""
     os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for a single one
@@ -120,10 +120,10 @@ def shares(rank: int, kept: str) -> None:
         return item(k) | {"mask": [random.randrange(1000 * (rank + 1)) for _ in range(9)]}
 
     def ours(dataset: Any, **options: Any) -> Any:
-        return ODBDataLoader(dataset, num_workers=1, **SETTINGS | options)
+        return ODBDataLoader(dataset, num_workers=num_workers, **SETTINGS | options)
 
     def of_torch(prepare: Any = lambda loader: loader, **options: Any) -> Any:
-        loader = prepare(DataLoader(Rows(), 4, collate_fn=pad, num_workers=1, **options))
+        loader = prepare(DataLoader(Rows(), 4, collate_fn=pad, num_workers=num_workers, **options))
         return apply_odb(loader, token_budget=128, gradient_accumulation_steps=2)
 
     loaders: dict[str, Callable[[], Any]] = {
@@ -136,8 +136,9 @@ def shares(rank: int, kept: str) -> None:
         "stream, said to be a part": lambda: ours(Stream(), already_split=True),
         "part of the rows": lambda: ours(Subset(Rows(), range(rank, NUM_ROWS, 2))),
         "own order": lambda: of_torch(sampler=own_order),
-        "opened file": lambda: ours(Opening()),  # workers must not inherit the file that was opened to compare rows
     }
+    if num_workers:  # workers must not inherit the file that was opened to compare rows
+        loaders["opened file"] = lambda: ours(Opening())
 
     def rows(make: Callable[[], Any]) -> list[int]:
         with make() as loader:
@@ -228,7 +229,8 @@ def flat_in_a_group(rank: int, kept: str) -> None:
     ("function", "options"),
     [
         (made_before_the_process_group, {}),
-        (shares, {}),
+        (shares, {"num_workers": 0}),
+        (shares, {"num_workers": 1}),
         (saved_by_accelerate, {}),
         (under_deepspeed, {}),
         (flat_in_a_group, {"world_size": 3}),
@@ -260,6 +262,15 @@ def leaves_early(rank: int, how: str) -> Any:
     if how == "garbage":
         del loader, batches
         gc.collect()
+    elif how == "generator":
+
+        def rest() -> Any:
+            with loader:
+                yield from batches
+
+        made = rest()
+        next(made)
+        made.close()
     elif how == "break":
         with loader:
             del batches
@@ -270,13 +281,14 @@ def leaves_early(rank: int, how: str) -> Any:
 
 
 def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
-    """It leaves by garbage collection, which waits for no rank and calls no collective, or by `sys.exit(0)`; by `break`
-    and `sys.exit(0)` also while another rank is in a collective of the training."""
-    for how in ("garbage", "exit"):
+    """It leaves by garbage collection, which waits for no rank and calls no collective, by a closed generator, or by
+    `sys.exit(0)`; by `break` and `sys.exit(0)` also while another rank is in a collective of the training."""
+    for how in ("garbage", "generator", "exit"):
         first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)
         left, ended = "left the epoch before its end", "rank 1 has ended its program while others go on"
         assert left in first.value or (how == "garbage" and ended in first.value), how
         assert "long ago" not in first.output + second.output and "SystemExit" not in first.output + second.output
+        assert "GeneratorExit" not in first.value
         assert second.value < 15
     for how, most in (("break", 16), ("exit in a step", 11)):
         _, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, may_fail=True, how=how)

@@ -18,16 +18,12 @@ import pytest
 import torch
 from model.check_families import class_and_config
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.flat_models import COMMON, HEAD, MOE
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from odb_factory.accounting import TokenLoss, weighted_token_loss
-from odb_factory.errors import ConfigError
 from odb_factory.model import chunked
 from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
 from odb_factory.model.head import WithoutLogits, own_loss
@@ -342,6 +338,9 @@ def test_plain_operations_replace_a_kernel_that_does_not_compile(
     assert "Triton" in line and "\n" not in line
 
 
+# Other forwards
+
+
 def state(model: nn.Module) -> list[tuple[set[str], int]]:
     return [(set(vars(module)), len(module._forward_hooks)) for module in model.modules()]
 
@@ -416,6 +415,8 @@ def another_loss(kind: str) -> Callable[..., Any]:
             output.loss = cross_entropy(output.logits.flatten(0, 1), targets.flatten())
             if kind == "a further term":
                 output.loss = output.loss + 1e-3 * output.logits.logsumexp(-1).square().mean()
+            if kind == "needs its layers":
+                output.loss = output.loss + self.model.norm(output.hidden_states[-1]).mean()
         return output
 
     return forward
@@ -425,7 +426,7 @@ class Linear4bit(nn.Linear):
     """The name of layers in libraries for quantized weights."""
 
 
-OTHER_LOSSES = ("not shifted", "a further term", "loss_function is replaced")
+OTHER_LOSSES = ("not shifted", "a further term", "needs its layers", "loss_function is replaced")
 
 
 @pytest.mark.parametrize("kind", [*OTHER_LOSSES, "LoRA", "quantized", "forward is replaced"])
@@ -442,6 +443,7 @@ def test_another_loss_or_head_keeps_its_logits(kind: str, caplog: pytest.LogCapt
         run = with_lora(run, target_modules=["q_proj", "lm_head"])
     else:
         run.forward = MethodType(another_loss(kind), run)
+        batch["output_hidden_states"] = True
     expected = run(**batch)
     caplog.set_level("INFO")
     with WithoutLogits(run).weighing(weights):
@@ -450,64 +452,3 @@ def test_another_loss_or_head_keeps_its_logits(kind: str, caplog: pytest.LogCapt
     (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.head"]
     what = "its loss" if kind in OTHER_LOSSES else "output embedding"
     assert "Qwen2ForCausalLM: " in line and what in line and "\n" not in line
-
-
-# The loss by logits, for models that keep them
-
-ROW_WEIGHTS = (0.07, 0.3)
-
-
-@pytest.mark.parametrize("kind", ["own function", "not of transformers"])
-def test_a_loss_made_elsewhere_is_refused_by_name(kind: str) -> None:
-    model: Any = text_model("plain")
-    called, batch = model, batch_of(rows=2)[0]
-    if kind == "own function":
-        model.loss_function = lambda logits, labels, vocab_size, **_: ForCausalLMLoss(logits, labels, vocab_size)
-    else:
-        model, called = nn.Linear(1, 1), lambda **_: None
-    with pytest.raises(ConfigError) as refused, TokenLoss(model, "stock").weighing(ROW_WEIGHTS):
-        called(**batch)
-    assert str(refused.value).startswith("odb.loss_scaling: 'stock' ") and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("segments", [(), (9, 6, 3)], ids=["padded", "flat"])
-def test_autocast_does_not_round_the_loss(dtype: torch.dtype, segments: tuple[int, ...]) -> None:
-    """I8: loss and gradient within autocast are bit for bit those outside."""
-    torch.manual_seed(0)
-    labels = torch.randint(0, 100, (1, 18)) if segments else batch_of(rows=2)[0]["labels"]
-    logits = torch.randn(*labels.shape, 100)
-
-    def loss_and_gradient() -> tuple[Tensor, Tensor]:
-        leaf = logits.clone().requires_grad_()
-        loss = weighted_token_loss(leaf, labels, ROW_WEIGHTS, segments=segments)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        return loss.detach(), gradient
-
-    expected = loss_and_gradient()
-    assert not segments or not expected[1][:, 15:].any(), "the filling of a flat row weighs 0"
-    with torch.autocast("cpu", dtype):
-        loss, gradient = loss_and_gradient()
-    assert loss.dtype == torch.float32 and torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_second_copy_of_the_logits_is_made(dtype: torch.dtype) -> None:
-    logits = torch.randn(2, 256, 512, dtype=dtype, requires_grad=True)
-    labels = torch.randint(0, 512, (2, 256))
-
-    def peak(loss_of: Any) -> int:
-        """Peak of live bytes in forward and backward, by torch's own tracker."""
-        tracker = MemTracker()
-        tracker.track_external(logits, labels)
-        logits.grad = None
-        with tracker:
-            loss_of(logits * 1).backward()
-        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-
-    own = peak(lambda x: ForCausalLMLoss(x, labels, 512))
-    assert own > 3 * logits.numel() * logits.element_size(), "the tracker sees them"
-    vector = labels.numel() * 8
-    assert peak(lambda x: weighted_token_loss(x, labels, ROW_WEIGHTS)) <= own + vector
-    row, segments = labels.view(1, -1), (300, 200, 12)
-    assert peak(lambda x: weighted_token_loss(x.view(1, 512, 512), row, ROW_WEIGHTS, segments=segments)) <= own + vector

@@ -27,14 +27,14 @@ from training.toy_training import Sequential, arguments, check_same, history, id
 from training.trainings import BLOCK, ODB, SGD, Memory, Training, deepspeed_forgotten, make_odb, zero
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from odb_factory import ConfigError, ODBConfig, enable_odb
+from odb_factory import ConfigError, ODBConfig, ODBDataLoader, enable_odb
 from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import CollectiveError, ODBError, OutOfMemoryError
 from odb_factory.memory import is_out_of_memory
 from odb_factory.model.engine import engine_of
-from odb_factory.planner import Budget, Cost, Media
+from odb_factory.planner import Budget, Cost, Media, make_metadata, plan_optimizer_step
 from odb_factory.training import budgets as trials
-from odb_factory.training.budgets import Recompute, checkpointing_modules, heaviest
+from odb_factory.training.budgets import Recompute, checkpointing_modules, heaviest, most_samples_of
 from odb_factory.training.oom import MemoryWatch
 
 # A budget of auto, and the rehearsal
@@ -143,6 +143,12 @@ def test_auto_without_a_trial_is_refused(tiny_text, tmp_path, key, block, capaci
     assert "\n" not in str(refused.value)
 
 
+def test_a_loop_has_no_auto_and_no_split() -> None:
+    for key, value in (("token_budget", "auto"), ("oom", "split")):
+        with pytest.raises(ConfigError, match=f"^odb.{key}: {value!r} "):
+            ODBDataLoader([], **{"token_budget": 64, "collate_fn": pad, key: value})  # type: ignore[arg-type]
+
+
 def test_a_search_ends_in_time_with_what_memory_held(tiny_text, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trials, "LIMIT_S", 0)
     assert budget_of(with_memory(tmp_path, tiny_text, CAPACITY, AUTO, max_steps=1)) == LONGEST
@@ -185,6 +191,17 @@ def test_a_rehearsal_out_of_memory_ends_before_the_first_step(tiny_text, tmp_pat
 
 def samples_of(drawn: list[Cost]) -> list[Sample]:
     return [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
+
+
+@given(st.lists(costs(), min_size=1, max_size=24), flat_budgets | budgets, st.integers(1, 6), st.booleans())
+def test_no_plan_has_more_samples_in_a_micro_batch(
+    drawn: list[Cost], budget: Budget, ranks: int, balance: bool
+) -> None:
+    of_ranks = [drawn[rank::ranks] for rank in range(ranks)]
+    buffers = [make_metadata(of_rank, exhausted=False) for of_rank in of_ranks]
+    plan = plan_optimizer_step(buffers, budget, balance=balance)
+    most = max(len(group) for groups in plan.groups for group in groups)
+    assert most <= most_samples_of(len(drawn), ranks, balance=balance)
 
 
 @given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.integers(1, 9))
@@ -264,12 +281,11 @@ BOUND = 60
 
 class ByHand(TrainerCallback):
     """Sets the bound of a training, and the memory of the simulated accelerator, after the trials. calls: the tokens of
-    each forward of the first layer, repeated forwards included. syncs: whether DDP reduces the gradients of each."""
+    each forward of the first layer, repeated forwards included."""
 
     def __init__(self, bound: int | None, *, by_plan: bool = False, memory: dict[str, Any] | None = None):
         self.bound, self.by_plan, self.memory = bound, by_plan, memory
         self.calls: list[int] = []
-        self.syncs = set[bool]()
         self.trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -287,7 +303,6 @@ class ByHand(TrainerCallback):
     def _count(self, module: Any, args: Any, kwargs: Any) -> None:
         states = args[0] if args else kwargs["hidden_states"]
         self.calls.append(states.shape[0] * states.shape[1])
-        self.syncs.add(getattr(self.trainer.model_wrapped, "require_backward_grad_sync", True))
 
 
 def train(
@@ -315,6 +330,29 @@ def expected_calls(audit: list[dict[str, Any]], held: list[bool]) -> list[int]:
     """A micro-batch that is recomputed has two calls."""
     sizes = [line["rows"] * line["length"] for line in audit]
     return [size for size, is_held in zip(sizes, held, strict=True) for _ in range(1 if is_held else 2)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("training", [FULL, LORA], ids=["full", "lora"])
+def test_losses_equal_those_of_always_to_the_last_bit(
+    tiny_text: Path, tmp_path: Path, training: Training, reentrant: bool, dropout: float
+) -> None:
+    """Dropout masks, too: a recomputation draws the random numbers of the forward."""
+    auto, always = ByHand(BOUND), ByHand(None)
+    options: dict[str, Any] = {"reentrant": reentrant, "dropout": dropout}
+    trained = train(training, tiny_text, tmp_path / "auto", auto, **options)
+    without_bound = replace(training, block=training.block | {"recompute": "always"})
+    other = train(without_bound, tiny_text, tmp_path / "always", always, **options)
+    check_same(trained, other)
+    audit = read_audit(tmp_path / "auto")
+    held = [line["rows"] * line["length"] <= BOUND for line in audit]
+    assert {True, False} == {*held}, "both kinds of micro-batches occurred"
+    assert auto.calls == expected_calls(audit, held)
+    assert always.calls == expected_calls(audit, [False] * len(held))
+    if dropout:
+        without = train(training, tiny_text, tmp_path / "without", ByHand(None), reentrant=reentrant)
+        assert history(without) != history(trained)
 
 
 def test_the_bound_is_measured_and_the_search_leaves_nothing_behind(tiny_text, tmp_path, caplog) -> None:
@@ -386,8 +424,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def with_a_bound(rank: int, path: str, output_dir: str, engine: str) -> dict[str, Any]:
-    """Calls of the first layer and the history of four trainings: full and LoRA, with a bound and `always`. A
-    recomputation draws the random numbers of the forward, so the dropout masks are the same."""
+    """Calls of the first layer and the history of four trainings: full and LoRA, with a bound and `always`."""
     os.environ["LOCAL_RANK"] = str(rank)
     name, changes, arguments = ENGINES[engine]
     done: dict[str, Any] = {}
@@ -396,11 +433,10 @@ def with_a_bound(rank: int, path: str, output_dir: str, engine: str) -> dict[str
             by_hand = ByHand(BOUND if mode == "auto" else None, by_plan=engine != "ddp")
             reentrant = engine == "zero3"  # torch's other checkpoints do not know its empty parameters, in stock too
             with deepspeed_forgotten():
-                of_two = replace(training, unequal=2, block=training.block | {"recompute": mode}, **changes)
+                of_two = replace(training, unequal=2, **changes)
                 folder = Path(output_dir, f"{tuning}_{mode}")
-                trainer = train(of_two, path, folder, by_hand, reentrant=reentrant, dropout=0.3, **arguments)
+                trainer = train(of_two, path, folder, by_hand, reentrant=reentrant, **arguments)
             assert engine_of(trainer.model_wrapped) == name
-            assert by_hand.syncs == ({True, False} if name == "ddp" else {True}), "once an optimizer step"
             done[f"{tuning}_{mode}"] = by_hand.calls, history(trainer)
     return done
 
@@ -558,14 +594,14 @@ def test_skip_ends_all_ranks_if_an_optimizer_step_would_lose_most_of_its_loss(tr
     assert first == second and first.startswith("oom: skip ") and keys_of(first)[0].startswith("token_budget: ")
 
 
-def train_with_a_gathering_loss(rank: int, path: str, output_dir: str) -> str:
-    """The error of a training whose loss gathers."""
+def train_with_a_gathering_loss(rank: int, path: str, output_dir: str, method: str) -> str:
+    """The error of a training whose loss calls a method of accelerate's Accelerator."""
     os.environ["LOCAL_RANK"] = str(rank)
 
     class Gathers(Sequential):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
-            self.accelerator.gather(loss.detach())
+            getattr(self.accelerator, method)(loss.detach())
             return loss
 
     trainer = make_odb(SPLIT["text, forward"], path, Path(output_dir), Gathers)
@@ -575,12 +611,14 @@ def train_with_a_gathering_loss(rank: int, path: str, output_dir: str) -> str:
     return str(ended.value)
 
 
-def test_a_loss_that_gathers_over_ranks_is_refused_before_it_waits(tiny_text, tmp_path) -> None:
+@pytest.mark.parametrize("method", ["gather", "reduce"])
+def test_a_loss_that_gathers_over_ranks_is_refused_before_it_waits(tiny_text, tmp_path, method: str) -> None:
     """A rank that restarts its step would gather alone, while the others wait for the step to end."""
-    options = {"path": str(tiny_text), "output_dir": str(tmp_path)}
+    options = {"path": str(tiny_text), "output_dir": str(tmp_path), "method": method}
     function = "training.test_budgets:train_with_a_gathering_loss"
     for outcome in run_ranks(function, tmp_path, limit_s=120, **options):
-        assert "odb.oom: 'split'" in outcome.value and "\n" not in outcome.value
+        line = outcome.value
+        assert "odb.oom: 'split'" in line and f"accelerator.{method}," in line and "\n" not in line
 
 
 def test_errors_that_report_a_lack_of_memory() -> None:

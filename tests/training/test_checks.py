@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from toy import NUM_ROWS, Rows, item, pad
-from training.toy_training import BLOCK, arguments, audit, ids, make, train
+from training.toy_training import BLOCK, FILL, arguments, audit, ids, make, train
 from transformers import (
     Qwen2Config,
     Qwen2ForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
 )
 
 from odb_factory import Collation, ConfigError, Cost, DataError, ODBConfig, ODBTrainer, enable_odb
@@ -92,6 +94,14 @@ class Needs(Trainer):
         return self.server.rows(inputs)
 
 
+class Decays(Trainer):
+    """Its loss has a term of weights."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        squares = sum(weight.square().sum() for weight in model.parameters())
+        return super().compute_loss(model, *args, **kwargs) + squares
+
+
 REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Trainer, has(model=t5), "model.__class__.__name__: 'T5ForConditionalGeneration'"),
     (Trainer, has(model=classifier), "model.__class__.__name__: 'Qwen2ForSequenceClassification'"),
@@ -103,6 +113,7 @@ REFUSED: list[tuple[type[Trainer], Callable[[Trainer], None], str]] = [
     (Generates, has(), "trainer: a Generates "),
     (Rolls, has(), "trainer: a Rolls "),
     (Needs, has(), "trainer: a Needs "),
+    (Decays, has(), "how Decays weighs "),
 ]
 
 
@@ -121,12 +132,12 @@ def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, kind: Any, c
 # Labels
 
 
-def test_one_label_for_a_sample_is_refused() -> None:
+@pytest.mark.parametrize("labels", [1, np.int64(1), torch.tensor(1), 0.5])
+def test_one_label_for_a_sample_is_refused(labels: Any) -> None:
     """In a loop, or with a custom model."""
-    for labels in (1, torch.tensor(1)):
-        with pytest.raises(DataError, match="labels"):
-            count_supervised(labels)
-    with pytest.raises(DataError, match="labels"):
+    with pytest.raises(DataError, match=r"labels.*one label for each token"):
+        count_supervised(labels)
+    with pytest.raises(DataError, match=r"labels.*one label for each token"):
         measure_batch({"input_ids": torch.ones(3, 4, dtype=torch.long), "labels": torch.ones(3)})
 
 
@@ -219,9 +230,12 @@ def deepspeed(**section: Any) -> dict[str, Any]:
 ZERO = {"deepspeed_plugin": True}
 SPLITS = {"odb": {"oom": "split"}} | deepspeed(zero_optimization={"stage": 1})
 ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", {}),
-    ({"num_train_epochs": 0}, "num_train_epochs", {"num_train_epochs": 0, "max_steps": 1}),
-    *(({"optim": name}, "optim", {}) for name in ("galore_adamw_layerwise", "lomo")),
+    *(({"gradient_accumulation_steps": n}, "gradient_accumulation_steps", {}) for n in (0, -1)),
+    *(({"num_train_epochs": n}, "num_train_epochs", {"num_train_epochs": n, "max_steps": 1}) for n in (0, -1)),
+    *(
+        ({"optim": name}, "optim", {})
+        for name in ("galore_adamw_layerwise", "apollo_adamw_layerwise", "lomo", "adalomo")
+    ),
     ({"_n_gpu": 2}, "n_gpu", {}),
     ({"auto_find_batch_size": True}, "auto_find_batch_size", {}),
     ({"accelerator_config.dispatch_batches": True}, "accelerator_config.dispatch_batches", {}),
@@ -253,7 +267,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     *(
         ({"odb": {"oom": "split"}} | ZERO | deepspeed(zero_optimization=zero), "odb.oom", ZERO | SPLITS)
-        for zero in ({"stage": 1, "overlap_comm": True}, {"stage": 2})
+        for zero in ({"stage": 0}, {"stage": 1, "overlap_comm": True}, {"stage": 2}, {"stage": 3})
     ),
 ]
 """Arguments, the key that is refused, arguments that work."""
@@ -295,19 +309,42 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, monkeypatch, wrong, ke
     check(right)
 
 
-def test_parallelism_of_accelerate_launch_is_refused(tiny_text, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["tp_size", "cp_size"])
+def test_parallelism_of_accelerate_launch_is_refused(tiny_text, tmp_path, monkeypatch, name: str) -> None:
     """The training arguments do not have it."""
     from accelerate import ParallelismConfig
 
     trainer = make(tiny_text, tmp_path, block=BLOCK)
-    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", ParallelismConfig(tp_size=2))
-    refuses(trainer, "accelerator.parallelism_config.tp_size: 2 ranks")
+    monkeypatch.setattr(trainer.accelerator.state, "parallelism_config", ParallelismConfig(**{name: 2}))
+    refuses(trainer, f"accelerator.parallelism_config.{name}: 2 ranks")
 
 
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
     trainer = make(tiny_text, tmp_path)
     with pytest.raises(ConfigError, match="^odb.max_patches: 1 is less than the 16"):
         enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(dummy_media_patches=16))
+
+
+def test_drop_last_leaves_out_the_rows_that_stock_leaves_out(tiny_text, tmp_path) -> None:
+    """With `fill` it is refused."""
+    trainer = train(tiny_text, tmp_path, dataloader_drop_last=True, block=BLOCK)
+    assert trainer.state.global_step == NUM_ROWS // 8
+    assert sum(ids(tmp_path).values()) == NUM_ROWS // 8 * 8
+    filled = make(tiny_text, tmp_path, dataloader_drop_last=True, block=FILL)
+    refuses(filled, "drop_last: True ")
+
+
+def test_a_finished_training_writes_a_summary(tiny_text, tmp_path) -> None:
+    """No samples, and the optimizer steps of the checkpoint."""
+    first = train(tiny_text, tmp_path, save_strategy="epoch", block=BLOCK)
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    summary = json.loads((tmp_path / "odb_summary.json").read_text())
+    (tmp_path / "odb_summary.json").unlink()
+    again = train(tiny_text, tmp_path, block=BLOCK, resume=str(checkpoint))
+    assert again.state.global_step == first.state.global_step
+    resumed = json.loads((tmp_path / "odb_summary.json").read_text())
+    assert summary["samples"] == NUM_ROWS and resumed["samples"] == 0
+    assert (resumed["optimizer_steps"], resumed["epochs"]) == (summary["optimizer_steps"], summary["epochs"])
 
 
 # Methods and logs
@@ -364,6 +401,35 @@ def test_an_override_without_super_is_refused_in_the_first_step(tiny_text, tmp_p
         trainer.train()
     assert "\n" not in str(refused.value)
     assert trainer.state.global_step == 0
+
+
+def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
+    """`odb/...` entries cover all steps since the Trainer's own last log."""
+
+    seen: list[Any] = []
+
+    class Talks(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.log({"loss": 1.0, "mine": 1.0})
+            return super().compute_loss(*args, **kwargs)
+
+    class Talker(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.log({"loss": 2.0, "mine": 2.0})
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(logs.get("mine"))
+
+    trainer = make(tiny_text, tmp_path, logging_steps=5, callbacks=[Talker()], trainer_class=Talks, block=BLOCK)
+    trainer.train()
+    history = trainer.state.log_history
+    name = "odb/micro_batches"
+    assert not [entry for entry in history if "mine" in entry and name in entry]
+    assert seen.count(1.0) == len(audit(tmp_path)), "the measurement logs nothing"
+    (first, *_) = [entry for entry in history if name in entry]
+    lines = [line for line in audit(tmp_path) if line["optimizer_step"] <= first["step"]]
+    assert first["step"] > 1
+    assert first[name] == pytest.approx(len(lines) / first["step"], abs=0.01)
 
 
 def test_active_dropout_is_logged_in_one_line(tiny_text, tmp_path, caplog) -> None:

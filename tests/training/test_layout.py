@@ -6,6 +6,7 @@ The check before training reads 16 rows. A later row that cannot be laid flat pa
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections import Counter
@@ -21,6 +22,7 @@ from toy import Rows, Stream, pad
 from training import toy_training
 from training.flat_models import LENGTHS, MIXERS, WRONG, flat_batch, make_model, samples
 from training.toy_training import Sequential, audit, collate, ids, losses, make
+from training.vision_rows import picture_row, vision_model
 from transformers import LlamaForCausalLM, Trainer
 
 from odb_factory import ConfigError, DataError
@@ -279,19 +281,28 @@ def sorts(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return collate(sorted(rows, key=lambda row: -len(row["input_ids"])))
 
 
+def with_bools(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(rows)
+    return {**batch, "attention_mask": batch["attention_mask"].bool()}
+
+
 class Case(NamedTuple):
     """is_late: the check before training does not read the rows that cannot be laid flat."""
 
     row: Callable[[int], dict[str, Any]] = row
     collate: Callable[..., dict[str, torch.Tensor]] = collate
     is_late: bool = False
+    model: Callable[[], Any] = functools.partial(make_model, "llama")
 
 
 CASES = {
     "positions": Case(collate=lambda rows: skips_positions(rows, 0)),
     "late positions": Case(collate=lambda rows: skips_positions(rows, LATE), is_late=True),
+    "labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k % 3 == 0))),
     "late labels on masked tokens": Case(lambda k: masked(row(k), *[-1] * (k == LATE)), is_late=True),
     "holes": Case(lambda k: masked(row(k), *[2] * (k == 9))),
+    "late holes": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), is_late=True),
+    "late holes in a mask of bools": Case(lambda k: masked(row(k), *[2] * (k >= LATE)), with_bools, is_late=True),
     "a collator that sorts": Case(collate=sorts),
 }
 
@@ -300,7 +311,7 @@ def run(case: Case, folder: Path, layout: str, on_error: str = "raise", **change
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
     cut |= {"max_steps": -1, "collate": case.collate, "trainer_class": Sequential}
     block = {"token_budget": 128, "on_error": on_error}
-    return train(make_model("llama"), folder, layout, Rows(case.row, NUM_ROWS), block, **cut | changes)
+    return train(case.model(), folder, layout, Rows(case.row, NUM_ROWS), block, **cut | changes)
 
 
 @pytest.mark.stock
@@ -324,29 +335,31 @@ def test_auto_trains_as_stock(name: str, tmp_path: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", [name for name in CASES if name != "a collator that sorts"])
-def test_flat_names_the_row(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_flat_names_the_row(name: str, on_error: str, tmp_path: Path) -> None:
     case = CASES[name]
     with pytest.raises((ConfigError, DataError)) as refused:
-        run(case, tmp_path, "flat", on_error="skip")
+        run(case, tmp_path, "flat", on_error)
     message = str(refused.value)
     assert "odb.layout" in message and "row " in message and "on_error" not in message and "\n" not in message
     if case.is_late:
         assert f"row {LATE}: " in message
 
 
-def train_on_two_ranks(rank: int, output_dir: str) -> dict[str, list[float]]:
+def train_on_two_ranks(rank: int, output_dir: str, name: str, num_workers: int) -> dict[str, list[float]]:
     os.environ["LOCAL_RANK"] = str(rank)
-    case, changes = CASES["late labels on masked tokens"], {"per_device_train_batch_size": 1}
-    changes |= {"dataloader_num_workers": 1}
-    return {kind: losses(run(case, Path(output_dir, kind), kind, **changes)) for kind in ("stock", "auto")}
+    changes = {"per_device_train_batch_size": 1, "dataloader_num_workers": num_workers}
+    kinds = ("stock", "auto")
+    return {kind: losses(run(CASES[name], Path(output_dir, kind), kind, **changes)) for kind in kinds}
 
 
 @pytest.mark.stock
 @pytest.mark.integration
-def test_a_late_row_pads_one_micro_batch_of_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_late_row_pads_one_micro_batch_of_its_rank(num_workers: int, tmp_path: Path) -> None:
     """Both ranks have the same number of micro-batches (I1), and no sample is lost (I2)."""
-    function = "training.test_layout:train_on_two_ranks"
-    outcomes = run_ranks(function, tmp_path, limit_s=120, output_dir=str(tmp_path))
+    options = {"output_dir": str(tmp_path), "name": "late labels on masked tokens", "num_workers": num_workers}
+    outcomes = run_ranks("training.test_layout:train_on_two_ranks", tmp_path, limit_s=120, **options)
     for outcome in outcomes:
         assert outcome.value["auto"] == pytest.approx(outcome.value["stock"], rel=1e-5)
     lines = [audit(tmp_path / "auto", rank) for rank in range(2)]
@@ -354,3 +367,17 @@ def test_a_late_row_pads_one_micro_batch_of_its_rank(tmp_path: Path) -> None:
     assert len(lines[0]) == len(lines[1])
     padded = [LATE in line["ids"] for of_rank in lines for line in of_rank if not line["segments"]]
     assert padded == [True]
+
+
+@pytest.mark.stock
+@pytest.mark.integration
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_positions_of_images_are_those_of_the_model(num_workers: int, tmp_path: Path) -> None:
+    """Without `mm_token_type_ids`, so newer releases of transformers take image tokens for text. With them:
+    test_same_training.py."""
+    case = Case(picture_row, model=vision_model)
+    auto, stock = (
+        losses(run(case, tmp_path / layout, layout, dataloader_num_workers=num_workers)) for layout in ("auto", "stock")
+    )
+    assert auto == pytest.approx(stock, rel=1e-5)
+    assert all(line["segments"] for line in audit(tmp_path / "auto"))
